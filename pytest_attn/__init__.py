@@ -1,0 +1,68 @@
+"""pytest-attn: say whether an attention kernel is right.
+
+Names are loaded when first used, so that pytest, which imports this package at every start, pays nothing for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.backend import Backend, KnownDefect
+    from pytest_attn.backends.machine import Machine
+    from pytest_attn.correctness.check import check
+    from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.session.case import AttentionCase
+    from pytest_attn.workloads.inputs import Inputs, draw_inputs
+    from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+    from pytest_attn.workloads.workload import Pages, Workload
+
+__all__ = [
+    "AttentionCase",
+    "Backend",
+    "BooleanMask",
+    "Comparison",
+    "Document",
+    "Inputs",
+    "KnownDefect",
+    "Machine",
+    "Neighborhood",
+    "Pages",
+    "Window",
+    "Workload",
+    "check",
+    "draw_inputs",
+]
+
+_HOMES = {
+    "AttentionCase": "pytest_attn.session.case",
+    "Backend": "pytest_attn.backends.backend",
+    "BooleanMask": "pytest_attn.workloads.masks",
+    "Comparison": "pytest_attn.correctness.compare",
+    "Document": "pytest_attn.workloads.masks",
+    "Inputs": "pytest_attn.workloads.inputs",
+    "KnownDefect": "pytest_attn.backends.backend",
+    "Machine": "pytest_attn.backends.machine",
+    "Neighborhood": "pytest_attn.workloads.masks",
+    "Pages": "pytest_attn.workloads.workload",
+    "Window": "pytest_attn.workloads.masks",
+    "Workload": "pytest_attn.workloads.workload",
+    "check": "pytest_attn.correctness.check",
+    "draw_inputs": "pytest_attn.workloads.inputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pytest_attn' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,94 @@
+"""Attention as a model's fallback writes it: two matrix products with a softmax between, in the workload's dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.backend import Backend, Kernel, scores_bytes
+from pytest_attn.backends.dense import alibi_bias, boolean_mask
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Eager(Backend):
+    """Scores and probabilities in the dtype, softmax in float32; takes every mask and option but packed sequences."""
+
+    name, precision = "eager", "eager"
+    variants = ("compile", "max_autotune")
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse packed sequences."""
+        return ["takes no packed sequences"] if workload.is_packed else []
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """The scores, four times."""
+        return scores_bytes(workload, backward, copies=4)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Write out mask, bias and ALiBi once."""
+        import torch
+
+        w = inputs.workload
+        visible = boolean_mask(inputs)
+        alibi = alibi_bias(inputs) if w.alibi else None
+        scale, group = w.softmax_scale, w.group
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k, v = _gather(inputs, k, v)
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()
+            scores = _modify(scores, inputs, alibi)
+            if visible is not None:
+                scores = scores.masked_fill(~visible, -math.inf)
+            return torch.matmul(_probabilities(scores, inputs.sinks).to(v.dtype), v)
+
+        return call
+
+
+def _gather(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if inputs.page_table is None:
+        return k, v
+    import dataclasses
+
+    k, v = dataclasses.replace(inputs, k=k, v=v).gathered()
+    unseen = _beyond_length(inputs)
+    return k, v.masked_fill(unseen, 0)  # a page's unused tail may hold anything, and 0 * NaN is NaN
+
+
+def _beyond_length(inputs: Inputs) -> torch.Tensor:
+    import torch
+
+    assert inputs.kv_lens is not None
+    positions = torch.arange(inputs.workload.kv_len, device=inputs.device)
+    return (positions >= inputs.kv_lens[:, None])[:, None, :, None]
+
+
+def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) -> torch.Tensor:
+    from pytest_attn.backends.dense import index_tensors
+
+    w = inputs.workload
+    if w.softcap is not None:
+        scores = (scores / w.softcap).tanh() * w.softcap
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    if alibi is not None:
+        scores = scores + alibi
+    if w.score_mod is not None:
+        scores = w.score_mod(scores, *index_tensors(w, inputs.device))
+    return scores
+
+
+def _probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax with one more logit per head where there are sinks; a row that sees nothing gets zeros."""
+    import torch
+
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)

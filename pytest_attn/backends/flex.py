@@ -1,0 +1,205 @@
+"""torch.nn.attention.flex_attention, compiled: masks as mask_mod, every change of the score as score_mod."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.compiled import compile_kernel
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import MaskMod, ScoreMod, bind
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Flex(Backend):
+    """flex_attention under torch.compile; `flex+max_autotune` tunes its tiles."""
+
+    name = "flex"
+    variants: tuple[str, ...] = ("max_autotune",)
+    max_autotune = False
+
+    def variant(self, name: str) -> Backend:
+        """Compile once in another mode, not twice."""
+        if name not in self.variants:
+            return super().variant(name)
+        tuned = type(self)()
+        tuned.name, tuned.max_autotune = f"{self.name}+{name}", True
+        return tuned
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Triton GPUs, and CPUs for which inductor can generate code."""
+        if machine.kind == "mps":
+            return "is tested on CPU, CUDA and XPU only"
+        if machine.kind == "cpu":
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            try:
+                get_cpp_compiler()
+            except Exception as error:
+                return f"needs a C++ compiler on a CPU: {error}"
+        return None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse pages, and on a CPU what torch refuses there."""
+        reasons = ["reads no page table"] if workload.kv_pages else []
+        if machine.kind == "cpu":
+            if backward:
+                reasons.append("flex_attention does not support backward on CPU")
+            if workload.sinks:
+                reasons.append("needs lse for sinks, which compiled flex_attention does not return on CPU")
+        elif workload.head_dim < 16 or workload.v_head_dim < 16:
+            reasons.append("needs a head dimension of at least 16")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Build the block mask; the kernel is compiled at its first call."""
+        return self._compiled(inputs)
+
+    def _compiled(self, inputs: Inputs, kernel_options: Any = None) -> Kernel:
+        kernel = compile_kernel(self._uncompiled(inputs, kernel_options), self.max_autotune)
+        if not inputs.workload.is_packed:
+            return kernel
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
+            out: torch.Tensor = kernel(*(t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v)))
+            return out[0].transpose(0, 1)
+
+        return call
+
+    def _uncompiled(self, inputs: Inputs, kernel_options: Any) -> Kernel:
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        w = inputs.workload
+        score_mod, block_mask = _score_mod(inputs), _block_mask(inputs)
+        sinks = None if inputs.sinks is None else inputs.sinks.float().view(1, -1, 1)
+        scale, grouped = w.scale, w.group > 1
+        with_lse = _ask_for_lse() if sinks is not None else {}
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            result = flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options, **with_lse)
+            out = result
+            if sinks is not None:  # a sink takes its share of the denominator after the fact
+                out, lse = result[0], _lse_of(result[1])
+                out = (out.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype)
+            return out
+
+        return call
+
+
+class FlexDecode(Flex):
+    """flex_attention's split-KV decoding kernel, asked for by name where torch knows the option."""
+
+    name = "flex_decode"
+    variants = ()
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """A Triton kernel: GPUs only."""
+        return None if machine.kind in ("cuda", "xpu") else "is a Triton kernel: needs a GPU"
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """State flex_attention's own rules for choosing its decoding kernel."""
+        reasons = super().unsupported_because(workload, machine, backward)
+        if backward:
+            reasons.append("decoding has no backward pass")
+        if workload.q_len >= 128 or workload.is_packed:
+            reasons.append("decodes fewer than 128 query rows")
+        if workload.group & (workload.group - 1):
+            reasons.append(f"needs a group size that is a power of two, not {workload.group}")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
+        import torch
+
+        from pytest_attn.backends.machine import release
+
+        options = {"BACKEND": "TRITON_DECODE"} if release(torch.__version__) >= (2, 10) else None
+        return self._compiled(inputs, options)
+
+
+def _ask_for_lse() -> dict[str, Any]:
+    from torch.nn.attention import flex_attention as module
+
+    return {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
+
+
+def _lse_of(auxiliary: Any) -> torch.Tensor:
+    """Return lse, which newer releases wrap into a record."""
+    lse: torch.Tensor = getattr(auxiliary, "lse", auxiliary)
+    return lse
+
+
+def _score_mod(inputs: Inputs) -> ScoreMod | None:
+    """Chain softcap, bias, ALiBi and the workload's own score_mod, in the workload's order; None where there is none."""
+    import torch
+
+    w = inputs.workload
+    if w.softcap is None and inputs.bias is None and not w.alibi and w.score_mod is None:
+        return None
+    softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
+    bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
+    kv_lens, offset = inputs.kv_lens, w.kv_len - w.q_len
+
+    def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        if softcap is not None:
+            score = torch.tanh(score / softcap) * softcap
+        if bias is not None:
+            score = score + bias[b, h, q, kv]
+        if slopes is not None:
+            shift = offset if kv_lens is None else kv_lens[b] - w.q_len
+            score = score - slopes[h] * (q + shift - kv).abs()
+        return score if own is None else own(score, b, h, q, kv)
+
+    return score_mod
+
+
+def _block_mask(inputs: Inputs) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w = inputs.workload
+    mask_mod = _packed_mask(inputs) if w.is_packed else inputs.mask_mod()
+    if mask_mod is None:
+        return None
+    per_batch = w.kv_lens is not None or not _is_structural(w)
+    batch = w.batch if per_batch and not w.is_packed else None
+    heads = None if _is_structural(w) else w.heads
+    lengths = (inputs.q.shape[0], inputs.k.shape[0]) if w.is_packed else (w.q_len, w.kv_len)
+    return create_block_mask(mask_mod, batch, heads, *lengths, device=str(inputs.device))
+
+
+def _is_structural(w: Workload) -> bool:
+    """Whether the mask depends on positions only, not on batch and head, so that one block mask serves all."""
+    from pytest_attn.workloads.masks import BooleanMask, MaskModMask
+
+    return not isinstance(w.mask, BooleanMask | MaskModMask)
+
+
+def _packed_mask(inputs: Inputs) -> MaskMod:
+    """Tokens see their own sequence only, and there what the mask shows, in positions of the sequence."""
+    import torch
+
+    w = inputs.workload
+    assert inputs.cu_seqlens is not None
+    assert inputs.cu_seqlens_kv is not None
+    starts_q, starts_kv = inputs.cu_seqlens.long(), inputs.cu_seqlens_kv.long()
+    lengths_q, lengths_kv = starts_q.diff(), starts_kv.diff()
+    sequence_q = torch.repeat_interleave(lengths_q)
+    sequence_kv = torch.repeat_interleave(lengths_kv)
+    inner = None
+    if w.plain_mask is not None:
+        inner = bind(w.plain_mask, w.batch, w.heads, 0, 0, lengths_kv - lengths_q, inputs.device)
+
+    def same_sequence(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        mine, theirs = sequence_q[q], sequence_kv[kv]
+        visible: torch.Tensor = mine == theirs
+        if inner is None:
+            return visible
+        return visible & inner(mine, h, q - starts_q[mine], kv - starts_kv[theirs])
+
+    return same_sequence

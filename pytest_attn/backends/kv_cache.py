@@ -1,0 +1,72 @@
+"""Decoding with a growing key-value cache: one SDPA call per new token, as a language model generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Window
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_STEPS = 512
+
+
+class KvCache(Backend):
+    """Appends key and value of one token, attends with one query, q_len times; equals one prefill with a causal mask."""
+
+    name = "kv_cache"
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Wherever SDPA is tested."""
+        return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse all that does not happen in decoding."""
+        w = workload
+        reasons = ["decoding has no backward pass"] if backward else []
+        aligned = isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len)
+        windowed = isinstance(w.mask, Window) and w.mask.right == 0
+        if not (aligned or windowed) or w.q_len > w.kv_len:
+            reasons.append("decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len")
+        if w.q_len > _MOST_STEPS:
+            reasons.append(f"decodes token by token: at most {_MOST_STEPS}, not {w.q_len}")
+        if w.is_packed or w.kv_lens or w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
+            reasons.append("has no packed or padded sequences and no changes of the score")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Fill the cache with the prompt, all keys before the first query's own."""
+        import torch
+        import torch.nn.functional as F
+
+        w = inputs.workload
+        visible = boolean_mask(inputs) if isinstance(w.mask, Window) else None
+        prompt = w.kv_len - w.q_len
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
+            cache_k[:, :, :prompt], cache_v[:, :, :prompt] = k[:, :, :prompt], v[:, :, :prompt]
+            rows = []
+            for step in range(w.q_len):
+                now = prompt + step
+                cache_k[:, :, now], cache_v[:, :, now] = k[:, :, now], v[:, :, now]
+                mask = None if visible is None else visible[:, :, step : step + 1, : now + 1]
+                rows.append(
+                    F.scaled_dot_product_attention(
+                        q[:, :, step : step + 1],
+                        cache_k[:, :, : now + 1],
+                        cache_v[:, :, : now + 1],
+                        attn_mask=mask,
+                        scale=w.scale,
+                        enable_gqa=w.group > 1,
+                    )
+                )
+            return torch.cat(rows, 2)
+
+        return call

@@ -1,0 +1,113 @@
+"""The device under test and the libraries around it, as far as a backend must know them to refuse."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device: its torch name ("cuda:0"), product name, compute capability or architecture, and memory in bytes."""
+
+    device: str
+    name: str
+    capability: tuple[int, int] | None
+    architecture: str
+    memory: int
+    device_count: int
+    torch_version: str
+
+    @property
+    def kind(self) -> str:
+        """The device type: "cpu", "cuda", "xpu" or "mps"."""
+        return self.device.partition(":")[0]
+
+    @property
+    def torch_release(self) -> tuple[int, int]:
+        """Torch's major and minor version."""
+        return release(self.torch_version)
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version string."""
+    numbers = [int(n) for n in re.findall(r"\d+", version)[:2]]
+    return (numbers[0], numbers[1] if len(numbers) > 1 else 0)
+
+
+def resolve_device(wanted: str = "auto") -> torch.device:
+    """Return the torch device for "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
+
+    Raises ValueError where the name is unknown or the device is not there, saying which are.
+    """
+    import torch
+
+    if not re.fullmatch(r"auto|cpu|(cuda|xpu)(:\d+)?|mps", wanted):
+        raise ValueError(f"unknown device {wanted!r}; expected auto, cpu, cuda, cuda:N, xpu or mps")
+    there = _devices()
+    if wanted == "auto":
+        return torch.device(next((d for d in there if d != "cpu"), "cpu"))
+    device = torch.device(wanted if wanted in ("cpu", "mps") or ":" in wanted else f"{wanted}:0")
+    if str(device) not in there:
+        raise ValueError(f"device {wanted!r} is not there; this machine has {', '.join(there)}")
+    return device
+
+
+def _devices() -> list[str]:
+    import torch
+
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found += [f"xpu:{i}" for i in range(torch.xpu.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Describe a device that is there."""
+    import torch
+
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        architecture = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+        architecture = architecture or f"sm{properties.major}{properties.minor}"
+        return Machine(
+            str(device),
+            properties.name,
+            capability,
+            architecture,
+            properties.total_memory,
+            torch.cuda.device_count(),
+            torch.__version__,
+        )
+    if device.type == "xpu":
+        memory = torch.xpu.get_device_properties(device).total_memory
+        return Machine(
+            str(device), torch.xpu.get_device_name(device), None, "xpu", memory, torch.xpu.device_count(), torch.__version__
+        )
+    return Machine(str(device), _processor(), None, device.type, _system_memory(), 0, torch.__version__)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = (line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+            return next(names, "CPU")
+    except OSError:
+        import platform
+
+        return platform.processor() or "CPU"
+
+
+def _system_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 62  # unknown: never the reason of a refusal

@@ -1,0 +1,340 @@
+"""Judge one callable on one workload: draw inputs, call it, hold every result against the reference, explain a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.machine import resolve_device
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.compare import (
+    Comparison,
+    ContractError,
+    TensorComparison,
+    check_contract,
+    compare_tensor,
+    limits_named,
+)
+from pytest_attn.correctness.diagnose import explain
+from pytest_attn.correctness.precision import Precision, precision_named
+from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.inputs import distribution_names, draw_inputs
+from pytest_attn.workloads.masks import function_label
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+LAYOUTS = ("bhsd", "bshd", "thd")
+DEFAULT_CACHE_BYTES = 4 << 30
+
+
+class ReferenceCache:
+    """References shared by all callables of a run; those unused for longest go when `limit` bytes are full."""
+
+    def __init__(self, limit: int = DEFAULT_CACHE_BYTES) -> None:
+        self.limit = limit
+        self.computed = 0
+        self._kept: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
+
+    def get(
+        self, workload: Workload, distribution: str, seed: int, device: torch.device, precision: Precision, backward: bool
+    ) -> Reference:
+        """Return the reference, computing it where it is not kept; one with gradients also serves without."""
+        for with_gradients in (True,) if backward else (False, True):
+            key = (workload, distribution, seed, str(device), precision, with_gradients)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        inputs = draw_inputs(workload, distribution, seed, device)
+        reference = compute_reference(inputs, precision, backward)
+        self.computed += 1
+        self._kept[(workload, distribution, seed, str(device), precision, backward)] = reference
+        while len(self._kept) > 1 and sum(map(_held_bytes, self._kept.values())) > self.limit:
+            self._kept.popitem(last=False)
+        if _held_bytes(reference) > self.limit:
+            self._kept.clear()
+        return reference
+
+
+def _held_bytes(reference: Reference) -> int:
+    i = reference.inputs
+    return reference.nbytes + sum(t.nbytes for t in (i.q, i.k, i.v, i.dout))
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a judgement depends on, beside the callable. Raises ValueError for a value that is not one of the known."""
+
+    workload: Workload
+    device: torch.device
+    backward: bool = False
+    inputs: tuple[str, ...] = ("structured", "flat")
+    precision: str = "flash"
+    layout: str = "bhsd"
+    returns_lse: bool = False
+    seed: int = 0
+    limits: str = "default"
+
+    def __post_init__(self) -> None:
+        precision_named(self.precision)
+        limits_named(self.limits)
+        distribution_names(self.inputs)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
+        if (self.layout == "thd") != self.workload.is_packed:
+            if self.layout == "thd":
+                raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
+            object.__setattr__(self, "layout", "thd")
+        if self.backward and self.workload.kv_pages:
+            raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
+
+    def reference(self, cache: ReferenceCache, distribution: str | None = None) -> Reference:
+        """Return the reference of one distribution, by default the first."""
+        precision = precision_named(self.precision)
+        return cache.get(self.workload, distribution or self.inputs[0], self.seed, self.device, precision, self.backward)
+
+
+def judge(
+    subject: Callable[..., Any] | Backend,
+    question: Question,
+    cache: ReferenceCache,
+    guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+    reproduce: str = "",
+) -> Comparison:
+    """Hold `subject` against exact attention on every input distribution of the question.
+
+    Returns the comparison, with a message where it did not pass. Raises ContractError for a result that cannot be
+    compared or for changed inputs; exceptions of the callable pass through. `guard` makes a context that surrounds each
+    call; `reproduce` is the command that a failure's message ends with.
+    """
+    __tracebackhide__ = True
+    if isinstance(subject, Backend):
+        precision = subject.precision_on(question.device.type)
+        question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse)
+    name = subject_name(subject)
+    kernel: Callable[..., Any] | None = None if isinstance(subject, Backend) else _in_layout(subject, question)
+    found: list[TensorComparison] = []
+    message = ""
+    is_sampled = False
+    for distribution in question.inputs:
+        reference = question.reference(cache, distribution)
+        is_sampled = is_sampled or reference.is_sampled
+        with guard(), _library_noise_ignored(isinstance(subject, Backend)):
+            if kernel is None:
+                kernel = subject.prepare(reference.inputs, question.backward)  # type: ignore[union-attr]
+            try:
+                tensors = _call(kernel, question, reference)
+            except ContractError as error:
+                where = f"{name} on {question.workload.id}, inputs {distribution}"
+                raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
+        out_limits, gradient_limits = limits_named(question.limits)
+        for tensor_name, tensor in tensors.items():
+            limits = gradient_limits if tensor_name.startswith("d") else out_limits
+            row = compare_tensor(tensor_name, distribution, tensor, reference, question.workload, limits)
+            found.append(row)
+            if not row.passed and not message:
+                lines = explain(row, tensor, reference, question.workload)
+                message = _with_command(failure_text(row, name, question.workload, lines), reproduce)
+    return Comparison(question.workload.id, name, tuple(found), is_sampled, message)
+
+
+@contextmanager
+def _library_noise_ignored(is_library: bool) -> Iterator[None]:
+    """Keep a library's warnings from failing a run under -W error, and torch's compiler trace out of captured logs."""
+    if not is_library:
+        yield
+        return
+    trace = logging.getLogger("torch.__trace")
+    propagated, trace.propagate = trace.propagate, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trace.propagate = propagated
+
+
+def judge_output(out: object, question: Question, reference: Reference, reproduce: str = "") -> Comparison:
+    """Compare one output, already computed and in the question's layout, with its reference."""
+    out = _swapped_out(out, question) if question.layout == "bshd" else out
+    (tensor,) = check_contract(out, ("out",), reference, question.workload)
+    limits, _ = limits_named(question.limits)
+    row = compare_tensor("out", question.inputs[0], tensor, reference, question.workload, limits)
+    message = ""
+    if not row.passed:
+        lines = explain(row, tensor, reference, question.workload)
+        message = _with_command(failure_text(row, "out", question.workload, lines), reproduce)
+    return Comparison(question.workload.id, "out", (row,), reference.is_sampled, message)
+
+
+def subject_name(subject: object) -> str:
+    """Return what to call a backend or callable in messages."""
+    return subject.name if isinstance(subject, Backend) else function_label(subject)
+
+
+def _in_layout(fn: Callable[..., Any], question: Question) -> Callable[..., Any]:
+    """Wrap a user's callable so that it takes and returns the native layout."""
+    if not callable(fn):
+        raise TypeError(f"check needs a callable of (q, k, v) or a backend, got {function_label(fn)}")
+    if question.layout != "bshd":
+        return fn
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        __tracebackhide__ = True
+        paged = question.workload.kv_pages is not None  # page pools have a layout of their own
+        result = fn(_swapped(q), *(t if paged else _swapped(t) for t in (k, v)))
+        if isinstance(result, tuple | list) and len(result) == 2:
+            return _swapped_out(result[0], question), result[1]
+        return _swapped_out(result, question)
+
+    return call
+
+
+def _swapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous()
+
+
+def _swapped_out(out: Any, question: Question) -> Any:
+    import torch
+
+    if not isinstance(out, torch.Tensor):
+        return out
+    w = question.workload
+    expected = (w.batch, w.q_len, w.heads, w.v_head_dim)
+    if tuple(out.shape) != expected:
+        raise ContractError(f"out has shape {tuple(out.shape)}; expected {expected}, as the layout is 'bshd'")
+    return out.transpose(1, 2)
+
+
+def _call(kernel: Callable[..., Any], question: Question, reference: Reference) -> dict[str, torch.Tensor]:
+    """Call the kernel on copies of the inputs and return out, lse and gradients by name, after the contract's checks."""
+    __tracebackhide__ = True
+    import torch
+
+    pristine = reference.inputs
+    q, k, v = (t.clone().requires_grad_(question.backward) for t in (pristine.q, pristine.k, pristine.v))
+    names = ("out", "lse") if question.returns_lse else ("out",)
+    with nullcontext() if question.backward else torch.no_grad():
+        result = kernel(q, k, v)
+    tensors = dict(zip(names, check_contract(result, names, reference, question.workload), strict=True))
+    if question.backward:
+        tensors.update(_gradients(tensors["out"], (q, k, v), pristine.dout.clone()))
+    if question.device.type == "cuda":
+        torch.cuda.synchronize(question.device)
+    for name, given, kept in (("q", q, pristine.q), ("k", k, pristine.k), ("v", v, pristine.v)):
+        if not torch.equal(given.detach(), kept):
+            largest = float((given.detach().double() - kept.double()).abs().max())
+            raise ContractError(f"the callable changed its input {name} in place (by up to {largest:.3g})")
+    return tensors
+
+
+def _gradients(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    import torch
+
+    if not out.requires_grad:
+        raise ContractError(
+            "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
+        )
+    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    for name, leaf, grad in zip(("dq", "dk", "dv"), leaves, grads, strict=True):
+        if grad is None:
+            raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
+        if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
+            raise ContractError(
+                f"{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
+            )
+    return list(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+# -- the words -------------------------------------------------------------------------------------------------------------
+
+
+def failure_text(row: TensorComparison, subject: str, workload: Workload, explanation: list[str]) -> str:
+    """Write a mismatch: the verdict first, then the worst element, the levels, where, the usual figures, what it suggests."""
+    at = ", ".join(map(str, row.worst))
+    if row.wrong_positions:
+        verdict = f"{row.wrong_positions:,} NaN or infinite elements where the exact result is finite, or the reverse"
+    else:
+        level, value, limit = _worst_level(row)
+        verdict = f"z {value:,.1f} over {level}, limit {limit:g}"
+    where, *suggestions = explanation
+    lines = [
+        f"mismatch: {_tensor_of(row.name, subject)}: {verdict} ({workload.id}, inputs {row.distribution})",
+        f"  worst      {row.name}[{at}] = {row.found:.6g}, exact {row.exact:.6g}, budget {row.budget:.3g}",
+        f"  levels     element {row.z_element:,.1f} (limit {row.limits.element:g}), row {row.z_row:,.2f}"
+        f" ({row.limits.row:g}), head {row.z_head:,.2f} ({row.limits.head:g});"
+        f" {row.exceeding:,} of {row.elements:,} elements over",
+        f"  where      {where}",
+        f"  figures    absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
+        f" relative L2 {row.relative_l2:.3g}, cosine {row.cosine:.6f}, slope {row.alpha:.4f}",
+    ]
+    return "\n".join(lines + [f"  suggests   {line}" for line in suggestions])
+
+
+def _tensor_of(tensor: str, subject: str) -> str:
+    return tensor if tensor == subject else f"{tensor} of {subject}"
+
+
+def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
+    levels = (
+        ("an element", row.z_element, row.limits.element),
+        ("a row", row.z_row, row.limits.row),
+        ("a head", row.z_head, row.limits.head),
+    )
+    return next((level for level in levels if not level[1] <= level[2]), levels[0])
+
+
+def _with_command(text: str, command: str) -> str:
+    return f"{text}\n  reproduce  {command}" if command else text
+
+
+# -- without pytest --------------------------------------------------------------------------------------------------------
+
+
+def check(
+    fn: Callable[..., Any] | Backend | str,
+    workload: Workload | str,
+    *,
+    backward: bool = False,
+    inputs: str | tuple[str, ...] | None = None,
+    precision: str = "flash",
+    layout: str = "bhsd",
+    returns_lse: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    limits: str = "default",
+) -> Comparison:
+    """Hold a callable against exact attention, without pytest.
+
+    fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; or a backend's name.
+    workload: a `Workload` or a name of the catalog that stands for one workload.
+    backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
+    precision: the rounding that the kernel declares ("flash", "eager", "qscale", "cutlass"). layout: "bhsd" or "bshd", in
+    which fn takes and returns tensors; packed workloads are "thd". device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps".
+
+    Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
+    argument that is not one of the known.
+    """
+    __tracebackhide__ = True
+    if isinstance(workload, str):
+        found = builtin_catalog().select(workload)
+        if len(found) != 1:
+            raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {', '.join(w.id for w in found)}")
+        workload = found[0]
+    subject = Registry()[fn] if isinstance(fn, str) else fn
+    question = Question(
+        workload, resolve_device(device), backward, distribution_names(inputs), precision, layout, returns_lse, seed, limits
+    )
+    comparison = judge(subject, question, ReferenceCache())
+    if not comparison.passed:
+        raise AssertionError(comparison.message)
+    return comparison

@@ -1,0 +1,289 @@
+"""Why a tensor may be wrong: where the faults lie, and which other attention the kernel seems to have computed.
+
+The second question is answered by asking the reference: for each likely mistake (another scale, mask, alignment, head
+mapping, an option left out) it computes a few of the worst rows as that mistake would give them. If these fit the
+kernel's rows within the budget, the mistake has a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from pytest_attn.correctness.compare import Limits, TensorComparison, residual_over_budget
+from pytest_attn.correctness.precision import PRECISIONS, Precision
+from pytest_attn.correctness.reference import Reference, compute_reference, heads_first
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, MaskMod, Window
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS = 32
+_TILES = (128, 64, 32, 16)
+
+
+def explain(comparison: TensorComparison, tensor: torch.Tensor, reference: Reference, workload: Workload) -> list[str]:
+    """Return lines that say where `tensor` is wrong and what that suggests, most telling first."""
+    expected = reference.tensors[comparison.name]
+    got = heads_first(tensor.detach(), workload)
+    if expected.rows is not None:
+        got = got[:, :, expected.rows.to(got.device)]
+    bad = _bad_rows(comparison, got, reference)
+    lines = [_where(bad, expected.rows)]
+    if comparison.wrong_positions:
+        lines += _non_finite(got, bad, reference, comparison.name)
+        return lines
+    if not bool(got.any()):
+        return [*lines, f"{comparison.name} is all zeros"]
+    if comparison.name == "lse":
+        return [*lines, *_lse_base(got, expected.value)]
+    if comparison.name == "out":
+        return [*lines, *_likely_mistakes(got, bad, reference, workload, comparison)]
+    return [*lines, *_gradient_slope(comparison, workload)]
+
+
+# -- where ---------------------------------------------------------------------------------------------------------------
+
+
+def _bad_rows(comparison: TensorComparison, got: torch.Tensor, reference: Reference) -> torch.Tensor:
+    """Return (batch, heads, rows): True where a row holds a fault."""
+    expected = reference.tensors[comparison.name]
+    value = expected.value
+    if comparison.wrong_positions:
+        wrong = got.isfinite() != value.to(got.dtype).isfinite()
+        return wrong.any(-1) if wrong.dim() == 4 else wrong
+    if comparison.name == "lse":
+        return (got.double() - value).abs() > comparison.budget
+    z = residual_over_budget(got.double() - value, expected.tau)
+    bad = (z.abs().amax(-1) > comparison.limits.element) | (z.square().mean(-1).sqrt() > comparison.limits.row)
+    return bad if bool(bad.any()) else z.square().mean(-1).sqrt() > 1
+
+
+def _where(bad: torch.Tensor, sampled: torch.Tensor | None) -> str:
+    batch, heads, rows = bad.shape
+    positions = bad.any(0).any(0).nonzero().flatten()
+    if sampled is not None:
+        positions = sampled.to(positions.device)[positions]
+    at_rows = positions.tolist()
+    at_heads = bad.any(-1).any(0).nonzero().flatten().tolist()
+    at_batches = bad.any(-1).any(-1).nonzero().flatten().tolist()
+    length = rows if sampled is None else int(sampled[-1]) + 1
+    parts = [f"rows: {_describe_rows(at_rows, length, rows)}", f"heads: {_describe_set(at_heads, heads)}"]
+    if batch > 1:
+        parts.append(f"batch: {_describe_set(at_batches, batch)}")
+    return "; ".join(parts)
+
+
+def _describe_set(members: list[int], size: int) -> str:
+    if len(members) == size:
+        return f"all {size}" if size > 1 else "the only one"
+    shown = ", ".join(map(str, members[:8]))
+    return f"{shown}{', ...' if len(members) > 8 else ''} of {size}"
+
+
+def _describe_rows(rows: list[int], length: int, looked_at: int) -> str:
+    """Describe which rows are wrong: all, one, a tail after the last full tile, every n-th, a range, or their number."""
+    of = f"of {length}" if looked_at == length else f"of {looked_at} looked at"
+    if len(rows) == looked_at:
+        return f"all {looked_at}"
+    if len(rows) == 1:
+        return f"only {rows[0]} {of}" + (" (the last)" if rows[0] == length - 1 else "")
+    contiguous = looked_at == length and rows == list(range(rows[0], rows[-1] + 1))
+    for tile in _TILES:
+        if contiguous and rows[-1] == length - 1 and rows[0] == length // tile * tile and length % tile:
+            return f"{rows[0]} to {rows[-1]} {of}, the tail after the last full tile of {tile}"
+        residues = {row % tile for row in rows}
+        if len(residues) == 1 and len(rows) >= 2 and not contiguous:
+            return f"{len(rows)} {of}, every one at {residues.pop()} modulo {tile}"
+    if contiguous:
+        return f"{rows[0]} to {rows[-1]} {of}"
+    return f"{len(rows)} {of}, first {rows[0]}, last {rows[-1]}"
+
+
+# -- what ----------------------------------------------------------------------------------------------------------------
+
+
+def _non_finite(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name: str) -> list[str]:
+    nans, infinities = int(got.isnan().sum()), int(got.isinf().sum())
+    lines = [f"{name} holds {nans:,} NaN and {infinities:,} infinite elements"]
+    lse = reference.tensors["lse"].value
+    if name in ("out", "dq") and lse.shape == bad.shape and bool(bad.any()):
+        largest = float(lse[bad].max())
+        if largest < -88:
+            lines.append(f"each of these rows has lse below -88 (at most {largest:.1f}), where exp(-lse) overflows in float32")
+        elif largest == -math.inf:
+            lines.append("each of these rows sees no key at all: out must be 0 there")
+    return lines
+
+
+def _lse_base(got: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    finite = exact.isfinite() & got.isfinite() & (exact.abs() > 0.1)
+    if not bool(finite.any()):
+        return []
+    ratio = float((got[finite].double() / exact[finite]).median())
+    for factor, text in (
+        (1 / math.log(2), "log2 e: it is in base 2"),
+        (math.log(2), "ln 2: it was converted from base 2 twice"),
+    ):
+        if abs(ratio / factor - 1) < 1e-3:
+            return [f"lse is off by a factor of {text}; natural logarithm expected"]
+    return []
+
+
+def _gradient_slope(comparison: TensorComparison, w: Workload) -> list[str]:
+    scale = w.softmax_scale
+    known = {
+        1 / scale: "the factor softmax_scale is missing",
+        scale: "the factor softmax_scale was applied twice",
+        1 / w.group: f"it looks like the mean over the {w.group} query heads of a group, not their sum",
+        -1.0: "its sign is flipped",
+        math.log(2): "a factor of ln 2 too much",
+        1 / math.log(2): "a factor of ln 2 is missing",
+    }
+    for factor, text in known.items():
+        if factor != 1 and abs(comparison.alpha / factor - 1) < 0.01:
+            return [f"{comparison.name} is {comparison.alpha:.4g} times the exact gradient: {text}"]
+    return []
+
+
+def _likely_mistakes(
+    got: torch.Tensor, bad: torch.Tensor, reference: Reference, w: Workload, comparison: TensorComparison
+) -> list[str]:
+    rows, mine = _worst_rows(got, bad, reference, w)
+    lines = []
+    for text, inputs, variant in _mistakes(reference.inputs, w):
+        z = _fit(mine, inputs, variant, rows, reference.precision, comparison.limits)
+        if z is not None:
+            lines.append(f"it equals attention {text} (z {z:.1f} there)")
+            break
+    if not lines and (head := _equals_other_head(got, reference, comparison.limits)):
+        lines.append(head)
+    for name, profile in PRECISIONS.items():
+        if lines or name == reference.precision.name:
+            continue
+        z = _fit(mine, reference.inputs, w, rows, profile, comparison.limits)
+        if z is not None:
+            lines.append(f"it fits the precision profile {name!r}, not {reference.precision.name!r} (z {z:.1f} there)")
+    return lines
+
+
+def _worst_rows(
+    got: torch.Tensor, bad: torch.Tensor, reference: Reference, w: Workload
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Choose some wrong and some right rows; packed sequences are small, all their rows are taken."""
+    import torch
+
+    if w.is_packed:
+        return None, got
+    faulty = bad.any(0).any(0)
+    order = torch.cat([faulty.nonzero().flatten()[:_ROWS], (~faulty).nonzero().flatten()[:_ROWS]]).sort().values
+    sampled = reference.tensors["out"].rows
+    return (order if sampled is None else sampled[order]), got[:, :, order]
+
+
+def _fit(
+    got: torch.Tensor,
+    inputs: Inputs,
+    workload: Workload,
+    rows: torch.Tensor | None,
+    precision: Precision,
+    limits: Limits,
+) -> float | None:
+    """Return the largest |z| of `got` against another attention if it is within the limits, else None."""
+    try:
+        other = compute_reference(inputs, precision, rows=rows, workload=workload).tensors["out"]
+    except (RuntimeError, IndexError):  # a mask_mod or score_mod that cannot serve the variant
+        return None
+    z = residual_over_budget(got.double() - other.value, other.tau)
+    element, row = float(z.abs().max()), float(z.square().mean(-1).max()) ** 0.5
+    return element if element <= limits.element and row <= limits.row else None
+
+
+def _equals_other_head(got: torch.Tensor, reference: Reference, limits: Limits) -> str | None:
+    out = reference.tensors["out"]
+    for shift in range(1, got.shape[1]):
+        z = residual_over_budget(got.double() - out.value.roll(shift, 1), out.tau.roll(shift, 1))
+        if float(z.abs().max()) <= limits.element:
+            return f"head h holds what belongs to head h - {shift}: heads are swapped"
+    return None
+
+
+def _mistakes(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Inputs, Workload]]:
+    """Yield likely mistakes: a text that continues "it equals attention ...", the inputs and the workload it amounts to."""
+    for text, changes in _option_mistakes(w):
+        yield text, inputs, w.replace(**changes)
+    for text, mask_mod in _mask_mistakes(w):
+        yield text, inputs, w.replace(mask=mask_mod)
+    if w.kv_lens and not w.is_packed and len(set(w.kv_lens)) > 1:
+        yield "that ignores kv_lens and sees padding", dataclasses.replace(inputs, kv_lens=None), w
+    if 1 < w.kv_heads < w.heads and not w.kv_pages and not w.is_packed:
+        order = [h % w.kv_heads for h in range(w.heads)]
+        mixed = dataclasses.replace(inputs, k=inputs.k[:, order], v=inputs.v[:, order])
+        yield "in which query head h uses key head h % kv_heads (interleaved groups)", mixed, w.replace(kv_heads=w.heads)
+    yield "with uniform probabilities: the scores have no effect", dataclasses.replace(inputs, q=inputs.q * 0), w
+    if w.head_dim == w.v_head_dim:
+        yield "with k in place of v", dataclasses.replace(inputs, v=inputs.k), w
+
+
+def _option_mistakes(w: Workload) -> Iterator[tuple[str, dict[str, object]]]:
+    scale = w.softmax_scale
+    yield "with scale 1: the softmax scale is missing", {"scale": 1.0}
+    yield "with the softmax scale applied twice", {"scale": scale * scale}
+    yield "with scale * ln 2: exp2 without its factor log2 e", {"scale": scale * math.log(2)}
+    if w.scale is not None:
+        yield "with scale 1 / sqrt(head_dim): the option scale is ignored", {"scale": None}
+    if w.softcap is not None:
+        yield "without softcap", {"softcap": None}
+    if w.alibi:
+        yield "without ALiBi", {"alibi": False}
+    if w.sinks:
+        yield "without sinks", {"sinks": False}
+    if w.bias:
+        yield "without the bias", {"bias": None}
+    if w.score_mod:
+        yield "without score_mod", {"score_mod": None}
+    if w.mask is not None:
+        yield "without the mask", {"mask": None}
+    if isinstance(w.mask, Causal) and w.q_len != w.kv_len:
+        other = "causal" if w.mask.bottom_right else "causal-bottom-right"
+        yield f"with the other causal alignment ({other})", {"mask": other}
+    if w.mask is None:
+        yield "with a causal mask that nobody asked for", {"mask": "causal"}
+
+
+def _mask_mistakes(w: Workload) -> Iterator[tuple[str, MaskMod]]:
+    if w.is_packed:
+        return
+    offset = w.kv_len - w.q_len
+
+    def seen(condition: Callable[..., torch.Tensor]) -> MaskMod:
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return condition(b, h, q, kv)
+
+        return mask_mod
+
+    if isinstance(w.mask, Causal):
+        shift = offset if w.mask.bottom_right else 0
+        yield "with a causal mask that shows one key too many", seen(lambda b, h, q, kv: kv <= q + shift + 1)
+        yield "with a causal mask that hides the diagonal", seen(lambda b, h, q, kv: kv < q + shift)
+    if isinstance(w.mask, Window):
+        left = w.mask.left if w.mask.left is not None else w.kv_len + w.q_len
+        right = w.mask.right if w.mask.right is not None else w.kv_len + w.q_len
+        for text, lo, hi in (
+            ("whose window is one key too long on the left", left + 1, right),
+            ("whose window is one key too short on the left", left - 1, right),
+            ("whose window is one key too long on the right", left, right + 1),
+            ("whose window is one key too short on the right", left, right - 1),
+            ("whose left window is ignored", w.kv_len + w.q_len, right),
+        ):
+            yield text, seen(lambda b, h, q, kv, lo=lo, hi=hi: (kv >= q + offset - lo) & (kv <= q + offset + hi))
+    if w.mask is None:
+        yield "without the last key", seen(lambda b, h, q, kv: kv < w.kv_len - 1)
+        yield "without the first key", seen(lambda b, h, q, kv: kv > 0)
+        tail = w.kv_len // 64 * 64
+        if tail not in (0, w.kv_len):
+            yield f"without the keys of the last part-filled tile (from {tail})", seen(lambda b, h, q, kv: kv < tail)

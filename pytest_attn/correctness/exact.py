@@ -1,0 +1,473 @@
+"""The arithmetic of exact attention in float64, and the budget of rounding error that goes with every element.
+
+The budget tau (a standard deviation) of every element sums the squares of independent rounding errors:
+
+    out: eu(o)^2 + sum_j e_ij^2 v_j^2 + sum_j n_ij (v_j - o)^2
+    dv:  eu(dv)^2 + sum_i (e_ij^2 + n_ij) do_i^2
+    dq:  eu(dq)^2 + scale^2 sum_j w_ij k_j^2 + scale^2 eps_i^2 (sum_j P_ij k_j)^2
+    dk:  eu(dk)^2 + scale^2 sum_i w_ij q_i^2 + scale^2 sum_i P_ij^2 eps_i^2 q_i^2
+
+with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times the variance of the score, w_ij the variance
+of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o.
+The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/calibration.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import MaskMod, interval
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+#: Score elements that one chunk may hold (times 8 bytes, times about five temporaries).
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+TILE = 128
+
+
+@dataclass
+class Expected:
+    """What one tensor should be: `value` (float64) and its budget `tau` (float32), both (batch, heads, rows, dim).
+
+    `rows` lists the sampled positions along the third dimension, None for all. lse has no dim and no budget of its own.
+    """
+
+    value: torch.Tensor
+    tau: torch.Tensor
+    rows: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self.value.nbytes + self.tau.nbytes)
+
+
+@dataclass
+class Segment:
+    """Sequences of equal length: q, dout (n, heads, q_len, d) and k, v (n, kv_heads, kv_len, d) in the workload's dtype."""
+
+    workload: Workload
+    inputs: Inputs
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    mask_mod: MaskMod | None
+    first_batch: int
+    rows: torch.Tensor | None
+    keys: torch.Tensor | None
+    q_start: int = 0
+    kv_start: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """q_len and kv_len."""
+        return self.q.shape[2], self.k.shape[2]
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Return how many scores one chunk may hold on this device."""
+    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
+
+
+def unit2(dtype: str, terms: int) -> float:
+    """Return the squared unit roundoff of a sum of `terms` products: in float32 the sum itself rounds as well.
+
+    A sum of n random terms has passed through partial sums whose squares add up to n / 2 times those of its terms.
+    """
+    return UNIT[dtype] ** 2 * (1 + terms / 2 if dtype == "float32" else 1)
+
+
+def rounded(x: torch.Tensor, dtype: str, terms: int, floor: float | None = None) -> torch.Tensor:
+    """Return eu(x)^2, the variance of rounding a result x to the dtype; `floor` replaces the least error it may have."""
+    floor = max(FLOOR[dtype], TINY) if floor is None else floor
+    variance = x.square().mul_(unit2(dtype, terms))
+    return variance.clamp_(min=floor**2) if floor else variance
+
+
+class Block:
+    """Some key heads of some batch entries, in float64: computes their rows chunk by chunk into the reference."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Expected],
+        segment: Segment,
+        block: tuple[slice, slice],
+        precision: Precision,
+        backward: bool,
+    ) -> None:
+        import torch
+
+        w = segment.workload
+        batches, kv_heads = block
+        self.tensors, self.segment, self.precision, self.backward, self.w = tensors, segment, precision, backward, w
+        self.block = block
+        self.scale = w.softmax_scale
+        self.unit, self.floor = UNIT[w.dtype], FLOOR[w.dtype]
+        self.heads = slice(kv_heads.start * w.group, kv_heads.stop * w.group)
+        self.q = segment.q[batches, self.heads]
+        self.dout = segment.dout[batches, self.heads]
+        self.k, self.v = (t[batches, kv_heads].double() for t in (segment.k, segment.v))
+        self.v2 = self.v.square()
+        device = self.k.device
+        self.b_index = torch.arange(batches.start, batches.stop, device=device).view(-1, 1, 1, 1) + segment.first_batch
+        self.h_index = torch.arange(self.heads.start, self.heads.stop, device=device).view(1, -1, 1, 1)
+        self.keys = segment.keys
+        self.per_head = precision.sums_rounded_heads and w.group > 1
+        self.sums = (
+            {} if not backward else {name: self._zeros(dim) for name, dim in (("dk", w.head_dim), ("dv", w.v_head_dim))}
+        )
+        self.noisy_scores = precision.rounds_scores or precision.rounds_scaled_query or self._scores_are_noisy()
+
+    def _zeros(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return sums for a gradient of the keys and its variance, per query head if these are rounded, else per key head."""
+        heads = self.w.group * self.k.shape[1] if self.per_head else self.k.shape[1]
+        keys = self.k.shape[2] if self.keys is None else len(self.keys)
+        value = self.k.new_zeros(self.k.shape[0], heads, keys, dim)
+        return value, self.k.new_zeros(value.shape)
+
+    def _scores_are_noisy(self) -> bool:
+        """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
+        if self.w.dtype == "float32":
+            return True
+        if not self.q.numel() or not self.k.numel():
+            return False
+        largest = self.scale * float(self.q.double().norm(dim=-1).max()) * float(self.k.norm(dim=-1).max())
+        return largest * TENSOR_CORE_UNIT > self.unit / 8
+
+    def run(self) -> None:
+        """Compute every chunk of rows, then round the gradients of the keys."""
+        import torch
+
+        q_len, kv_len = self.segment.lengths
+        chosen = self.segment.rows
+        everything = torch.arange(q_len, device=self.k.device)
+        rows = everything if chosen is None or self.backward else chosen
+        groups_in_block = self.k.shape[0] * self.k.shape[1] * self.w.group
+        step = max(1, chunk_elements(self.k.device) // max(1, groups_in_block * kv_len))
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            _Chunk(self, part, chosen).run()
+        for name, (value, tau2) in self.sums.items():
+            self._finish(name, value, tau2)
+
+    def _finish(self, name: str, value: torch.Tensor, tau2: torch.Tensor) -> None:
+        """Round the summed gradient of the keys and put it in its place."""
+        dtype, (batches, kv_heads) = self.w.dtype, self.block
+        terms = self.w.group * self.segment.lengths[0]
+        times = self.precision.roundings(self.segment.lengths[0])
+        if times > 1:  # rounding a sum after every block: the earlier partial sums, growing evenly or at random
+            tau2 = tau2 * (1 + times / 2) + rounded(value, dtype, terms) * (times / 3)
+        if self.per_head:
+            tau2 = self._summed_over_group(tau2 + rounded(value, dtype, terms))
+            value = self._summed_over_group(value)
+        expected, start = self.tensors[name], self.segment.kv_start
+        part = slice(start, start + value.shape[2])
+        expected.value[batches, kv_heads, part] = value
+        expected.tau[batches, kv_heads, part] = (tau2 + rounded(value, dtype, terms)).sqrt_().float()
+
+    def _summed_over_group(self, x: torch.Tensor) -> torch.Tensor:
+        n, heads, keys, dim = x.shape
+        return x.view(n, heads // self.w.group, self.w.group, keys, dim).sum(2)
+
+    def span(self, rows: torch.Tensor) -> slice:
+        """The keys that any of these rows can see, where the mask tells; all keys otherwise."""
+        q_len, kv_len = self.segment.lengths
+        if self.segment.inputs.kv_lens is not None or self.w.plain_mask is None or kv_len < 2 * TILE:
+            return slice(0, kv_len)
+        spans = [interval(self.w.plain_mask, int(row), q_len, kv_len) for row in (rows[0], rows[-1])]
+        if spans[0] is None or spans[1] is None:
+            return slice(0, kv_len)
+        return slice(min(spans[0][0], spans[1][0]), max(spans[0][1], spans[1][1], 1))
+
+
+class _Chunk:
+    """Some query rows of a block: their scores, probabilities, results and budgets."""
+
+    def __init__(self, block: Block, rows: torch.Tensor, chosen: torch.Tensor | None) -> None:
+        import torch
+
+        self.b, self.rows = block, rows
+        self.span = block.span(rows) if block.keys is None else slice(0, block.k.shape[2])
+        self.k, self.v, self.v2 = (t[:, :, self.span] for t in (block.k, block.v, block.v2))
+        self.q = block.q[:, :, rows].double()
+        self.q_index = rows.view(1, 1, -1, 1)
+        self.kv_index = torch.arange(self.span.start, self.span.stop, device=rows.device).view(1, 1, 1, -1)
+        self.kept = torch.ones_like(rows, dtype=torch.bool) if chosen is None else torch.isin(rows, chosen)
+        positions = rows if chosen is None else torch.searchsorted(chosen, rows[self.kept])
+        self.at = positions + (block.segment.q_start if chosen is None else 0)
+        self.slope: torch.Tensor | None = None  # d(final score) / d(scaled q . k), where a modification changes it
+
+    # -- products over grouped heads: (n, heads, rows, x) with (n, kv_heads, keys, y) ------------------------------------
+
+    def per_key(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """(n, heads, rows, d) x (n, kv_heads, keys, d) -> (n, heads, rows, keys)."""
+        import torch
+
+        n, heads, rows, dim = a.shape
+        folded = a.reshape(n, b.shape[1], -1, dim)
+        return torch.matmul(folded, b.transpose(-1, -2)).view(n, heads, rows, b.shape[2])
+
+    def over_keys(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """(n, heads, rows, keys) x (n, kv_heads, keys, d) -> (n, heads, rows, d)."""
+        import torch
+
+        n, heads, rows, keys = a.shape
+        return torch.matmul(a.reshape(n, b.shape[1], -1, keys), b).view(n, heads, rows, b.shape[3])
+
+    def over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """(n, heads, rows, keys)^T x (n, heads, rows, d) -> (n, kv_heads, keys, d), or per query head if these are rounded."""
+        import torch
+
+        if self.b.per_head:
+            return torch.matmul(a.transpose(-1, -2), b)
+        n, _, _, keys = a.shape
+        kv_heads = self.k.shape[1]
+        return torch.matmul(a.reshape(n, kv_heads, -1, keys).transpose(-1, -2), b.reshape(n, kv_heads, -1, b.shape[3]))
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        raw = self.per_key(self.q * self.b.scale, self.k)
+        noise = self._score_variance(raw) if self.b.noisy_scores else None
+        p, lse = self._softmax(self._modify(raw))
+        out = self.over_keys(p, self.v)
+        self._store("lse", lse[:, :, self.kept], None)
+        e2 = self._rounded_where_seen(p, p, terms=p.shape[-1])
+        n2 = None if noise is None else noise.mul_(p).mul_(p)
+        if bool(self.kept.any()):
+            self._store("out", out[:, :, self.kept], self._out_variance(out, p, e2, n2)[:, :, self.kept])
+        if self.b.backward:
+            self._backward(p, out, e2, n2)
+
+    def _modify(self, scores: torch.Tensor) -> torch.Tensor:
+        """Apply softcap, bias, ALiBi, score_mod and the mask, in this order; keeps the derivative for the backward pass."""
+        w, inputs, segment = self.b.w, self.b.segment.inputs, self.b.segment
+        if w.softcap is not None:
+            scores = scores.div_(w.softcap).tanh_()
+            self.slope = 1 - scores.square()
+            scores = scores.mul_(w.softcap)
+        if inputs.bias is not None and w.bias is not None:
+            bias = inputs.bias.to(scores.device).expand(w.batch, w.heads, w.q_len, w.kv_len)
+            batches, _ = self.b.block
+            scores = scores + bias[batches, self.b.heads][:, :, self.rows][..., self.span].double()
+        if inputs.alibi_slopes is not None and w.alibi:
+            slopes = inputs.alibi_slopes.to(scores.device).double()[self.b.h_index]
+            scores = scores - slopes * (self.q_index + self._kv_lens() - segment.lengths[0] - self.kv_index).abs()
+        if w.score_mod is not None:
+            scores = self._apply_score_mod(scores)
+        if segment.mask_mod is not None:
+            visible = segment.mask_mod(self.b.b_index, self.b.h_index, self.q_index, self.kv_index)
+            scores = scores.masked_fill_(~visible, -math.inf)
+        return scores
+
+    def _kv_lens(self) -> torch.Tensor | int:
+        lens = self.b.segment.inputs.kv_lens
+        return self.b.segment.lengths[1] if lens is None else lens.to(self.rows.device)[self.b.b_index]
+
+    def _apply_score_mod(self, scores: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        assert self.b.w.score_mod is not None
+        with torch.enable_grad():
+            leaf = scores.detach().requires_grad_()
+            modified = self.b.w.score_mod(leaf, self.b.b_index, self.b.h_index, self.q_index, self.kv_index)
+            modified = modified.double().expand(scores.shape)
+            (slope,) = torch.autograd.grad(modified.sum(), leaf, allow_unused=True, materialize_grads=True)
+        self.slope = slope if self.slope is None else self.slope * slope
+        return modified.detach().clone()
+
+    def _softmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return P (in place of the scores) and the natural log-sum-exp; a row that sees nothing has P = 0, lse = -inf."""
+        top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        sinks = self._sinks()
+        if sinks is not None:
+            top = top.maximum(sinks)
+        top = top.masked_fill_(top == -math.inf, 0.0)
+        p = scores.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + (sinks - top).exp()
+        lse = (total.log() + top).squeeze(-1)
+        return p.div_(total.masked_fill(total == 0, 1.0)), lse
+
+    def _sinks(self) -> torch.Tensor | None:
+        sinks = self.b.segment.inputs.sinks
+        if sinks is None or not self.b.w.sinks:
+            return None
+        return sinks.to(self.rows.device).double()[self.b.h_index]
+
+    # -- budgets -----------------------------------------------------------------------------------------------------
+
+    def _rounded(self, x: torch.Tensor, terms: int) -> torch.Tensor:
+        return rounded(x, self.b.w.dtype, terms)
+
+    def _rounded_where_seen(self, x: torch.Tensor, p: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
+        """Like `rounded`, but an element that P never reaches is an exact zero in every kernel."""
+        variance = rounded(x, self.b.w.dtype, terms, self.b.floor if floor is None else floor)
+        return variance.mul_(p > 0) if self.b.floor else variance
+
+    def _score_variance(self, raw: torch.Tensor) -> torch.Tensor:
+        """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
+        import torch
+
+        b, precision = self.b, self.b.precision
+        k2, q2 = self.k.square(), self.q.square()
+        unit2, dim = (b.unit if b.w.dtype == "float32" else TENSOR_CORE_UNIT) ** 2, b.w.head_dim
+        variance = self.per_key(q2.mul(unit2 * b.scale**2 * (1 + dim / 2)), k2)
+        variance += raw.square().mul_(unit2 * (2 + dim / 6))
+        if b.w.dtype == "float32":  # a relative error of the exponential is an error of the score
+            variance += precision.exponential_unit**2
+        if precision.rounds_scores and b.w.dtype != "float32":
+            variance += raw.square().mul_(2 * b.unit**2).add_(self.per_key(q2.mul(b.unit**2 * b.scale**2), k2))
+        if precision.rounds_scaled_query:
+            variance += self.per_key(q2.mul(b.unit**2 * b.scale**2), k2)
+        if b.w.softcap is not None:  # tanh damps what lies before it
+            variance *= torch.tanh(raw / b.w.softcap).square_().neg_().add_(1).square_()
+        return variance.mul_(SHARED**2)
+
+    def _out_variance(self, out: torch.Tensor, p: torch.Tensor, e2: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
+        variance = self._rounded(out, p.shape[-1]).add_(self.over_keys(e2, self.v2))
+        if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
+            mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
+            variance += (mixed + out.square() * n2.sum(-1, keepdim=True)).clamp_(min=0)
+        if self.b.precision.rounds_scaled_query:  # one error of q moves all scores of a row together: Cauchy-Schwarz
+            spread_v = (self.over_keys(p, self.v2) - out.square()).clamp_(min=0)
+            spread_k = (self.over_keys(p, self.k.square()) - self.over_keys(p, self.k).square()).clamp_(min=0)
+            moved = (self.q.square() * spread_k).sum(-1, keepdim=True).mul_(self.b.unit**2 * self.b.scale**2)
+            variance += spread_v * moved
+        return variance
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, p: torch.Tensor, out: torch.Tensor, e2: torch.Tensor, n2: torch.Tensor | None) -> None:
+        b, keys = self.b, self.b.keys
+        if n2 is not None:  # the error of the row's denominator moves all its probabilities together
+            n2 = n2 + p.square().mul_(n2.sum(-1, keepdim=True))
+        dout = b.dout[:, :, self.rows].double()
+        weighted = dout * out
+        row_sum = weighted.sum(-1, keepdim=True)  # D_i
+        eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit2(b.w.dtype, b.w.v_head_dim))
+        rows = _Rows(self.q, dout, p, e2, n2, row_sum, eps2, self.slope)
+        if keys is None:
+            scores = self._score_gradient(rows, self.k, self.v)
+            self._query_gradient(rows, scores)
+            self._key_gradients(rows, scores, None)
+            return
+        if bool(self.kept.any()):
+            kept = rows.at_rows(self.kept)
+            self._query_gradient(kept, self._score_gradient(kept, self.k, self.v))
+        rows = rows.at_keys(keys)
+        self._key_gradients(rows, self._score_gradient(rows, self.k[:, :, keys], self.v[:, :, keys]), keys)
+
+    def _score_gradient(self, rows: _Rows, k: torch.Tensor, v: torch.Tensor) -> _ScoreGradient:
+        """Form dS with its variance, and the variance of D with what only the scores tell of it."""
+        b, p, e2, n2, eps2 = self.b, rows.p, rows.e2, rows.n2, rows.eps2
+        dp = self.per_key(rows.dout, v)
+        if p.shape[-1] == self.k.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
+            eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(SHARED**2)
+        variance = None  # of dS, beside its own rounding
+        if b.precision.rounds_scores and b.w.dtype != "float32":
+            variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
+            eps2 = eps2 + SHARED**2 * variance.sum(-1, keepdim=True)
+        if b.w.dtype == "float32":
+            of_sums = b.unit**2 * (1 + b.w.v_head_dim / 2)
+            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, v.square()).mul_(p).mul_(p))
+        ds = dp.sub_(rows.row_sum)
+        if b.precision.ds_from_rounded_p:
+            variance = _plus(variance, ds.square().mul_(e2))
+        if n2 is not None:
+            moved = ds.square().mul_(n2)  # dS^2 times the score's variance, as n2 = P^2 variance
+            eps2 = eps2 + moved.sum(-1, keepdim=True)
+            variance = _plus(variance, moved)
+        ds, weight = ds.mul_(p), p
+        if rows.slope is not None:
+            ds, weight = ds.mul_(rows.slope), p * rows.slope
+            variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
+        terms = max(p.shape[-1], b.segment.lengths[0])
+        floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
+        if b.precision.rounds_scores:  # dS, and then scale * dS
+            floors.append(b.floor / b.scale)
+        for floor in floors:
+            variance = _plus(variance, self._rounded_where_seen(ds, p, terms, floor))
+        assert variance is not None
+        return _ScoreGradient(ds, variance, weight, eps2)
+
+    def _query_gradient(self, rows: _Rows, scores: _ScoreGradient) -> None:
+        dq = self.over_keys(scores.ds, self.k).mul_(self.b.scale)
+        drift = self.over_keys(scores.weight, self.k).square_().mul_(scores.eps2)
+        tau2 = self.over_keys(scores.variance, self.k.square()).add_(drift).mul_(self.b.scale**2)
+        tau2 += self._rounded(dq, rows.p.shape[-1])
+        if rows.p.shape[2] == len(self.kept) and not bool(self.kept.all()):
+            dq, tau2 = dq[:, :, self.kept], tau2[:, :, self.kept]
+        self._store("dq", dq, tau2)
+
+    def _key_gradients(self, rows: _Rows, scores: _ScoreGradient, keys: torch.Tensor | None) -> None:
+        e2 = rows.e2 if rows.n2 is None else rows.e2 + rows.n2
+        self._add("dv", keys, self.over_rows(rows.p, rows.dout), self.over_rows(e2, rows.dout.square()))
+        drift = scores.weight.square().mul_(scores.eps2)
+        tau2 = self.over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.b.scale**2)
+        self._add("dk", keys, self.over_rows(scores.ds, rows.q).mul_(self.b.scale), tau2)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def _store(self, name: str, value: torch.Tensor, tau2: torch.Tensor | None) -> None:
+        expected = self.b.tensors[name]
+        batches, _ = self.b.block
+        expected.value[batches, self.b.heads].index_copy_(2, self.at, value)
+        if tau2 is not None:
+            expected.tau[batches, self.b.heads].index_copy_(2, self.at, tau2.sqrt().float())
+
+    def _add(self, name: str, keys: torch.Tensor | None, value: torch.Tensor, tau2: torch.Tensor) -> None:
+        part = self.span if keys is None else slice(None)
+        for target, source in zip(self.b.sums[name], (value, tau2), strict=True):
+            target[:, :, part] += source
+
+
+@dataclass
+class _Rows:
+    """What the backward pass needs of some query rows: P with its variances, D with its variance eps2."""
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    p: torch.Tensor
+    e2: torch.Tensor
+    n2: torch.Tensor | None
+    row_sum: torch.Tensor
+    eps2: torch.Tensor
+    slope: torch.Tensor | None
+
+    def at_rows(self, kept: torch.Tensor) -> _Rows:
+        return _Rows(*(None if t is None else t[:, :, kept] for t in self._fields()))  # type: ignore[arg-type]
+
+    def at_keys(self, keys: torch.Tensor) -> _Rows:
+        def chosen(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t[..., keys]
+
+        p, e2, n2, slope = (chosen(t) for t in (self.p, self.e2, self.n2, self.slope))
+        assert p is not None
+        assert e2 is not None
+        return _Rows(self.q, self.dout, p, e2, n2, self.row_sum, self.eps2, slope)
+
+    def _fields(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.q, self.dout, self.p, self.e2, self.n2, self.row_sum, self.eps2, self.slope)
+
+
+@dataclass
+class _ScoreGradient:
+    """dS with respect to the scaled scores, its variance, the weight with which D enters it, and D's variance."""
+
+    ds: torch.Tensor
+    variance: torch.Tensor
+    weight: torch.Tensor
+    eps2: torch.Tensor
+
+
+def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
+    return term if total is None else total.add_(term)

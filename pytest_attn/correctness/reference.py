@@ -1,0 +1,191 @@
+"""Exact attention in float64, with the rounding error that an honest kernel may show on top, element by element.
+
+Everything is computed in chunks of heads and query rows, so memory grows with the sequence, not with its square. Long
+workloads are sampled: chosen query rows for out, lse and dq, chosen keys for dk and dv, each of them exact.
+
+The arithmetic, and the budget's formulas, are in `exact.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_attn.correctness.exact import TILE, Block, Expected, Segment, chunk_elements
+from pytest_attn.correctness.precision import Precision
+from pytest_attn.workloads.inputs import Inputs, sequence_lengths
+from pytest_attn.workloads.masks import bind
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+#: Score elements (heads * q_len * kv_len) above which rows and keys are sampled.
+_FULL_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 33}
+_SAMPLED_ROWS = 2048
+
+
+@dataclass
+class Reference:
+    """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
+
+    Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry.
+    """
+
+    inputs: Inputs
+    precision: Precision
+    tensors: dict[str, Expected] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the expected tensors."""
+        return sum(expected.nbytes for expected in self.tensors.values())
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether only chosen rows and keys were computed."""
+        return any(expected.rows is not None for expected in self.tensors.values())
+
+
+def heads_first(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+    """View a native q-, k- or lse-like tensor as (batch, heads, rows, ...): "thd" becomes one long batch entry."""
+    if not workload.is_packed:
+        return tensor
+    if tensor.dim() == 2:  # lse (heads, rows)
+        return tensor.unsqueeze(0)
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def compute_reference(
+    inputs: Inputs,
+    precision: Precision,
+    backward: bool = False,
+    rows: torch.Tensor | None = None,
+    workload: Workload | None = None,
+) -> Reference:
+    """Compute exact attention and its budget for `inputs`.
+
+    `rows` restricts the query rows (forward only); by default long workloads choose their own sample. `workload` replaces
+    the semantics (mask, scale, ...) while the tensors stay: so a diagnosis asks what another attention would have given.
+    """
+    import torch
+
+    w = workload or inputs.workload
+    device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
+    reference = Reference(inputs, precision)
+    sampled = rows is not None or _is_long(w, device)
+    keys = None
+    if sampled:
+        rows = (_sample(w.q_len, device) if rows is None else rows).to(device)
+        keys = _sample(w.kv_len, device) if backward else None
+    with torch.no_grad():
+        _allocate(reference, w, device, rows, keys, backward)
+        for segment in _segments(inputs, w, device, rows, keys):
+            for heads in _head_blocks(segment, device):
+                Block(reference.tensors, segment, heads, precision, backward).run()
+    return reference
+
+
+def score_elements(w: Workload) -> int:
+    """Count the scores of a workload: the elements that an attention which writes out its scores would hold."""
+    return w.heads * sum(q_len * kv_len for q_len, kv_len in sequence_lengths(w))
+
+
+def _is_long(w: Workload, device: torch.device) -> bool:
+    return not w.is_packed and score_elements(w) > _FULL_ELEMENTS.get(device.type, _FULL_ELEMENTS["cpu"])
+
+
+def _sample(length: int, device: torch.device) -> torch.Tensor:
+    """Choose positions: the first, the last, both sides of tile edges, and random ones."""
+    import torch
+
+    if length <= _SAMPLED_ROWS:
+        return torch.arange(length, device=device)
+    tiles = range(TILE, length, max(TILE, length // (_SAMPLED_ROWS // 4) // TILE * TILE))
+    edges = [p for tile in tiles for p in (tile - 1, tile)]
+    generator = torch.Generator().manual_seed(length)
+    scattered = torch.randint(length, (_SAMPLED_ROWS // 2,), generator=generator).tolist()
+    chosen = sorted({0, 1, length - 2, length - 1, *edges, *scattered})
+    return torch.tensor(chosen, device=device)
+
+
+def _allocate(
+    reference: Reference,
+    w: Workload,
+    device: torch.device,
+    rows: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    backward: bool,
+) -> None:
+    import torch
+
+    def expected(heads: int, length: int, dim: int, at: torch.Tensor | None) -> Expected:
+        shape = (batch, heads, length if at is None else len(at), dim)
+        value = torch.zeros(shape, dtype=torch.float64, device=device)
+        return Expected(value, torch.zeros(shape, dtype=torch.float32, device=device), at)
+
+    batch = 1 if w.is_packed else w.batch
+    q_total = sum(w.q_lens) if w.q_lens else w.q_len
+    kv_total = sum(w.kv_lens) if w.q_lens and w.kv_lens else w.kv_len
+    reference.tensors["out"] = expected(w.heads, q_total, w.v_head_dim, rows)
+    lse = reference.tensors["out"].value.new_empty(reference.tensors["out"].value.shape[:3])
+    reference.tensors["lse"] = Expected(lse, lse.new_empty(0), rows)
+    if backward:
+        reference.tensors["dq"] = expected(w.heads, q_total, w.head_dim, rows)
+        reference.tensors["dk"] = expected(w.kv_heads, kv_total, w.head_dim, keys)
+        reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
+
+
+def _segments(
+    inputs: Inputs, w: Workload, device: torch.device, rows: torch.Tensor | None, keys: torch.Tensor | None
+) -> Iterator[Segment]:
+    k, v = inputs.gathered()
+    q, k, v, dout = (heads_first(t, w).to(device) for t in (inputs.q, k, v, inputs.dout))
+    if not w.is_packed:
+        mask_mod = Inputs.mask_mod(_with_workload(inputs, w))
+        yield Segment(w, inputs, q, k, v, dout, mask_mod, 0, rows, keys)
+        return
+    q_start = kv_start = 0
+    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
+        q_part, kv_part = slice(q_start, q_start + q_len), slice(kv_start, kv_start + kv_len)
+        mask_mod = bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, device) if w.plain_mask else None
+        yield Segment(
+            w,
+            inputs,
+            q[:, :, q_part],
+            k[:, :, kv_part],
+            v[:, :, kv_part],
+            dout[:, :, q_part],
+            mask_mod,
+            batch,
+            None,
+            None,
+            q_start,
+            kv_start,
+        )
+        q_start, kv_start = q_start + q_len, kv_start + kv_len
+
+
+def _with_workload(inputs: Inputs, workload: Workload) -> Inputs:
+    import dataclasses
+
+    return inputs if workload is inputs.workload else dataclasses.replace(inputs, workload=workload)
+
+
+def _head_blocks(segment: Segment, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield (batch entries, key heads) that together fit a chunk, or single key heads where one alone does not."""
+    q_len, kv_len = segment.lengths
+    if q_len == 0:
+        return
+    per_head = max(1, segment.workload.group * q_len * kv_len)
+    room = max(1, chunk_elements(device) // per_head)
+    n, heads = segment.k.shape[:2]
+    if room >= heads:
+        step = room // heads
+        for start in range(0, n, step):
+            yield slice(start, min(n, start + step)), slice(0, heads)
+        return
+    for batch in range(n):
+        for start in range(0, heads, room):
+            yield slice(batch, batch + 1), slice(start, min(heads, start + room))

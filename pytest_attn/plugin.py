@@ -1,0 +1,201 @@
+"""pytest's hooks and fixtures for attention kernels: declare, read, hand over, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.backends.backend import Backend
+    from pytest_attn.session.case import AttentionCase, ReferenceTensors
+    from pytest_attn.session.parametrize import CaseParameter
+    from pytest_attn.session.store import AttentionSession
+    from pytest_attn.workloads.workload import Workload
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    from pytest_attn.session.settings import add_options
+
+    add_options(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the hooks for conftests."""
+    from pytest_attn import hooks
+
+    pluginmanager.add_hookspecs(hooks)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the settings once, let conftests register, refuse unknown names."""
+    from pytest_attn.session.lifecycle import start
+
+    start(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say with which options this run can be repeated."""
+    return f"attn: {_session(config).settings.as_options()}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a marked test an item per case."""
+    from pytest_attn.session.parametrize import parametrize
+
+    parametrize(metafunc, _session(metafunc.config))
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Use the short ids of workloads and backends wherever tests parametrize with them."""
+    from pytest_attn.session.lifecycle import short_id
+
+    return short_id(val)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests of which --attn-workloads or --attn-dtypes left nothing."""
+    from pytest_attn.session.lifecycle import deselect_unselected
+
+    deselect_unselected(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Keep --attn-list in one process."""
+    from pytest_attn.session.lifecycle import stay_in_one_process
+
+    stay_in_one_process(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run nothing under --attn-list."""
+    return True if _session(session.config).settings.list_only else None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Count a listing without tests as a success."""
+    if _session(session.config).settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose attention_requires does not hold."""
+    if item.get_closest_marker("attention_requires"):
+        from pytest_attn.session.lifecycle import skip_unless_met
+
+        skip_unless_met(item, _session(item.config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Put the records of a case on its report, on which they reach the controller under xdist."""
+    report = yield
+    from pytest_attn.session.lifecycle import attach_records
+
+    attach_records(item, call, report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the summary of the cases, or the listing; nothing where there is none."""
+    from pytest_attn.session.lifecycle import print_listing, print_summary
+
+    session = _session(config)
+    if session.settings.list_only:
+        print_listing(session, terminalreporter)
+    elif session.records:
+        print_summary(session, terminalreporter, config.get_verbosity())
+
+
+def _session(config: pytest.Config) -> AttentionSession:
+    from pytest_attn.session.store import SESSION
+
+    return config.stash[SESSION]
+
+
+# -- fixtures: `pytest --fixtures` prints what stands here ---------------------------------------------------------------
+
+
+@pytest.fixture
+def _attn_parameter(request: pytest.FixtureRequest) -> CaseParameter:
+    parameter: CaseParameter = request.param
+    return parameter
+
+
+@pytest.fixture
+def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> AttentionCase:
+    """One attention case: a workload of the marker, with its tensors and judgements.
+
+    Example::
+
+        @pytest.mark.attention("flux-L512", backward=True)
+        def test_my_kernel(attn):
+            attn.check(lambda q, k, v: my_attention(q, k, v, scale=attn.workload.softmax_scale))
+
+    attn.workload, .backend, .device, .q, .k, .v, .mask, .bias, .sinks, .alibi_slopes, .cu_seqlens, .kv_lens, .page_table
+    and .reference describe the case. attn.check(fn) holds fn against exact attention and raises AssertionError with a
+    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name.
+    """
+    from pytest_attn.session.lifecycle import make_case
+
+    return make_case(request, _attn_parameter)
+
+
+@pytest.fixture
+def attn_backend(attn: AttentionCase) -> Backend:
+    """One of the backends selected by --attn-backends: the test becomes one item per backend.
+
+    Example::
+
+        @pytest.mark.attention("flux")
+        def test_every_backend_is_right(attn, attn_backend):
+            attn.check(attn_backend)
+    """
+    assert attn.backend is not None
+    return attn.backend
+
+
+@pytest.fixture
+def attn_workload(_attn_parameter: CaseParameter) -> Workload:
+    """The workload of the case (attn.workload)."""
+    return _attn_parameter.workload
+
+
+@pytest.fixture
+def attn_device(attn: AttentionCase) -> torch.device:
+    """The torch device of the case, chosen by the marker or --attn-device."""
+    return attn.device
+
+
+@pytest.fixture
+def qkv(attn: AttentionCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors (q, k, v) of the marker's first input distribution, in the marker's layout."""
+    return attn.q, attn.k, attn.v
+
+
+@pytest.fixture
+def attn_reference(attn: AttentionCase) -> ReferenceTensors:
+    """Exact results for `qkv` in float64: (out, lse, dq, dk, dv); the gradients are None unless backward=True."""
+    return attn.reference
+
+
+@pytest.fixture
+def assert_attention_close(attn: AttentionCase) -> Callable[[torch.Tensor], None]:
+    """A function of out, computed from `qkv`: raises AssertionError with a diagnosis unless it is within its budget.
+
+    Example::
+
+        @pytest.mark.attention("smoke-full")
+        def test_output(qkv, assert_attention_close):
+            assert_attention_close(my_attention(*qkv))
+    """
+    return attn.assert_close

@@ -1,0 +1,133 @@
+"""What the terminal says: records in, lines out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
+
+
+def summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
+    """Yield the lines of the summary: a row per case if verbose, a line per problem, one closing sentence."""
+    if verbose:
+        yield from _rows(records)
+    yield from _problems(records)
+    yield from _not_run(records)
+    yield _closing(records)
+
+
+def _rows(records: Sequence[Record]) -> Iterator[Line]:
+    ran = [r for r in records if r["z_element"] is not None]
+    if not ran:
+        return
+    table = [("verdict", "backend", "workload", "pass", "worst", "z", "row", "head")]
+    table += [
+        (
+            r["verdict"],
+            r["subject"],
+            r["workload"] + (" (sampled)" if r["is_sampled"] else ""),
+            "bwd" if r["backward"] else "fwd",
+            f"{r['tensor']}/{r['distribution']}",
+            f"{r['z_element']:.3g}",
+            f"{r['z_row']:.3g}",
+            f"{r['z_head']:.3g}",
+        )
+        for r in ran
+    ]
+    for number, line in enumerate(aligned(table, right=(5, 6, 7))):
+        yield line, {"bold": True} if number == 0 else {"red": True} if ran[number - 1]["verdict"] == "mismatch" else {}
+
+
+def aligned(table: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
+    """Return rows as lines with columns of equal width."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _problems(records: Sequence[Record]) -> Iterator[Line]:
+    for r in records:
+        direction = " backward" if r["backward"] else ""
+        case = f"{r['subject']} on {r['workload']}{direction}"
+        if r["verdict"] == "mismatch":
+            yield f"mismatch      {case}: {_without_verdict(r['reason'])}", {"red": True}
+        elif r["verdict"] == "raised":
+            yield f"raised        {case}: {r['reason']}", {"red": True}
+        elif r["verdict"] == "known defect":
+            yield f"known defect  {case}: {r['reason'].removeprefix('known defect ')}", {"yellow": True}
+        elif r["reason"] and r["verdict"] == "passed":
+            yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
+
+
+def _without_verdict(reason: str) -> str:
+    return reason.removeprefix("mismatch: ")
+
+
+def _not_run(records: Sequence[Record]) -> Iterator[Line]:
+    """One line per reason for which nothing of a backend ran at all; refused workloads are only counted."""
+    ran = {r["subject"] for r in records if r["verdict"] != "skipped"}
+    reasons: dict[str, list[str]] = {}
+    for r in records:
+        if r["verdict"] == "skipped" and r["subject"] not in ran and r["subject"] != "-":
+            names = reasons.setdefault(r["reason"], [])
+            if r["subject"] not in names:
+                names.append(r["subject"])
+    shown: set[str] = set()
+    for reason, names in reasons.items():
+        fresh = [name for name in names if name not in shown]
+        shown.update(fresh)
+        if fresh:
+            yield f"not run       {', '.join(fresh)}: {reason}", {}
+
+
+def _closing(records: Sequence[Record]) -> Line:
+    counts = Counter(r["verdict"] for r in records)
+    backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
+    workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}
+    parts = [f"{counts[v]:,} {text}" for v, text in _WORDS.items() if counts[v]]
+    good = [r for r in records if r["verdict"] == "passed" and r["z_element"] is not None]
+    text = ", ".join(parts)
+    if backends:
+        text += f"; {_count(len(backends), 'kernel')} on {_count(len(workloads), 'workload')}"
+    if good:
+        worst = max(good, key=lambda r: r["z_element"])
+        text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
+    if counts["skipped"]:
+        text += "; -rs lists the reasons of skips"
+    markup = {"red": True} if counts["mismatch"] or counts["raised"] else {"green": True} if counts["passed"] else {}
+    return text, markup
+
+
+_WORDS = {
+    "passed": "right",
+    "mismatch": "wrong",
+    "raised": "raised",
+    "known defect": "known defects",
+    "skipped": "skipped",
+}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listing(backends: Sequence[Sequence[str]], workloads: Sequence[Sequence[str]], closing: str) -> Iterator[Line]:
+    """Yield the tables of --attn-list: rows (name, version, available or why not) and (name, group, shape, source)."""
+    for title, rows in (
+        (("backend", "version", "variants", "status"), backends),
+        (("workload", "group", "shape", "source"), workloads),
+    ):
+        header, *lines = aligned([title, *rows])
+        yield header, {"bold": True}
+        for line in lines:
+            yield line, {}
+        yield "", {}
+    yield closing, {}

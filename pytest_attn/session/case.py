@@ -1,0 +1,303 @@
+"""What a test touches: `attn`, one case of a marked test, with its tensors and its judgements."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from pytest_attn.session.marker import AttentionMark
+from pytest_attn.session.parametrize import CaseParameter
+from pytest_attn.session.record import RECORD, CaseRecord
+from pytest_attn.session.store import AttentionSession
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.backends.backend import Backend, KnownDefect
+    from pytest_attn.correctness.check import Question
+    from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.correctness.reference import Reference
+    from pytest_attn.workloads.inputs import Inputs
+    from pytest_attn.workloads.workload import Workload
+
+
+class ReferenceTensors(NamedTuple):
+    """Exact results in float64, in the test's layout; the gradients are None unless the marker says backward=True."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+
+
+class AttentionCase:
+    """One workload, on one device, with one backend where the test takes one.
+
+    Tensors (q, k, v, bias, ...) are those of the first input distribution, in the layout that the marker names; `check`
+    draws every distribution anew and hands each callable its own copy.
+    """
+
+    def __init__(self, item: pytest.Item, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession) -> None:
+        self.workload: Workload = parameter.workload
+        self.backend: Backend | None = session.registry[parameter.backend] if parameter.backend else None
+        self._item, self._mark, self._session = item, mark, session
+
+    # -- what the case is ----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device."""
+        return self._session.device(self._mark.device)
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Queries: (batch, heads, q_len, head_dim), or with rows and heads swapped ("bshd"), or packed ("thd")."""
+        return self._swapped(self._inputs.q)
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
+        return self._inputs.k if self.workload.kv_pages else self._swapped(self._inputs.k)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values, likewise."""
+        return self._inputs.v if self.workload.kv_pages else self._swapped(self._inputs.v)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len); None for all."""
+        from pytest_attn.backends.dense import boolean_mask
+
+        return None if self.workload.is_packed else boolean_mask(self._inputs)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the workload's dtype."""
+        return self._inputs.bias
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One logit per head, (heads,), in the workload's dtype."""
+        return self._inputs.sinks
+
+    @property
+    def alibi_slopes(self) -> torch.Tensor | None:
+        """ALiBi's slopes, (heads,), float32."""
+        return self._inputs.alibi_slopes
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Boundaries of packed query sequences, (batch + 1,), int32."""
+        return self._inputs.cu_seqlens
+
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor | None:
+        """Boundaries of packed key sequences, (batch + 1,), int32."""
+        return self._inputs.cu_seqlens_kv
+
+    @property
+    def kv_lens(self) -> torch.Tensor | None:
+        """How many keys each batch entry has, (batch,), int32, where padded or paged."""
+        return self._inputs.kv_lens
+
+    @property
+    def page_table(self) -> torch.Tensor | None:
+        """Page numbers of each batch entry, (batch, pages per sequence), int32."""
+        return self._inputs.page_table
+
+    @property
+    def reference(self) -> ReferenceTensors:
+        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
+        reference = self._reference
+        if reference.is_sampled:
+            raise ValueError(f"{self.workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
+        tensors = {name: self._native(expected.value) for name, expected in reference.tensors.items()}
+        return ReferenceTensors(
+            self._swapped(tensors["out"]),
+            tensors["lse"],
+            *(self._swapped(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
+        )
+
+    # -- judgements ----------------------------------------------------------------------------------------------------
+
+    def check(self, fn: Callable[..., Any] | Backend | str) -> Comparison:
+        """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
+
+        Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.correctness.check import judge, subject_name
+        from pytest_attn.correctness.compare import ContractError
+        from pytest_attn.session.deadline import DeadlineError
+
+        subject = self._session.registry[fn] if isinstance(fn, str) else fn
+        name = subject_name(subject)
+        failure = None
+        try:
+            comparison = judge(
+                subject,
+                self._question,
+                self._session.references,
+                guard=lambda: self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}"),
+                reproduce=self.command(),
+            )
+        except (ContractError, DeadlineError) as error:
+            failure = str(error)
+        if failure is not None:
+            self._record(name, "mismatch", reason=failure.splitlines()[0])
+            raise AssertionError(failure)
+        defect = self._known_defect(subject)
+        if comparison.passed:
+            absent = f"{defect.issue} did not show: {defect.summary}" if defect else None
+            self._record(name, "passed", comparison, absent)
+            return comparison
+        if defect is not None and _explains(defect, comparison):
+            reason = f"known defect {defect.issue}: {defect.summary}"
+            self._record(name, "known defect", comparison, reason)
+            pytest.xfail(reason)
+        self._record(name, "mismatch", comparison, comparison.message.splitlines()[0])
+        raise AssertionError(comparison.message)
+
+    def assert_close(self, out: torch.Tensor) -> None:
+        """Compare `out`, computed from attn.q, attn.k and attn.v, with the reference; AssertionError where it is wrong."""
+        __tracebackhide__ = True
+        from pytest_attn.correctness.check import judge_output
+        from pytest_attn.correctness.compare import ContractError
+
+        failure = None
+        try:
+            comparison = judge_output(out, self._question, self._reference, reproduce=self.command())
+        except ContractError as error:
+            failure = str(error)
+        if failure is None and not comparison.passed:
+            failure = comparison.message
+        if failure is not None:
+            self._record("out", "mismatch", reason=failure.splitlines()[0])
+            raise AssertionError(failure)
+        self._record("out", "passed", comparison)
+
+    def command(self) -> str:
+        """Return the shell command that runs exactly this case again."""
+        given = {k: v for k, v in self._session.settings.given.items() if k not in ("backends", "workloads")}
+        if self.backend is not None:
+            given["backends"] = self.backend.name
+        if self._session.settings.workloads and self.workload.name:
+            given["workloads"] = self.workload.name
+        given.setdefault("device", str(self.device))
+        options = [f"--attn-{stem}={shlex.quote(text)}" for stem, text in given.items()]
+        return " ".join(["pytest", shlex.quote(_runnable(self._item)), *options])
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _question(self) -> Question:
+        from pytest_attn.correctness.check import Question
+        from pytest_attn.workloads.inputs import distribution_names
+
+        mark, settings = self._mark, self._session.settings
+        return Question(
+            workload=self.workload,
+            device=self.device,
+            backward=mark.backward,
+            inputs=distribution_names(mark.inputs),
+            precision=mark.precision,
+            layout=mark.layout,
+            returns_lse=mark.returns_lse,
+            seed=settings.seed,
+            limits=settings.limits,
+        )
+
+    @property
+    def _reference(self) -> Reference:
+        return self._question.reference(self._session.references)
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self._reference.inputs
+
+    def _native(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.workload.is_packed:
+            return tensor
+        return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
+
+    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2).contiguous() if self._mark.layout == "bshd" and tensor.dim() == 4 else tensor
+
+    def _known_defect(self, subject: object) -> KnownDefect | None:
+        from pytest_attn.backends.backend import Backend
+
+        if not isinstance(subject, Backend):
+            return None
+        machine = self._session.machine(self._mark.device)
+        return next((d for d in subject.known_defects if self._reaches(d) and d.applies(self.workload, machine)), None)
+
+    def _reaches(self, defect: KnownDefect) -> bool:
+        """Whether the case looks at what the defect spoils: a gradient only shows in a backward case."""
+        from pytest_attn.workloads.inputs import distribution_names
+
+        shown = self._mark.backward or not defect.tensor.startswith("d")
+        return shown and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
+
+    def _record(self, subject: str, verdict: str, comparison: Comparison | None = None, reason: str | None = None) -> None:
+        record = CaseRecord.from_comparison(
+            test=self._item.nodeid,
+            workload=self.workload.id,
+            subject=subject,
+            verdict=verdict,
+            backward=self._mark.backward,
+            comparison=comparison,
+            reason=reason or "",
+        )
+        self._item.stash.setdefault(RECORD, []).append(record)
+        if comparison is not None:
+            worst = comparison.worst
+            self._item.user_properties.append((f"attn_z_{subject}", f"{worst.z_element:.4g} ({worst.name})"))
+
+
+def _explains(defect: KnownDefect, comparison: Comparison) -> bool:
+    """Whether everything that failed is what the defect spoils."""
+    failed = [t for t in comparison.tensors if not t.passed]
+    return all(t.name == defect.tensor and (t.wrong_positions or not defect.only_nan) for t in failed)
+
+
+def _runnable(item: pytest.Item) -> str:
+    """Return a node id that can be typed from the invocation directory, or with --pyargs for an installed suite."""
+    import os
+    from pathlib import Path
+
+    _, separator, rest = item.nodeid.partition("::")
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    shown = str(item.path) if path.startswith("..") else str(Path(path).as_posix())
+    return f"{shown}{separator}{rest}"
+
+
+def require_runnable(case: AttentionCase) -> None:
+    """Skip the test, with the reason, where backend or device cannot take the case."""
+    machine = case._session.machine(case._mark.device)
+    for reason in _obstacles(case, machine):
+        subject = case.backend.name if case.backend else "-"
+        case._record(subject, "skipped", reason=reason)
+        pytest.skip(f"{subject}: {reason}" if case.backend else reason)
+
+
+def _obstacles(case: AttentionCase, machine: Any) -> list[str]:
+    from pytest_attn.backends.backend import tensor_bytes
+
+    w, backward = case.workload, case._mark.backward
+    if backward and w.kv_pages:
+        return ["paged keys have no gradient"]
+    workspace = 0
+    if case.backend is not None:
+        reason = case.backend.unavailable_because(machine)
+        if reason:
+            return [reason]
+        workspace = case.backend.workspace(w, backward)
+    needed = tensor_bytes(w, backward) + workspace
+    if needed > machine.memory:
+        return [f"{w.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {machine.memory / 2**30:,.0f} GiB"]
+    return ["; ".join(reasons)] if case.backend and (reasons := case.backend.unsupported_because(w, machine, backward)) else []

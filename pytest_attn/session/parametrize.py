@@ -1,0 +1,100 @@
+"""From a marked test to its cases: workloads times dtypes, times backends where the test takes one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from pytest_attn.session.marker import AttentionMark, RequiresMark
+from pytest_attn.session.store import AttentionSession, NoTorchError, require_torch
+from pytest_attn.workloads.workload import Workload
+
+FIXTURES = frozenset(
+    ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close")
+)
+PARAMETER = "_attn_parameter"
+
+
+class CaseParameter(NamedTuple):
+    """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one."""
+
+    workload: Workload
+    backend: str | None
+
+
+def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
+    """Give a test that uses one of the fixtures an item per case. Raises pytest.Collector.CollectError for a bad marker."""
+    if FIXTURES.isdisjoint(metafunc.fixturenames):
+        return
+    where = metafunc.definition.nodeid
+    marker = metafunc.definition.get_closest_marker("attention")
+    if marker is None:
+        used = ", ".join(sorted(FIXTURES.intersection(metafunc.fixturenames)))
+        raise pytest.Collector.CollectError(
+            f"{where}: uses {used} but has no marker; add for example @pytest.mark.attention('flux-L512')"
+        )
+    try:
+        mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
+        for requirement in metafunc.definition.iter_markers("attention_requires"):
+            RequiresMark.from_marker(requirement, session.registry)
+        if not metafunc.config.option.collectonly:
+            require_torch()
+            session.device(mark.device)
+        cases = list_cases(mark, session, with_backends="attn_backend" in metafunc.fixturenames)
+        ids = [case_id(case) for case in cases]
+        _require_unique(cases, ids)
+    except (ValueError, NoTorchError) as error:
+        raise pytest.Collector.CollectError(f"{where}: {error}") from None
+    session.cases += len(cases)
+    metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
+
+
+def list_cases(mark: AttentionMark, session: AttentionSession, with_backends: bool) -> list[CaseParameter]:
+    """Return the cases of one marker under the run's selection: the selection narrows what the marker names."""
+    workloads = _selected_workloads(mark, session)
+    backends: list[str | None] = [None]
+    if with_backends:
+        chosen = mark.backends if mark.backends and "backends" not in session.settings.given else None
+        selected = chosen or session.backend_names(mark.device)
+        backends = [name for name in selected if mark.backends is None or name in mark.backends]
+    return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
+
+
+def _selected_workloads(mark: AttentionMark, session: AttentionSession) -> list[Workload]:
+    selected = session.workload_ids()
+    if mark.workloads:
+        workloads = [w for w in mark.workloads if selected is None or w.name in selected]
+    elif selected is not None:
+        workloads = [w for w in session.catalog.select("all") if w.name in selected]
+    else:
+        workloads = [w for group in session.default_groups(mark.device) for w in session.catalog.select(group)]
+    wanted = session.settings.dtypes
+    dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
+    if mark.dtypes or wanted:
+        workloads = [w.replace(dtype=dtype) for w in workloads for dtype in dtypes]
+    return list(dict.fromkeys(workloads))
+
+
+def case_id(case: CaseParameter) -> str:
+    """Return the id of a case: workload, then backend."""
+    return case.workload.id if case.backend is None else f"{case.workload.id}-{case.backend}"
+
+
+def _require_unique(cases: list[CaseParameter], ids: list[str]) -> None:
+    if len(set(ids)) == len(ids):
+        return
+    first: dict[str, CaseParameter] = {}
+    for case, name in zip(cases, ids, strict=True):
+        other = first.setdefault(name, case)
+        if other is not case:
+            raise ValueError(
+                f"two different workloads are named {case.workload.id!r}: {other.workload.shape_id} and"
+                f" {case.workload.shape_id}; rename one"
+            )
+
+
+def is_unselected(item: pytest.Item) -> bool:
+    """Whether the item only stands for a test of which nothing was selected."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and PARAMETER in callspec.params and callspec.params[PARAMETER] is None

@@ -1,0 +1,196 @@
+"""What the user asked for: every option once, read from command line, ini file or default, and checked."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.workloads.workload import dtype_name
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.registry import Registry
+    from pytest_attn.workloads.catalog import Catalog
+
+LIMIT_NAMES = ("default", "strict")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option `--attn-STEM`, with the ini value `attn_STEM` unless it is a mere action."""
+
+    stem: str
+    default: str
+    metavar: str
+    help: str
+    parse: Callable[[str], Any]
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling."""
+        return f"--attn-{self.stem}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in re.split(r"[,\s]+", text.strip()) if name)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    return tuple(dtype_name(name) for name in _names(text))
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|(cuda|xpu)(:\d+)?|mps", text):
+        raise ValueError(f"must be auto, cpu, cuda, cuda:N, xpu or mps, got {text!r}")
+    return text
+
+
+def _limits(text: str) -> str:
+    if text not in LIMIT_NAMES:
+        raise ValueError(f"must be {' or '.join(LIMIT_NAMES)}, got {text!r}")
+    return text
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"must be a whole number >= 0, got {text!r}")
+    return int(text)
+
+
+def _timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"must be a number of seconds >= 0 (0 waits forever), got {text!r}")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as "4 GiB", "512MiB" or "2GB"; raise ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", str(text).strip())
+    if not match:
+        raise ValueError(f"must be a size such as '4 GiB', got {text!r}")
+    prefix = match[2].removesuffix("B")
+    base = 1024 if prefix.endswith("i") else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(prefix[0]) + 1 if prefix else 0))
+
+
+OPTIONS = (
+    Option(
+        "backends",
+        "available",
+        "NAMES",
+        "Backends for tests that use attn_backend: all, available, or NAME,NAME; -NAME leaves one out;"
+        " NAME+compile and NAME+max_autotune are variants (default: available)",
+        _names,
+    ),
+    Option(
+        "workloads",
+        "",
+        "NAMES",
+        "Workloads of the catalog: names, groups or globs, -NAME leaves one out. Narrows what a marker names and"
+        " chooses where it names none (default there: smoke and edges on a CPU, all on a GPU)",
+        _names,
+    ),
+    Option(
+        "dtypes",
+        "",
+        "NAMES",
+        "Dtypes, e.g. bf16,fp16,fp32. Narrows what a marker names and replaces a workload's own (default: its own)",
+        _dtypes,
+    ),
+    Option("device", "auto", "DEVICE", "auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)", _device),
+    Option("limits", "default", "NAME", "default (8, 4, 1.5) or strict (6, 2, 1 for outputs) (default: default)", _limits),
+    Option("seed", "0", "N", "Seed of the inputs (default: 0)", _seed),
+    Option("timeout", "0", "SECONDS", "Stop a callable that takes longer, 0 waits forever (default: 0)", _timeout),
+    Option("memory", "4GiB", "SIZE", "Memory for references shared by backends (default: 4GiB)", parse_size),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one run, checked. `given` holds those that differ from their default, as text."""
+
+    backends: tuple[str, ...]
+    workloads: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    device: str
+    limits: str
+    seed: int
+    timeout: float
+    memory: int
+    list_only: bool
+    given: dict[str, str]
+
+    @classmethod
+    def from_config(cls, config: pytest.Config) -> Settings:
+        """Read every option: command line over ini file over default. Raises pytest.UsageError for a bad value."""
+        values: dict[str, Any] = {}
+        given: dict[str, str] = {}
+        for option in OPTIONS:
+            text, origin = _text(config, option)
+            try:
+                values[option.stem] = option.parse(text)
+            except ValueError as error:
+                raise pytest.UsageError(f"{origin}: {error}") from None
+            if text != option.default:
+                given[option.stem] = text
+        return cls(**values, list_only=bool(config.getoption("attn_list")), given=given)
+
+    def check_names(self, registry: Registry, catalog: Catalog) -> None:
+        """Raise pytest.UsageError for a backend or workload that is not registered."""
+        try:
+            for name in self.backends:
+                if name not in ("all", "available"):
+                    registry.require(name.removeprefix("-"))
+            for name in self.workloads:
+                catalog.select(name.removeprefix("-"))
+        except ValueError as error:
+            raise pytest.UsageError(f"--attn-{'backends' if 'backend' in str(error) else 'workloads'}: {error}") from None
+
+    def as_options(self) -> str:
+        """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""
+        shown = {"backends": "available", "device": "auto", "seed": "0", **self.given}
+        return " ".join(f"--attn-{stem}={shlex.quote(text)}" for stem, text in shown.items())
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option and its ini value."""
+    group = parser.getgroup("attn", "attention kernels")
+    for option in OPTIONS:
+        group.addoption(option.flag, dest=f"attn_{option.stem}", metavar=option.metavar, default=None, help=option.help)
+        parser.addini(f"attn_{option.stem}", option.help, type="string", default=option.default)
+    group.addoption(
+        "--attn-list",
+        dest="attn_list",
+        action="store_true",
+        default=False,
+        help="List backends and workloads, what would run and why the rest would not; run nothing",
+    )
+
+
+def _text(config: pytest.Config, option: Option) -> tuple[str, str]:
+    """Return an option's text and where it comes from."""
+    given = config.getoption(f"attn_{option.stem}")
+    if given is not None:
+        return str(given), option.flag
+    where = f" ({config.inipath.name})" if config.inipath else ""
+    try:
+        return str(config.getini(f"attn_{option.stem}")), f"attn_{option.stem}{where}"
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"attn_{option.stem}{where}: must be a string: {error}") from None
+
+
+def choose(tokens: tuple[str, ...], everything: list[str], default: list[str]) -> list[str]:
+    """Apply a selection to names: plain tokens choose, -NAME leaves out; only exclusions start from `default`."""
+    positive = [token for token in tokens if not token.startswith("-")]
+    excluded = {token[1:] for token in tokens if token.startswith("-")}
+    chosen = list(dict.fromkeys(positive)) if positive else default
+    chosen = [name for token in chosen for name in (everything if token == "all" else [token])]
+    return [name for name in dict.fromkeys(chosen) if name not in excluded]

@@ -1,0 +1,121 @@
+"""What one pytest run knows: settings, registered backends and workloads, the device, shared references, records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.backends.registry import Registry
+from pytest_attn.session.deadline import Deadline
+from pytest_attn.session.settings import Settings, choose
+from pytest_attn.workloads.catalog import Catalog, builtin_catalog
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.backends.machine import Machine
+    from pytest_attn.correctness.check import ReferenceCache
+
+#: groups that a test without named workloads runs: on a CPU the small ones, on a GPU the whole catalog
+CPU_GROUPS = ("smoke", "edges")
+
+
+class NoTorchError(Exception):
+    """torch is missing or cannot be imported."""
+
+
+class AttentionSession:
+    """The state of one run. torch is imported when a device is first asked for, not before."""
+
+    def __init__(self, settings: Settings, deadline: Deadline) -> None:
+        self.settings, self.deadline = settings, deadline
+        self.registry = Registry()
+        self.catalog: Catalog = builtin_catalog()
+        self.records: list[dict[str, Any]] = []
+        self.cases = 0
+        self._devices: dict[str, torch.device] = {}
+        self._machines: dict[str, Machine] = {}
+        self._references: ReferenceCache | None = None
+
+    def device(self, wanted: str | None = None) -> torch.device:
+        """Return the device of the run, or the one that a marker names.
+
+        Raises NoTorchError where torch cannot be imported, ValueError where the device is not there.
+        """
+        wanted = wanted or self.settings.device
+        if wanted not in self._devices:
+            require_torch()
+            from pytest_attn.backends.machine import resolve_device
+
+            self._devices[wanted] = resolve_device(wanted)
+        return self._devices[wanted]
+
+    def machine(self, wanted: str | None = None) -> Machine:
+        """Describe the device."""
+        device = self.device(wanted)
+        if str(device) not in self._machines:
+            from pytest_attn.backends.machine import machine_of
+
+            self._machines[str(device)] = machine_of(device)
+        return self._machines[str(device)]
+
+    @property
+    def references(self) -> ReferenceCache:
+        """The references shared by the run's backends."""
+        if self._references is None:
+            from pytest_attn.correctness.check import ReferenceCache
+
+            self._references = ReferenceCache(self.settings.memory)
+        return self._references
+
+    def backend_names(self, device: str | None = None) -> list[str]:
+        """Return the selected backends; asks the machine only where "available" is part of the selection."""
+        tokens = self.settings.backends
+        needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
+        available = self._available(device) if needs_machine else []
+        chosen = choose(tuple(t for t in tokens if t != "available"), self.registry.names, available)
+        if "available" in tokens:
+            excluded = {t[1:] for t in tokens if t.startswith("-")}
+            chosen = list(dict.fromkeys([*(n for n in available if n not in excluded), *chosen]))
+        return chosen
+
+    def _available(self, device: str | None) -> list[str]:
+        machine = self.machine(device)
+        return [name for name in self.registry.names if self.registry[name].unavailable_because(machine) is None]
+
+    def workload_ids(self) -> set[str] | None:
+        """Return the names that --attn-workloads selects, None where it was not given."""
+        tokens = self.settings.workloads
+        if not tokens:
+            return None
+        everything = [w.name for w in self.catalog.select("all") if w.name]
+        expanded = tuple(
+            ("-" if token.startswith("-") else "") + str(w.name)
+            for token in tokens
+            for w in self.catalog.select(token.removeprefix("-"))
+        )
+        return set(choose(expanded, everything, everything))
+
+    def default_groups(self, device: str | None = None) -> tuple[str, ...]:
+        """Return the groups that a test without named workloads runs."""
+        return CPU_GROUPS if self.device(device).type == "cpu" else ("all",)
+
+
+SESSION = pytest.StashKey[AttentionSession]()
+
+
+def require_torch() -> None:
+    """Raise NoTorchError, with torch's own words, unless it can be imported."""
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise NoTorchError("pytest-attn needs torch, which is not installed; pip install torch") from None
+        raise NoTorchError(_broken(error)) from None
+    except Exception as error:
+        raise NoTorchError(_broken(error)) from None
+
+
+def _broken(error: Exception) -> str:
+    return f"torch is installed but cannot be imported: {type(error).__name__}: {error}; reinstall torch"

@@ -1,0 +1,1 @@
+"""The bundled tests: `pytest --pyargs pytest_attn.suite --attn-backends=all`."""

@@ -1,0 +1,24 @@
+"""Every selected backend, forward and backward, against exact attention.
+
+Without --attn-workloads a CPU runs the groups smoke and edges, a GPU the whole catalog.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_attn import AttentionCase, Backend
+
+INPUTS = ("structured", "flat", "outlier")
+
+
+@pytest.mark.attention(inputs=INPUTS)
+def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
+    """The output, computed as in inference."""
+    attn.check(attn_backend)
+
+
+@pytest.mark.attention(inputs=INPUTS, backward=True)
+def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
+    """The output and the gradients of q, k and v, computed as in training."""
+    attn.check(attn_backend)

@@ -1,0 +1,313 @@
+"""The catalog: attention as real models call it, by name, each with the source of its shape.
+
+A group name ("flux") stands for all its workloads ("flux-L128" ... "flux-L512"). "smoke" and "edges" are ours: small
+problems at the places where kernels break. Tests may ask for "all".
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+from pytest_attn.workloads.workload import Pages, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A workload with its group and the place its shape comes from."""
+
+    workload: Workload
+    group: str
+    source: str
+
+
+class Catalog:
+    """Workloads by name, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._aliases: dict[str, str] = {}
+
+    def add(self, workload: Workload, group: str | None = None, source: str = "", alias: str | None = None) -> None:
+        """Add a named workload; raise ValueError where it has no name or another workload bears it already."""
+        name = workload.name
+        if name is None:
+            raise ValueError(f"catalog: {workload.id} has no name; say Workload(..., name='...')")
+        if name in self._entries and self._entries[name].workload != workload:
+            raise ValueError(
+                f"catalog: two different workloads are named {name!r}: {self._entries[name].workload.shape_id}"
+                f" and {workload.shape_id}; rename one"
+            )
+        self._entries[name] = Entry(workload, group or name, source)
+        if alias:
+            self._aliases[alias] = name
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that `select` takes: groups, workloads and aliases."""
+        groups = {entry.group: None for entry in self}
+        return [*groups, *(name for name in self._entries if name not in groups), *self._aliases]
+
+    def select(self, name: str) -> list[Workload]:
+        """Return the workloads of a name, group, alias, glob pattern or "all"; raise ValueError where there is none."""
+        name = self._aliases.get(name, name)
+        found = [
+            entry.workload
+            for entry in self
+            if name == "all" or name in (entry.group, entry.workload.name) or _matches(name, entry)
+        ]
+        if not found:
+            raise ValueError(f"unknown workload {name!r}; known: {', '.join(self.names)}")
+        return found
+
+
+def _matches(pattern: str, entry: Entry) -> bool:
+    return "*" in pattern and fnmatch.fnmatchcase(entry.workload.id, pattern)
+
+
+def builtin_catalog() -> Catalog:
+    """Return a new catalog with every built-in workload."""
+    catalog = Catalog()
+    for group, source, workloads in _BUILTIN():
+        for workload in workloads:
+            alias = f"cuda_attn_{workload.name.removeprefix('flux-')}_bfloat16" if group == "flux" and workload.name else None
+            catalog.add(workload, group, source, alias)
+    return catalog
+
+
+def _relative_position(score: torch.Tensor, _b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return score - (q - kv).abs() / 64
+
+
+def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return (kv <= q) | (kv < 64)
+
+
+def _diagonal_blocks(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    rows = torch.arange(q_len, device=device)[:, None] // 32
+    return (rows == torch.arange(kv_len, device=device)[None, :] // 32)[None, None]
+
+
+def _BUILTIN() -> Iterable[tuple[str, str, list[Workload]]]:  # noqa: N802 - reads as the table it is
+    causal, bottom_right = "causal", "causal-bottom-right"
+    W = Workload
+    llama8, llama70 = {"heads": 32, "kv_heads": 8, "head_dim": 128}, {"heads": 64, "kv_heads": 8, "head_dim": 128}
+
+    yield (
+        "smoke",
+        "ours: seconds on two CPU cores",
+        [
+            W(128, heads=2, name="smoke-full"),
+            W(160, heads=4, kv_heads=2, mask=causal, name="smoke-causal-gqa"),
+            W(65, 193, heads=2, mask=bottom_right, name="smoke-cross-br"),
+            W(128, heads=2, dtype="float16", name="smoke-half"),
+            W(96, heads=2, head_dim=32, dtype="float32", mask=causal, name="smoke-single"),
+            W(128, heads=2, mask=Window(31, 0), name="smoke-window"),
+            W(96, heads=2, head_dim=32, kv_lens=(96, 41), name="smoke-padded"),
+            W(heads=2, head_dim=32, q_lens=(7, 64, 33), mask=causal, name="smoke-packed"),
+            W(1, 192, batch=2, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(192, 77), name="smoke-paged"),
+            W(64, heads=2, head_dim=32, softcap=5.0, mask=causal, name="smoke-softcap"),
+        ],
+    )
+    yield (
+        "edges",
+        "ours: tile edges, tails, unequal lengths, odd groups and head dimensions",
+        [
+            W(127, heads=2, mask=causal, name="edges-s127"),
+            W(129, heads=2, mask=causal, name="edges-s129"),
+            W(257, heads=2, name="edges-s257"),
+            W(704, heads=2, mask=BooleanMask(_diagonal_blocks), name="edges-s704-blocks"),
+            W(1, 129, heads=2, name="edges-one-row"),
+            W(129, 33, heads=2, name="edges-short-keys"),
+            W(129, 257, heads=2, mask=causal, name="edges-q129-k257-top-left"),
+            W(257, 129, heads=2, mask=bottom_right, name="edges-q257-k129-bottom-right"),
+            W(128, heads=3, kv_heads=1, mask=causal, name="edges-gqa3"),
+            W(128, heads=10, kv_heads=2, mask=causal, name="edges-gqa5"),
+            W(128, heads=14, kv_heads=2, mask=causal, name="edges-gqa7"),
+            W(129, heads=2, head_dim=8, name="edges-d8"),
+            W(129, heads=2, head_dim=40, mask=causal, name="edges-d40"),
+            W(129, heads=2, head_dim=96, name="edges-d96"),
+            W(129, heads=2, head_dim=192, name="edges-d192"),
+            W(129, heads=2, head_dim=256, mask=causal, name="edges-d256"),
+        ],
+    )
+    yield (
+        "flux",
+        "HF kernels-benchmarks, attn.py: batch 1, 24 heads, 4096 image + L text tokens, d 128",
+        [W(4096 + L, heads=24, head_dim=128, name=f"flux-L{L}") for L in (128, 256, 320, 384, 448, 512)],
+    )
+    yield "flux-4k", "NATTEN profiler.md: 256 x 256 tokens", [W(65_536, heads=24, head_dim=128, name="flux-4k")]
+    yield (
+        "hunyuan-video",
+        "NATTEN profiler.md: 30 x 48 x 80 tokens",
+        [W(115_200, heads=24, head_dim=128, name="hunyuan-video")],
+    )
+    yield (
+        "wan",
+        "Wan 2.x 14B: diffusers' 40 x 128 heads; tokens derived as 21 x 30 x 52 (480p); text 512",
+        [
+            W(32_760, heads=40, head_dim=128, name="wan-480p"),
+            W(32_760, 512, heads=40, head_dim=128, name="wan-cross"),
+        ],
+    )
+    yield (
+        "sdxl",
+        "Stable Diffusion XL: 10 or 20 heads of 64, 4096 or 1024 tokens, 77 text tokens",
+        [
+            W(4096, batch=2, heads=10, name="sdxl-4096"),
+            W(1024, batch=2, heads=20, name="sdxl-1024"),
+            W(4096, 77, batch=2, heads=10, name="sdxl-cross"),
+        ],
+    )
+    yield (
+        "vit",
+        "ViT-B/16: 12 heads of 64; 14 x 14 and 56 x 56 tokens",
+        [
+            W(196, batch=8, heads=12, name="vit-196"),
+            W(3136, batch=1, heads=12, name="vit-3136"),
+        ],
+    )
+    yield (
+        "llama3-8b",
+        "Llama 3 8B: 32 heads, 8 key heads, d 128",
+        [
+            W(2048, mask=causal, name="llama3-8b-prefill", **llama8),  # type: ignore[arg-type]
+            W(1, 8192, batch=8, mask=bottom_right, name="llama3-8b-decode", **llama8),  # type: ignore[arg-type]
+        ],
+    )
+    yield (
+        "llama3-70b",
+        "Llama 3 70B: 64 heads, 8 key heads, d 128",
+        [
+            W(2048, mask=causal, name="llama3-70b-prefill", **llama70),  # type: ignore[arg-type]
+            W(1, 8192, batch=4, mask=bottom_right, name="llama3-70b-decode", **llama70),  # type: ignore[arg-type]
+        ],
+    )
+    yield (
+        "qwen3",
+        "Qwen3-8B: 32 heads, 8 key heads, d 128",
+        [
+            W(4096, mask=causal, name="qwen3-8b-prefill", **llama8)  # type: ignore[arg-type]
+        ],
+    )
+    yield (
+        "gemma2",
+        "transformers' Gemma2Config: 8 heads, 4 key heads, d 256, window 4096, softcap 50",
+        [
+            W(1024, heads=8, kv_heads=4, head_dim=256, softcap=50.0, mask=causal, name="gemma2-global"),
+            W(6144, heads=8, kv_heads=4, head_dim=256, softcap=50.0, mask=Window(4095, 0), name="gemma2-window"),
+        ],
+    )
+    yield (
+        "gpt-oss",
+        "transformers' GptOssConfig: 64 heads, 8 key heads, d 64, window 128, one learned sink per head",
+        [
+            W(1024, heads=64, kv_heads=8, sinks=True, mask=Window(127, 0), name="gpt-oss-window"),
+            W(1024, heads=64, kv_heads=8, sinks=True, mask=causal, name="gpt-oss-full"),
+        ],
+    )
+    yield (
+        "deepseek-mla",
+        "DeepSeek V3 config: 128 heads, q and k 128 + 64, v 128",
+        [W(1024, heads=128, head_dim=192, v_head_dim=128, mask=causal, name="deepseek-mla-prefill")],
+    )
+    yield (
+        "whisper",
+        "Whisper: 1500 audio tokens; tiny 6 x 64, large 20 x 64",
+        [
+            W(1500, heads=6, name="whisper-tiny"),
+            W(1500, heads=20, name="whisper-large"),
+        ],
+    )
+    yield (
+        "bert",
+        "BERT base: 12 heads of 64, 512 tokens, padded batch",
+        [W(512, heads=12, kv_lens=(512, 384, 129, 7), name="bert-padded")],
+    )
+    yield (
+        "natten-1d",
+        "NATTEN's front page sizes, 1-D",
+        [W(2048, heads=8, mask=Neighborhood((2048,), (255,)), name="natten-1d")],
+    )
+    yield (
+        "natten-2d",
+        "NATTEN, 2-D with dilation",
+        [W(4096, heads=8, mask=Neighborhood((64, 64), (13, 13), dilation=(2, 4)), name="natten-2d")],
+    )
+    yield (
+        "natten-3d",
+        "NATTEN profiler.md, 3-D with stride, scaled to 12 x 16 x 16 tokens",
+        [W(3072, heads=8, mask=Neighborhood((12, 16, 16), (6, 8, 8), stride=(4, 4, 4)), name="natten-3d")],
+    )
+    yield (
+        "softcap",
+        "attention-gym: tanh soft-capping of scores",
+        [W(512, heads=4, softcap=20.0, mask=causal, name="softcap-20")],
+    )
+    yield (
+        "alibi",
+        "Press et al. 2022 (ALiBi): linear distance penalty per head",
+        [W(512, heads=8, alibi=True, mask=causal, name="alibi-causal")],
+    )
+    yield (
+        "prefix-lm",
+        "attention-gym: a prefix of 64 tokens seen by all, causal after it",
+        [W(512, heads=4, mask=_prefix_lm, name="prefix-lm-64")],
+    )
+    yield (
+        "documents",
+        "attention-gym: documents packed into one causal sequence",
+        [
+            W(1024, heads=4, mask=Document((300, 17, 451, 256), causal=True), name="documents-1024"),
+            W(heads=8, q_lens=(128, 192, 256, 200, 150), mask=causal, name="documents-packed"),
+        ],
+    )
+    yield (
+        "relative-bias",
+        "T5-style additive bias per head and position; and as a score_mod",
+        [
+            W(512, heads=8, bias="hqk", name="relative-bias-dense"),
+            W(512, heads=8, score_mod=_relative_position, name="relative-bias-mod"),
+        ],
+    )
+    yield (
+        "neighborhood",
+        "NATTEN, small and causal along one axis",
+        [W(1024, heads=4, mask=Neighborhood((32, 32), (7, 7), causal=(True, False)), name="neighborhood-2d-causal")],
+    )
+    yield (
+        "kv-cache",
+        "decoding 64 tokens after a prompt of 448",
+        [W(64, 512, batch=2, heads=8, kv_heads=2, mask=bottom_right, name="kv-cache-512")],
+    )
+    yield (
+        "paged-decode",
+        "vLLM: pages of 16 tokens, one query token per sequence",
+        [
+            W(
+                1,
+                1024,
+                batch=8,
+                heads=32,
+                kv_heads=8,
+                head_dim=128,
+                kv_pages=Pages(16),
+                kv_lens=(1024, 1000, 513, 512, 129, 64, 17, 1),
+                name="paged-decode-16",
+            ),
+        ],
+    )
