@@ -32,10 +32,27 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the settings once, let conftests register, refuse unknown names."""
-    from pytest_attn.session.lifecycle import start
+    """Read the settings once, refuse unknown names, and start to collect records."""
+    from pytest_attn.session.store import MARKERS, SESSION, AttentionSession
 
-    start(config)
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    session = AttentionSession(config)
+    session.check_names()
+    config.stash[SESSION] = session
+    config.pluginmanager.register(Recorder(session), "attn-recorder")
+
+
+class Recorder:
+    """Keeps the records of finished cases: in the one process, or in the controller of many."""
+
+    def __init__(self, session: AttentionSession) -> None:
+        self._session = session
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the records off the report, where it carries any."""
+        self._session.records.extend(getattr(report, "attn", ()))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -44,33 +61,37 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a marked test an item per case."""
-    from pytest_attn.session.parametrize import parametrize
+    """Give a test that uses one of the fixtures an item per case."""
+    from pytest_attn.session.store import FIXTURES
 
-    parametrize(metafunc, _session(metafunc.config))
+    if not FIXTURES.isdisjoint(metafunc.fixturenames):
+        from pytest_attn.session.parametrize import parametrize
+
+        parametrize(metafunc, _session(metafunc.config))
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Use the short ids of workloads and backends wherever tests parametrize with them."""
-    from pytest_attn.session.lifecycle import short_id
-
-    return short_id(val)
+    if type(val).__module__.startswith("pytest_attn."):
+        name: str | None = getattr(val, "id", getattr(val, "name", None))
+        return name
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of which --attn-workloads or --attn-dtypes left nothing."""
-    from pytest_attn.session.lifecycle import deselect_unselected
+    if _session(config).has_attention_tests:
+        from pytest_attn.session.lifecycle import deselect_unselected
 
-    deselect_unselected(config, items)
+        deselect_unselected(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Keep --attn-list in one process."""
-    from pytest_attn.session.lifecycle import stay_in_one_process
-
-    stay_in_one_process(config)
+    """Switch xdist off for --attn-list: the process that collects is the one that prints."""
+    if config.getoption("attn_list") and config.pluginmanager.hasplugin("xdist"):
+        config.option.dist, config.option.tx, config.option.numprocesses = "no", [], None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,20 +120,23 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the records of a case on its report, on which they reach the controller under xdist."""
     report = yield
-    from pytest_attn.session.lifecycle import attach_records
+    if _session(item.config).has_attention_tests:
+        from pytest_attn.session.lifecycle import attach_records
 
-    attach_records(item, call, report)
+        attach_records(item, call, report)
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the summary of the cases, or the listing; nothing where there is none."""
-    from pytest_attn.session.lifecycle import print_listing, print_summary
-
     session = _session(config)
     if session.settings.list_only:
+        from pytest_attn.session.lifecycle import print_listing
+
         print_listing(session, terminalreporter)
     elif session.records:
+        from pytest_attn.session.lifecycle import print_summary
+
         print_summary(session, terminalreporter, config.get_verbosity())
 
 

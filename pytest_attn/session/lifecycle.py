@@ -1,4 +1,4 @@
-"""What happens when in a run: the statements behind the hooks of plugin.py."""
+"""The statements behind the hooks of plugin.py, for runs that have attention tests; others never load this."""
 
 from __future__ import annotations
 
@@ -9,50 +9,10 @@ import pytest
 
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase, require_runnable
-from pytest_attn.session.deadline import Deadline
-from pytest_attn.session.marker import MARKERS, AttentionMark, RequiresMark
+from pytest_attn.session.marker import AttentionMark, RequiresMark
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected
 from pytest_attn.session.record import RECORD, CaseRecord
-from pytest_attn.session.settings import Settings
 from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
-from pytest_attn.workloads.workload import Workload
-
-
-class Recorder:
-    """Keeps the records of finished cases: in the one process, or in the controller of many."""
-
-    def __init__(self, session: AttentionSession) -> None:
-        self._session = session
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the records off the report, where it carries any."""
-        self._session.records.extend(getattr(report, "attn", []))
-
-
-def start(config: pytest.Config) -> None:
-    """Read the settings, open the session, let conftests register backends and workloads."""
-    for marker in MARKERS:
-        config.addinivalue_line("markers", marker)
-    settings = Settings.from_config(config)
-    session = AttentionSession(settings, Deadline(settings.timeout))
-    config.stash[SESSION] = session
-    config.pluginmanager.register(Recorder(session), "attn-recorder")
-    try:
-        config.hook.pytest_attn_backends.call_historic(kwargs={"registry": session.registry})
-        config.hook.pytest_attn_workloads.call_historic(kwargs={"catalog": session.catalog})
-    except ValueError as error:
-        raise pytest.UsageError(f"conftest.py: {error}") from None
-    settings.check_names(session.registry, session.catalog)
-
-
-def short_id(value: object) -> str | None:
-    """Return the id of a workload or backend, None for anything else."""
-    if isinstance(value, Workload):
-        return value.id
-    from pytest_attn.backends.backend import Backend
-
-    return value.name if isinstance(value, Backend) else None
 
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
@@ -72,12 +32,6 @@ def deselect_unselected(config: pytest.Config, items: list[pytest.Item]) -> None
     if unselected:
         config.hook.pytest_deselected(items=unselected)
         items[:] = [item for item in items if not is_unselected(item)]
-
-
-def stay_in_one_process(config: pytest.Config) -> None:
-    """Switch xdist off for --attn-list: the process that collects is the one that prints."""
-    if config.getoption("attn_list") and config.pluginmanager.hasplugin("xdist"):
-        config.option.dist, config.option.tx, config.option.numprocesses = "no", [], None
 
 
 def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:

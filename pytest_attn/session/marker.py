@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 PRECISIONS = ("flash", "flash2", "eager", "qscale", "cutlass", "cudnn", "torch_cpu", "sdpa")
-MARKERS = (
-    "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
-    " precision='flash', returns_lse=False): run the test on these attention workloads (catalog names or Workload objects),"
-    " and on each selected backend if it uses attn_backend",
-    "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
-    " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
-    " is missing",
-)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,9 @@ from typing import NamedTuple
 import pytest
 
 from pytest_attn.session.marker import AttentionMark, RequiresMark
-from pytest_attn.session.store import AttentionSession, NoTorchError, require_torch
+from pytest_attn.session.store import FIXTURES, AttentionSession, NoTorchError, require_torch
 from pytest_attn.workloads.workload import Workload
 
-FIXTURES = frozenset(
-    ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close")
-)
 PARAMETER = "_attn_parameter"
 
 
@@ -25,8 +22,6 @@ class CaseParameter(NamedTuple):
 
 def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     """Give a test that uses one of the fixtures an item per case. Raises pytest.Collector.CollectError for a bad marker."""
-    if FIXTURES.isdisjoint(metafunc.fixturenames):
-        return
     where = metafunc.definition.nodeid
     marker = metafunc.definition.get_closest_marker("attention")
     if marker is None:
@@ -46,6 +41,7 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         _require_unique(cases, ids)
     except (ValueError, NoTorchError) as error:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
+    session.has_attention_tests = True
     session.cases += len(cases)
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
 

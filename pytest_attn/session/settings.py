@@ -6,21 +6,14 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pytest
-
-from pytest_attn.workloads.workload import dtype_name
-
-if TYPE_CHECKING:
-    from pytest_attn.backends.registry import Registry
-    from pytest_attn.workloads.catalog import Catalog
 
 LIMIT_NAMES = ("default", "strict")
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One option `--attn-STEM`, with the ini value `attn_STEM` unless it is a mere action."""
 
     stem: str
@@ -40,7 +33,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
-    return tuple(dtype_name(name) for name in _names(text))
+    names = _names(text)
+    if not names:
+        return ()  # every start of pytest comes here: nothing to import
+    from pytest_attn.workloads.workload import dtype_name
+
+    return tuple(dtype_name(name) for name in names)
 
 
 def _device(text: str) -> str:
@@ -142,17 +140,6 @@ class Settings:
             if text != option.default:
                 given[option.stem] = text
         return cls(**values, list_only=bool(config.getoption("attn_list")), given=given)
-
-    def check_names(self, registry: Registry, catalog: Catalog) -> None:
-        """Raise pytest.UsageError for a backend or workload that is not registered."""
-        try:
-            for name in self.backends:
-                if name not in ("all", "available"):
-                    registry.require(name.removeprefix("-"))
-            for name in self.workloads:
-                catalog.select(name.removeprefix("-"))
-        except ValueError as error:
-            raise pytest.UsageError(f"--attn-{'backends' if 'backend' in str(error) else 'workloads'}: {error}") from None
 
     def as_options(self) -> str:
         """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""

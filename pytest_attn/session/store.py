@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.backends.registry import Registry
-from pytest_attn.session.deadline import Deadline
 from pytest_attn.session.settings import Settings, choose
-from pytest_attn.workloads.catalog import Catalog, builtin_catalog
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.machine import Machine
+    from pytest_attn.backends.registry import Registry
     from pytest_attn.correctness.check import ReferenceCache
+    from pytest_attn.session.deadline import Deadline
+    from pytest_attn.workloads.catalog import Catalog
 
+MARKERS = (
+    "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
+    " precision='flash', returns_lse=False): run the test on these attention workloads (catalog names or Workload objects),"
+    " and on each selected backend if it uses attn_backend",
+    "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
+    " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
+    " is missing",
+)
+FIXTURES = frozenset(
+    ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close")
+)
 #: groups that a test without named workloads runs: on a CPU the small ones, on a GPU the whole catalog
 CPU_GROUPS = ("smoke", "edges")
 
@@ -26,17 +38,65 @@ class NoTorchError(Exception):
 
 
 class AttentionSession:
-    """The state of one run. torch is imported when a device is first asked for, not before."""
+    """The state of one run.
 
-    def __init__(self, settings: Settings, deadline: Deadline) -> None:
-        self.settings, self.deadline = settings, deadline
-        self.registry = Registry()
-        self.catalog: Catalog = builtin_catalog()
+    Every start of pytest makes one, so it holds nothing yet: backends and workloads are registered when a test first
+    needs them, and torch is imported when a device is first asked for.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._hook = config.hook
+        self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
         self.cases = 0
+        self.has_attention_tests = False
         self._devices: dict[str, torch.device] = {}
         self._machines: dict[str, Machine] = {}
         self._references: ReferenceCache | None = None
+        self._deadline: Deadline | None = None
+        if self.settings.timeout:
+            self._make_deadline()  # now, while stderr is not captured yet
+
+    @cached_property
+    def registry(self) -> Registry:
+        """The backends, with those of conftests; later conftests add theirs when pytest loads them."""
+        from pytest_attn.backends.registry import Registry
+
+        registry = Registry()
+        self._hook.pytest_attn_backends.call_historic(kwargs={"registry": registry})
+        return registry
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The workloads, likewise."""
+        from pytest_attn.workloads.catalog import builtin_catalog
+
+        catalog = builtin_catalog()
+        self._hook.pytest_attn_workloads.call_historic(kwargs={"catalog": catalog})
+        return catalog
+
+    @property
+    def deadline(self) -> Deadline:
+        """The time limit of a callable."""
+        return self._deadline or self._make_deadline()
+
+    def _make_deadline(self) -> Deadline:
+        from pytest_attn.session.deadline import Deadline
+
+        self._deadline = Deadline(self.settings.timeout)
+        return self._deadline
+
+    def check_names(self) -> None:
+        """Raise pytest.UsageError for a selected backend or workload that is not registered."""
+        for flag, tokens in (("--attn-backends", self.settings.backends), ("--attn-workloads", self.settings.workloads)):
+            for token in tokens:
+                name = token.removeprefix("-")
+                if name in ("all", "available"):
+                    continue
+                try:
+                    self.registry.require(name) if flag == "--attn-backends" else self.catalog.select(name)
+                except ValueError as error:
+                    raise pytest.UsageError(f"{flag}: {error}") from None
 
     def device(self, wanted: str | None = None) -> torch.device:
         """Return the device of the run, or the one that a marker names.
