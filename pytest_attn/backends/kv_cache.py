@@ -21,6 +21,11 @@ class KvCache(Backend):
     """Appends key and value of one token, attends with one query, q_len times; equals one prefill with a causal mask."""
 
     name = "kv_cache"
+    precision = "sdpa"
+
+    def precision_on(self, kind: str) -> str:
+        """SDPA's own profile."""
+        return "torch_cpu" if kind == "cpu" else self.precision
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Wherever SDPA is tested."""

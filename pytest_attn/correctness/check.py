@@ -262,22 +262,26 @@ def failure_text(row: TensorComparison, subject: str, workload: Workload, explan
     """Write a mismatch: the verdict first, then the worst element, the levels, where, the usual figures, what it suggests."""
     at = ", ".join(map(str, row.worst))
     if row.wrong_positions:
-        verdict = f"{row.wrong_positions:,} NaN or infinite elements where the exact result is finite, or the reverse"
+        verdict = f"{row.wrong_positions:,} elements are NaN or infinite and should not be, or should be and are not"
     else:
         level, value, limit = _worst_level(row)
-        verdict = f"z {value:,.1f} over {level}, limit {limit:g}"
+        verdict = f"z {_short(value)} over {level}, limit {limit:g}"
     where, *suggestions = explanation
     lines = [
         f"mismatch: {_tensor_of(row.name, subject)}: {verdict} ({workload.id}, inputs {row.distribution})",
         f"  worst      {row.name}[{at}] = {row.found:.6g}, exact {row.exact:.6g}, budget {row.budget:.3g}",
-        f"  levels     element {row.z_element:,.1f} (limit {row.limits.element:g}), row {row.z_row:,.2f}"
-        f" ({row.limits.row:g}), head {row.z_head:,.2f} ({row.limits.head:g});"
+        f"  levels     element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
+        f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g});"
         f" {row.exceeding:,} of {row.elements:,} elements over",
         f"  where      {where}",
-        f"  figures    absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
+        f"  figures    {'of finite elements: ' if row.wrong_positions else ''}absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
         f" relative L2 {row.relative_l2:.3g}, cosine {row.cosine:.6f}, slope {row.alpha:.4f}",
     ]
     return "\n".join(lines + [f"  suggests   {line}" for line in suggestions])
+
+
+def _short(z: float) -> str:
+    return f"{z:.2f}" if z < 100 else f"{z:,.0f}"
 
 
 def _tensor_of(tensor: str, subject: str) -> str:

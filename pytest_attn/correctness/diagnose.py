@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.compare import Limits, TensorComparison, residual_over_budget
 from pytest_attn.correctness.precision import PRECISIONS, Precision
-from pytest_attn.correctness.reference import Reference, compute_reference, heads_first
+from pytest_attn.correctness.reference import Reference, compute_reference, heads_first, score_elements
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, MaskMod, Window
 from pytest_attn.workloads.workload import Workload
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = 32
+_AGAIN_ELEMENTS = 1 << 26
 _TILES = (128, 64, 32, 16)
 
 
@@ -43,7 +44,8 @@ def explain(comparison: TensorComparison, tensor: torch.Tensor, reference: Refer
         return [*lines, *_lse_base(got, expected.value)]
     if comparison.name == "out":
         return [*lines, *_likely_mistakes(got, bad, reference, workload, comparison)]
-    return [*lines, *_gradient_slope(comparison, workload)]
+    slope = _gradient_slope(comparison, workload)
+    return [*lines, *(slope or _profiles_of_gradient(got, reference, workload, comparison))]
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------
@@ -72,17 +74,17 @@ def _where(bad: torch.Tensor, sampled: torch.Tensor | None) -> str:
     at_heads = bad.any(-1).any(0).nonzero().flatten().tolist()
     at_batches = bad.any(-1).any(-1).nonzero().flatten().tolist()
     length = rows if sampled is None else int(sampled[-1]) + 1
-    parts = [f"rows: {_describe_rows(at_rows, length, rows)}", f"heads: {_describe_set(at_heads, heads)}"]
+    parts = [f"rows {_describe_rows(at_rows, length, rows)}", _describe_set("head", at_heads, heads)]
     if batch > 1:
-        parts.append(f"batch: {_describe_set(at_batches, batch)}")
+        parts.append(_describe_set("batch entry", at_batches, batch).replace("entrys", "entries"))
     return "; ".join(parts)
 
 
-def _describe_set(members: list[int], size: int) -> str:
+def _describe_set(noun: str, members: list[int], size: int) -> str:
     if len(members) == size:
-        return f"all {size}" if size > 1 else "the only one"
-    shown = ", ".join(map(str, members[:8]))
-    return f"{shown}{', ...' if len(members) > 8 else ''} of {size}"
+        return f"all {size} {noun}s" if size > 1 else f"the only {noun}"
+    shown = ", ".join(map(str, members[:8])) + (", ..." if len(members) > 8 else "")
+    return f"{noun}{'s' if len(members) > 1 else ''} {shown} (of {size})"
 
 
 def _describe_rows(rows: list[int], length: int, looked_at: int) -> str:
@@ -162,13 +164,31 @@ def _likely_mistakes(
             break
     if not lines and (head := _equals_other_head(got, reference, comparison.limits)):
         lines.append(head)
-    for name, profile in PRECISIONS.items():
-        if lines or name == reference.precision.name:
-            continue
-        z = _fit(mine, reference.inputs, w, rows, profile, comparison.limits)
-        if z is not None:
-            lines.append(f"it fits the precision profile {name!r}, not {reference.precision.name!r} (z {z:.1f} there)")
+    if not lines:
+        fits = {
+            name: _fit(mine, reference.inputs, w, rows, profile, comparison.limits) for name, profile in PRECISIONS.items()
+        }
+        lines += _fitting_profiles(fits, reference)
     return lines
+
+
+def _fitting_profiles(fits: dict[str, float | None], reference: Reference) -> list[str]:
+    found = [f"{name!r} (z {z:.1f} there)" for name, z in fits.items() if z is not None and name != reference.precision.name]
+    return [f"it fits the precision profile {', '.join(found)}, not {reference.precision.name!r}"] if found else []
+
+
+def _profiles_of_gradient(got: torch.Tensor, reference: Reference, w: Workload, comparison: TensorComparison) -> list[str]:
+    """Judge a gradient under every other profile, where the workload is small enough to be computed again."""
+    if reference.is_sampled or score_elements(w) > _AGAIN_ELEMENTS:
+        return []
+    fits: dict[str, float | None] = {}
+    for name, profile in PRECISIONS.items():
+        other = compute_reference(reference.inputs, profile, backward=True, workload=w).tensors[comparison.name]
+        z = residual_over_budget(got.double() - other.value, other.tau)
+        squares = z.square().mean(-1)
+        levels = (float(z.abs().max()), float(squares.max()) ** 0.5, float(squares.mean(-1).max()) ** 0.5)
+        fits[name] = levels[0] if comparison.limits.excess(*levels) <= 1 else None
+    return _fitting_profiles(fits, reference)
 
 
 def _worst_rows(

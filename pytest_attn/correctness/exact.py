@@ -15,10 +15,10 @@ The source of these formulas is an error analysis of flash-attention's algorithm
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
+from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, interval
 from pytest_attn.workloads.workload import Workload
@@ -73,22 +73,7 @@ class Segment:
 
 def chunk_elements(device: torch.device) -> int:
     """Return how many scores one chunk may hold on this device."""
-    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
-
-
-def unit2(dtype: str, terms: int) -> float:
-    """Return the squared unit roundoff of a sum of `terms` products: in float32 the sum itself rounds as well.
-
-    A sum of n random terms has passed through partial sums whose squares add up to n / 2 times those of its terms.
-    """
-    return UNIT[dtype] ** 2 * (1 + terms / 2 if dtype == "float32" else 1)
-
-
-def rounded(x: torch.Tensor, dtype: str, terms: int, floor: float | None = None) -> torch.Tensor:
-    """Return eu(x)^2, the variance of rounding a result x to the dtype; `floor` replaces the least error it may have."""
-    floor = max(FLOOR[dtype], TINY) if floor is None else floor
-    variance = x.square().mul_(unit2(dtype, terms))
-    return variance.clamp_(min=floor**2) if floor else variance
+    return _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
 
 
 class Block:
@@ -109,7 +94,7 @@ class Block:
         self.tensors, self.segment, self.precision, self.backward, self.w = tensors, segment, precision, backward, w
         self.block = block
         self.scale = w.softmax_scale
-        self.unit, self.floor = UNIT[w.dtype], FLOOR[w.dtype]
+        self.unit, self.floor = precision.unit(w.dtype), FLOOR[w.dtype]
         self.heads = slice(kv_heads.start * w.group, kv_heads.stop * w.group)
         self.q = segment.q[batches, self.heads]
         self.dout = segment.dout[batches, self.heads]
@@ -141,6 +126,19 @@ class Block:
         largest = self.scale * float(self.q.double().norm(dim=-1).max()) * float(self.k.norm(dim=-1).max())
         return largest * TENSOR_CORE_UNIT > self.unit / 8
 
+    def unit2(self, terms: int) -> float:
+        """Return the squared unit roundoff of a sum of `terms` products: in float32 the sum itself rounds as well.
+
+        A sum of n random terms passes through partial sums whose squares add up to at most n times those of its terms.
+        """
+        return self.unit**2 * (1 + terms if self.w.dtype == "float32" else 1)
+
+    def rounded(self, x: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
+        """Return eu(x)^2, the variance of rounding a result x to the dtype; `floor` replaces the least error it may have."""
+        floor = max(self.floor, TINY) if floor is None else floor
+        variance = x.square().mul_(self.unit2(terms))
+        return variance.clamp_(min=floor**2) if floor else variance
+
     def run(self) -> None:
         """Compute every chunk of rows, then round the gradients of the keys."""
         import torch
@@ -159,18 +157,18 @@ class Block:
 
     def _finish(self, name: str, value: torch.Tensor, tau2: torch.Tensor) -> None:
         """Round the summed gradient of the keys and put it in its place."""
-        dtype, (batches, kv_heads) = self.w.dtype, self.block
+        batches, kv_heads = self.block
         terms = self.w.group * self.segment.lengths[0]
         times = self.precision.roundings(self.segment.lengths[0])
         if times > 1:  # rounding a sum after every block: the earlier partial sums, growing evenly or at random
-            tau2 = tau2 * (1 + times / 2) + rounded(value, dtype, terms) * (times / 3)
+            tau2 = tau2 * (1 + times / 2) + self.rounded(value, terms) * (times / 3)
         if self.per_head:
-            tau2 = self._summed_over_group(tau2 + rounded(value, dtype, terms))
+            tau2 = self._summed_over_group(tau2 + self.rounded(value, terms))
             value = self._summed_over_group(value)
         expected, start = self.tensors[name], self.segment.kv_start
         part = slice(start, start + value.shape[2])
         expected.value[batches, kv_heads, part] = value
-        expected.tau[batches, kv_heads, part] = (tau2 + rounded(value, dtype, terms)).sqrt_().float()
+        expected.tau[batches, kv_heads, part] = (tau2 + self.rounded(value, terms)).sqrt_().float()
 
     def _summed_over_group(self, x: torch.Tensor) -> torch.Tensor:
         n, heads, keys, dim = x.shape
@@ -239,7 +237,7 @@ class _Chunk:
         p, lse = self._softmax(self._modify(raw))
         out = self.over_keys(p, self.v)
         self._store("lse", lse[:, :, self.kept], None)
-        e2 = self._rounded_where_seen(p, p, terms=p.shape[-1])
+        e2 = self._rounded_where_seen(p, p, terms=self.b.segment.lengths[1])
         n2 = None if noise is None else noise.mul_(p).mul_(p)
         if bool(self.kept.any()):
             self._store("out", out[:, :, self.kept], self._out_variance(out, p, e2, n2)[:, :, self.kept])
@@ -306,11 +304,11 @@ class _Chunk:
     # -- budgets -----------------------------------------------------------------------------------------------------
 
     def _rounded(self, x: torch.Tensor, terms: int) -> torch.Tensor:
-        return rounded(x, self.b.w.dtype, terms)
+        return self.b.rounded(x, terms)
 
     def _rounded_where_seen(self, x: torch.Tensor, p: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
         """Like `rounded`, but an element that P never reaches is an exact zero in every kernel."""
-        variance = rounded(x, self.b.w.dtype, terms, self.b.floor if floor is None else floor)
+        variance = self.b.rounded(x, terms, self.b.floor if floor is None else floor)
         return variance.mul_(p > 0) if self.b.floor else variance
 
     def _score_variance(self, raw: torch.Tensor) -> torch.Tensor:
@@ -333,7 +331,7 @@ class _Chunk:
         return variance.mul_(SHARED**2)
 
     def _out_variance(self, out: torch.Tensor, p: torch.Tensor, e2: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
-        variance = self._rounded(out, p.shape[-1]).add_(self.over_keys(e2, self.v2))
+        variance = self._rounded(out, self.b.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
         if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
             variance += (mixed + out.square() * n2.sum(-1, keepdim=True)).clamp_(min=0)
@@ -353,32 +351,27 @@ class _Chunk:
         dout = b.dout[:, :, self.rows].double()
         weighted = dout * out
         row_sum = weighted.sum(-1, keepdim=True)  # D_i
-        eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit2(b.w.dtype, b.w.v_head_dim))
+        eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
         rows = _Rows(self.q, dout, p, e2, n2, row_sum, eps2, self.slope)
-        if keys is None:
-            scores = self._score_gradient(rows, self.k, self.v)
-            self._query_gradient(rows, scores)
-            self._key_gradients(rows, scores, None)
-            return
+        scores = self._score_gradient(rows)
         if bool(self.kept.any()):
-            kept = rows.at_rows(self.kept)
-            self._query_gradient(kept, self._score_gradient(kept, self.k, self.v))
-        rows = rows.at_keys(keys)
-        self._key_gradients(rows, self._score_gradient(rows, self.k[:, :, keys], self.v[:, :, keys]), keys)
+            kept = bool(self.kept.all())
+            self._query_gradient(*((rows, scores) if kept else (rows.at_rows(self.kept), scores.at_rows(self.kept))))
+        self._key_gradients(*((rows, scores) if keys is None else (rows.at_keys(keys), scores.at_keys(keys))))
 
-    def _score_gradient(self, rows: _Rows, k: torch.Tensor, v: torch.Tensor) -> _ScoreGradient:
+    def _score_gradient(self, rows: _Rows) -> _ScoreGradient:
         """Form dS with its variance, and the variance of D with what only the scores tell of it."""
         b, p, e2, n2, eps2 = self.b, rows.p, rows.e2, rows.n2, rows.eps2
-        dp = self.per_key(rows.dout, v)
-        if p.shape[-1] == self.k.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
-            eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(SHARED**2)
+        dp = self.per_key(rows.dout, self.v)
+        # D comes from the kernel's own o, which carries the rounding of P
+        eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(SHARED**2)
         variance = None  # of dS, beside its own rounding
         if b.precision.rounds_scores and b.w.dtype != "float32":
             variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
             eps2 = eps2 + SHARED**2 * variance.sum(-1, keepdim=True)
         if b.w.dtype == "float32":
             of_sums = b.unit**2 * (1 + b.w.v_head_dim / 2)
-            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, v.square()).mul_(p).mul_(p))
+            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, self.v2).mul_(p).mul_(p))
         ds = dp.sub_(rows.row_sum)
         if b.precision.ds_from_rounded_p:
             variance = _plus(variance, ds.square().mul_(e2))
@@ -390,7 +383,7 @@ class _Chunk:
         if rows.slope is not None:
             ds, weight = ds.mul_(rows.slope), p * rows.slope
             variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
-        terms = max(p.shape[-1], b.segment.lengths[0])
+        terms = max(b.segment.lengths)
         floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
         if b.precision.rounds_scores:  # dS, and then scale * dS
             floors.append(b.floor / b.scale)
@@ -403,12 +396,11 @@ class _Chunk:
         dq = self.over_keys(scores.ds, self.k).mul_(self.b.scale)
         drift = self.over_keys(scores.weight, self.k).square_().mul_(scores.eps2)
         tau2 = self.over_keys(scores.variance, self.k.square()).add_(drift).mul_(self.b.scale**2)
-        tau2 += self._rounded(dq, rows.p.shape[-1])
-        if rows.p.shape[2] == len(self.kept) and not bool(self.kept.all()):
-            dq, tau2 = dq[:, :, self.kept], tau2[:, :, self.kept]
+        tau2 += self._rounded(dq, self.b.segment.lengths[1])
         self._store("dq", dq, tau2)
 
-    def _key_gradients(self, rows: _Rows, scores: _ScoreGradient, keys: torch.Tensor | None) -> None:
+    def _key_gradients(self, rows: _Rows, scores: _ScoreGradient) -> None:
+        keys = self.b.keys
         e2 = rows.e2 if rows.n2 is None else rows.e2 + rows.n2
         self._add("dv", keys, self.over_rows(rows.p, rows.dout), self.over_rows(e2, rows.dout.square()))
         drift = scores.weight.square().mul_(scores.eps2)
@@ -444,19 +436,11 @@ class _Rows:
     slope: torch.Tensor | None
 
     def at_rows(self, kept: torch.Tensor) -> _Rows:
-        return _Rows(*(None if t is None else t[:, :, kept] for t in self._fields()))  # type: ignore[arg-type]
+        return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
 
     def at_keys(self, keys: torch.Tensor) -> _Rows:
-        def chosen(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t[..., keys]
-
-        p, e2, n2, slope = (chosen(t) for t in (self.p, self.e2, self.n2, self.slope))
-        assert p is not None
-        assert e2 is not None
-        return _Rows(self.q, self.dout, p, e2, n2, self.row_sum, self.eps2, slope)
-
-    def _fields(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.q, self.dout, self.p, self.e2, self.n2, self.row_sum, self.eps2, self.slope)
+        n2 = None if self.n2 is None else self.n2[..., keys]
+        return replace(self, p=self.p[..., keys], e2=self.e2[..., keys], n2=n2)
 
 
 @dataclass
@@ -467,6 +451,16 @@ class _ScoreGradient:
     variance: torch.Tensor
     weight: torch.Tensor
     eps2: torch.Tensor
+
+    def at_rows(self, kept: torch.Tensor) -> _ScoreGradient:
+        return _ScoreGradient(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
+
+    def at_keys(self, keys: torch.Tensor) -> _ScoreGradient:
+        return replace(self, ds=self.ds[..., keys], variance=self.variance[..., keys], weight=self.weight[..., keys])
+
+
+def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:
+    return None if tensor is None else tensor[:, :, kept]
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Precision:
     sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
     sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
     exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
+    float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32 products.
     """
 
     name: str
@@ -42,6 +43,11 @@ class Precision:
     sums_rounded_heads: bool = False
     sums_query_blocks: bool = False
     exponential_unit: float = 2.0**-23
+    float32_unit: float = UNIT["float32"]
+
+    def unit(self, dtype: str) -> float:
+        """Return the unit roundoff of one rounding in this profile."""
+        return self.float32_unit if dtype == "float32" else UNIT[dtype]
 
     def roundings(self, q_len: int) -> int:
         """Return how many times the gradients of the keys are rounded while they are summed over the query rows."""
@@ -62,13 +68,13 @@ PRECISIONS = {
     "qscale": Precision("qscale", rounds_scaled_query=True),
     # CUTLASS fmha (SDPA's memory-efficient kernel): keeps P in shared memory in the dtype and forms
     # dS = (dP - D) * P from it, then rounds scale * dS. Source: mem_eff_attention/kernel_backward.h in PyTorch.
-    "cutlass": Precision("cutlass", ds_from_rounded_p=True, rounds_scaled_ds=True),
+    "cutlass": Precision("cutlass", ds_from_rounded_p=True, rounds_scaled_ds=True, float32_unit=2.0**-23),
     # torch's CPU kernel (FlashAttentionKernel.cpp): adds up dk and dv in memory, in the dtype; exp_u20 has 20 bits
     "torch_cpu": Precision("torch_cpu", sums_rounded_heads=True, sums_query_blocks=True, exponential_unit=2.0**-20),
     # cuDNN: rounds scale * dS
     "cudnn": Precision("cudnn", rounds_scaled_ds=True),
     # whichever of its kernels SDPA chooses
-    "sdpa": Precision("sdpa", ds_from_rounded_p=True, rounds_scaled_ds=True, sums_rounded_heads=True),
+    "sdpa": Precision("sdpa", ds_from_rounded_p=True, rounds_scaled_ds=True, sums_rounded_heads=True, float32_unit=2.0**-23),
 }
 
 

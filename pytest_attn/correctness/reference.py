@@ -93,7 +93,7 @@ def score_elements(w: Workload) -> int:
 
 
 def _is_long(w: Workload, device: torch.device) -> bool:
-    return not w.is_packed and score_elements(w) > _FULL_ELEMENTS.get(device.type, _FULL_ELEMENTS["cpu"])
+    return not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
 
 
 def _sample(length: int, device: torch.device) -> torch.Tensor:

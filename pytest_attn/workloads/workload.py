@@ -197,7 +197,13 @@ class Workload:
         return mask
 
     def replace(self, **changes: object) -> Self:
-        """Return a copy with other fields; it loses its name, unless a name is given or only the dtype changes."""
+        """Return a copy with other fields; fields that were equal to a changed one follow it.
+
+        The copy loses its name, unless a name is given or only the dtype changes.
+        """
+        for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
+            if leader in changes and getattr(self, leader) == getattr(self, follower):
+                changes.setdefault(follower, None)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,363 @@
+"""The judgement: honest kernels pass, and each planted fault is seen and named."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Window, Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.compare import LIMITS
+from pytest_attn.correctness.precision import PRECISIONS
+
+FULL = Workload(128, heads=2)
+CAUSAL = Workload(257, heads=4, kv_heads=2, mask="causal")
+CROSS = Workload(65, 129, heads=2, mask="causal-bottom-right")
+
+
+def causal(q, k, v, **options):
+    return sdpa(q, k, v, is_causal=True, enable_gqa=True, **options)
+
+
+def explicit(q, k, v, *, scale=None, mask=None, softcap=None, sinks=None, bias=None):
+    """An honest kernel in float32 with options, to leave out or get wrong."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
+    score = q.float() @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    score = score if softcap is None else softcap * torch.tanh(score / softcap)
+    score = score if bias is None else score + bias.float()
+    score = score if mask is None else score.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.float().view(1, -1, 1, 1).expand(*score.shape[:3], 1)], -1)
+    p = score.softmax(-1)[..., : v.shape[2]]
+    return (p @ v).to(q.dtype)
+
+
+def positions(q_len, kv_len):
+    return torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
+
+
+def failure(fn, workload, **options):
+    with pytest.raises(AssertionError) as error:
+        pytest_attn.check(fn, workload, device="cpu", **options)
+    return str(error.value)
+
+
+def test_an_honest_kernel_passes_and_the_comparison_has_the_figures():
+    comparison = pytest_attn.check(causal, CAUSAL, backward=True, precision="torch_cpu", device="cpu")
+    assert comparison.passed
+    assert [t.name for t in comparison.tensors] == ["out", "dq", "dk", "dv"] * 2
+    out = comparison.tensors[0]
+    assert 0.5 < out.z_element < 8
+    assert out.absmax > out.mean_abs > 0
+    assert out.relative_l2 < 0.01
+    assert out.cosine > 0.9999
+    assert abs(out.alpha - 1) < 1e-3
+    assert comparison.to_dict()["passed"] is True
+
+
+def test_a_backend_and_a_workload_can_be_named():
+    assert pytest_attn.check("math", "smoke-full", device="cpu").passed
+
+
+FAULTS = {
+    "no mask": (lambda q, k, v: sdpa(q, k, v, enable_gqa=True), CAUSAL, "it equals attention without the mask"),
+    "causal mask not asked for": (
+        lambda q, k, v: sdpa(q, k, v, is_causal=True),
+        FULL,
+        "it equals attention with a causal mask that nobody asked for",
+    ),
+    "scale missing": (lambda q, k, v: explicit(q, k, v, scale=1.0), FULL, "with scale 1: the softmax scale is missing"),
+    "scale twice": (lambda q, k, v: explicit(q, k, v, scale=1 / 64), FULL, "with the softmax scale applied twice"),
+    "base 2": (lambda q, k, v: explicit(q, k, v, scale=math.log(2) / 8), FULL, "exp2 without its factor log2 e"),
+    "last key": (lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]), FULL, "it equals attention without the last key"),
+    "first key": (lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]), FULL, "it equals attention without the first key"),
+    "tail tile": (
+        lambda q, k, v: sdpa(q, k[:, :, :64], v[:, :, :64]),
+        FULL.replace(kv_len=97),
+        "without the keys of the last part-filled tile (from 64)",
+    ),
+    "alignment": (
+        lambda q, k, v: sdpa(q, k, v, is_causal=True),
+        CROSS,
+        "with the other causal alignment (causal)",
+    ),
+    "one key too many": (
+        lambda q, k, v: explicit(q, k, v, mask=positions(257, 257)[1] <= positions(257, 257)[0] + 1),
+        CAUSAL,
+        "with a causal mask that shows one key too many",
+    ),
+    "window": (
+        lambda q, k, v: explicit(q, k, v, mask=(d := positions(96, 96)[0] - positions(96, 96)[1]).ge(0) & (d <= 16)),
+        Workload(96, mask=Window(15, 0)),
+        "whose window is one key too long on the left",
+    ),
+    "softcap": (lambda q, k, v: explicit(q, k, v), FULL.replace(softcap=2.0), "it equals attention without softcap"),
+    "scale option": (lambda q, k, v: explicit(q, k, v), FULL.replace(scale=0.3), "the option scale is ignored"),
+    "sinks": (lambda q, k, v: explicit(q, k, v), FULL.replace(sinks=True), "it equals attention without sinks"),
+    "bias": (lambda q, k, v: explicit(q, k, v), FULL.replace(bias="hqk"), "it equals attention without the bias"),
+    "alibi": (lambda q, k, v: explicit(q, k, v), FULL.replace(alibi=True), "it equals attention without ALiBi"),
+    "score_mod": (
+        lambda q, k, v: explicit(q, k, v),
+        FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9),
+        "it equals attention without score_mod",
+    ),
+    "padding": (
+        lambda q, k, v: explicit(q, k, v),
+        Workload(64, heads=2, kv_lens=(64, 20)),
+        "it equals attention that ignores kv_lens and sees padding",
+    ),
+    "head map": (
+        lambda q, k, v: causal(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
+        CAUSAL,
+        "in which query head h uses key head h % kv_heads (interleaved groups)",
+    ),
+    "uniform": (lambda q, k, v: sdpa(q * 0, k, v), FULL, "with uniform probabilities: the scores have no effect"),
+    "k for v": (lambda q, k, v: sdpa(q, k, k), FULL, "with k in place of v"),
+    "zeros": (lambda q, k, v: q * 0, FULL, "out is all zeros"),
+    "other head": (lambda q, k, v: sdpa(q, k, v).roll(1, 1), FULL, "heads are swapped"),
+    "eager": (
+        lambda q, k, v: ((q @ k.transpose(-1, -2)) * 0.125).softmax(-1) @ v,
+        FULL,
+        "it fits the precision profile 'eager' (z ",
+    ),
+    "NaN": (lambda q, k, v: sdpa(q, k, v) / (q[..., :1] != q[0, 0, 5, 0]), FULL, "out holds"),
+    "one element": (lambda q, k, v: sdpa(q, k, v).index_put_((torch.tensor(0),) * 4, torch.tensor(9.0).bfloat16()), FULL, ""),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen_and_named(name):
+    fn, workload, suggestion = FAULTS[name]
+    text = failure(fn, workload)
+    assert text.startswith("mismatch: out of ")
+    assert suggestion in text
+
+
+def test_the_failure_names_worst_element_levels_place_and_figures():
+    def last_row_wrong(q, k, v):
+        out = causal(q, k, v).clone()
+        out[:, 1:3, 256:] = 0
+        return out
+
+    text = failure(last_row_wrong, CAUSAL)
+    lines = text.splitlines()
+    assert lines[0].startswith("mismatch: out of last_row_wrong: z ")
+    assert lines[0].endswith(" over an element, limit 8 (h4-kv2-s257-d64-causal, inputs structured)")
+    assert lines[1].startswith("  worst      out[0, ")
+    assert ", 256, " in lines[1]
+    assert "exact" in lines[1]
+    assert "budget" in lines[1]
+    assert "128 of 65,792 elements over" in lines[2]
+    assert lines[3] == "  where      rows only 256 of 257 (the last); heads 1, 2 (of 4)"
+    assert lines[4].startswith("  figures    absmax ")
+    assert "cosine" in lines[4]
+    assert "slope" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place"),
+    [
+        (lambda out: out[:, :, 128:], "rows 128 to 199 of 200, the tail after the last full tile of 128"),
+        (lambda out: out[:, :, 63::64], "rows 3 of 200, every one at 63 modulo 64"),
+        (lambda out: out[:, :, 10:20], "rows 10 to 19 of 200"),
+    ],
+)
+def test_the_place_of_a_fault_is_described(spoil, place):
+    def faulty(q, k, v):
+        out = sdpa(q, k, v).clone()
+        spoil(out).mul_(1.5)
+        return out
+
+    assert place in failure(faulty, Workload(200, heads=2))
+
+
+class Faulty(torch.autograd.Function):
+    """Exact forward, and a backward pass whose gradients `spoil` changes."""
+
+    spoil = staticmethod(lambda dq, dk, dv: (dq, dk, dv))
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return explicit(q, k, v)
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(explicit(*leaves), leaves, dout)
+        return Faulty.spoil(*grads)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "workload", "expected"),
+    [
+        (lambda dq, dk, dv: (dq * 8, dk, dv), FULL, "the factor softmax_scale is missing"),
+        (lambda dq, dk, dv: (dq, dk / 8, dv), FULL, "the factor softmax_scale was applied twice"),
+        (lambda dq, dk, dv: (dq, dk, dv / 3), FULL.replace(heads=3, kv_heads=1), "the mean over the 3 query heads"),
+        (lambda dq, dk, dv: (dq, dk, -dv), FULL, "its sign is flipped"),
+        (lambda dq, dk, dv: (dq, dk * 1.01, dv), FULL, "mismatch: dk of apply"),
+        (lambda dq, dk, dv: (dq * float("nan"), dk, dv), FULL, "dq holds 16,384 NaN and 0 infinite elements"),
+    ],
+)
+def test_a_wrong_gradient_is_seen_and_named(monkeypatch, spoil, workload, expected):
+    def honest(*grads):
+        return grads
+
+    monkeypatch.setattr(Faulty, "spoil", honest)
+    precision = {"precision": "flash2", "backward": True}
+    assert pytest_attn.check(Faulty.apply, workload, device="cpu", **precision).passed
+    monkeypatch.setattr(Faulty, "spoil", spoil)
+    assert expected in failure(Faulty.apply, workload, **precision)
+
+
+def with_lse(q, k, v, factor=1.0):
+    score = q.float() @ k.float().transpose(-1, -2) / 8
+    return explicit(q, k, v), score.logsumexp(-1) * factor
+
+
+def test_lse_is_held_to_the_natural_logarithm():
+    assert pytest_attn.check(with_lse, FULL, returns_lse=True, device="cpu").passed
+    text = failure(lambda q, k, v: with_lse(q, k, v, 1 / math.log(2)), FULL, returns_lse=True)
+    assert text.startswith("mismatch: lse of ")
+    assert "lse is off by a factor of log2 e: it is in base 2; natural logarithm expected" in text
+    assert "lse" in failure(lambda q, k, v: with_lse(q, k, v, 1.0001), FULL, returns_lse=True)
+
+
+def changes_k(q, k, v):
+    k.data -= k.mean()
+    return explicit(q, k, v)
+
+
+CONTRACTS = {
+    "none": (lambda q, k, v: None, {}, "the callable returned nothing (None); expected a tensor out"),
+    "tuple": (lambda q, k, v: (q, 1), {}, "the callable returned a tuple of 2; expected a tensor out. Say returns_lse=True"),
+    "no tuple": (lambda q, k, v: q, {"returns_lse": True}, "expected a tuple (out, lse) (returns_lse=True)"),
+    "shape": (lambda q, k, v: q[:, :1], {}, "out has shape (1, 1, 128, 64); expected (1, 2, 128, 64)"),
+    "layout": (lambda q, k, v: q.transpose(1, 2), {}, "heads and rows are swapped: does it return layout 'bshd'?"),
+    "bshd": (lambda q, k, v: q.transpose(1, 2), {"layout": "bshd"}, "expected (1, 128, 2, 64), as the layout is 'bshd'"),
+    "dtype": (lambda q, k, v: q.float(), {}, "out has dtype torch.float32; expected torch.bfloat16"),
+    "device": (lambda q, k, v: q.to("meta"), {}, "out is on meta; expected cpu"),
+    "list": (lambda q, k, v: [1, 2], {}, "the callable returned a list of 2"),
+    "object": (lambda q, k, v: "out", {}, "out is str; expected a tensor"),
+    "inputs": (changes_k, {}, "the callable changed its input k in place (by up to"),
+    "no gradient": (
+        lambda q, k, v: sdpa(q, k, v).detach(),
+        {"backward": True},
+        "out carries no gradient; backward=True needs",
+    ),
+    "no dk": (lambda q, k, v: sdpa(q, k.detach(), v), {"backward": True}, "dk is missing: out does not depend on k"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_broken_contract_is_named_before_any_value_is_compared(name):
+    fn, options, message = CONTRACTS[name]
+    text = failure(fn, FULL, **options)
+    assert message in text
+    assert "on h2-s128-d64, inputs structured" in text
+
+
+def test_strides_do_not_matter():
+    def strided(q, k, v):
+        out = sdpa(q, k, v)
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+    assert pytest_attn.check(strided, FULL, device="cpu").passed
+
+
+def test_layout_bshd_is_what_flash_attention_takes():
+    def flash_attn_func(q, k, v):
+        assert q.shape == (1, 128, 2, 64)
+        return sdpa(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    assert pytest_attn.check(flash_attn_func, FULL, layout="bshd", backward=True, device="cpu", precision="torch_cpu").passed
+
+
+def test_an_exception_of_the_callable_passes_through():
+    def broken(q, k, v):
+        raise RuntimeError("no kernel image")
+
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        pytest_attn.check(broken, FULL, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": ("rand",)}, "unknown input distribution 'rand'; known: structured"),
+        ({"precision": "fp4"}, "unknown precision 'fp4'; known: flash, flash2, eager"),
+        ({"layout": "sbhd"}, "unknown layout 'sbhd'; known: bhsd, bshd, thd"),
+        ({"layout": "thd"}, "layout 'thd' needs a packed workload (q_lens), h2-s128-d64 is not one"),
+        ({"limits": "loose"}, "unknown limits 'loose'; known: default, strict"),
+        ({"device": "tpu"}, "unknown device 'tpu'; expected auto, cpu, cuda, cuda:N, xpu or mps"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not there; this machine has "),
+    ],
+)
+def test_arguments_that_are_unknown_are_refused(options, message):
+    with pytest.raises(ValueError, match=r".*") as error:
+        pytest_attn.check(sdpa, FULL, **{"device": "cpu", **options})
+    assert message in str(error.value)
+
+
+def test_a_group_is_not_one_workload():
+    with pytest.raises(ValueError, match="'flux' stands for 6 workloads; name one: flux-L128"):
+        pytest_attn.check(sdpa, "flux", device="cpu")
+
+
+def test_strict_limits_are_sharper_for_outputs_only():
+    assert LIMITS["strict"][0].element < LIMITS["default"][0].element
+    assert LIMITS["strict"][1] == LIMITS["default"][1]
+
+
+def question(workload=FULL, **options):
+    return Question(workload, torch.device("cpu"), **options)
+
+
+def test_backends_share_a_reference_and_a_backward_one_serves_forward():
+    cache, registry = ReferenceCache(), Registry()
+    for name in ("math", "sdpa_flash"):
+        judge(registry[name], question(inputs=("flat",), backward=True), cache)
+    assert cache.computed == 2  # one per precision profile
+    judge(registry["math"], question(inputs=("flat",)), cache)
+    judge(explicit, question(inputs=("flat",)), cache)
+    assert cache.computed == 2
+
+
+def test_the_cache_keeps_to_its_limit():
+    cache = ReferenceCache(limit=1)
+    for _ in range(2):
+        judge(explicit, question(inputs=("flat",)), cache)
+    assert cache.computed == 2
+    roomy = ReferenceCache(limit=1 << 30)
+    for name in ("flat", "randn", "flat", "randn"):
+        judge(explicit, question(inputs=(name,)), roomy)
+    assert roomy.computed == 2
+
+
+@pytest.mark.parametrize("distribution", ["structured", "flat", "randn", "peaky", "flux", "outlier", "onehot", "large"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_honest_kernels_raise_no_false_alarm(distribution, dtype):
+    for workload in (CAUSAL.replace(dtype=dtype), FULL.replace(dtype=dtype), CROSS.replace(dtype=dtype)):
+        for name in ("math", "sdpa_flash"):
+            comparison = judge(Registry()[name], question(workload, inputs=(distribution,), backward=True), ReferenceCache())
+            assert comparison.passed, comparison.message
+
+
+def query_scaled_in_dtype(q, k, v):
+    return explicit(q * torch.tensor(0.3, dtype=q.dtype), k, v, scale=1.0)
+
+
+def test_a_query_scaled_in_the_dtype_needs_its_own_profile():
+    workload = FULL.replace(scale=0.3)
+    assert pytest_attn.check(query_scaled_in_dtype, workload, precision="qscale", inputs="randn", device="cpu").passed
+    assert "'qscale'" in failure(query_scaled_in_dtype, workload, inputs="randn")
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_no_profile_excuses_a_scale_that_is_two_percent_off(name):
+    assert failure(lambda q, k, v: explicit(q, k, v, scale=1.02 / 8), FULL.replace(dtype="fp16"), precision=name)

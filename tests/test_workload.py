@@ -1,0 +1,117 @@
+import pytest
+
+from pytest_attn import Document, Neighborhood, Pages, Window, Workload
+from pytest_attn.workloads.catalog import Catalog, builtin_catalog
+
+
+def own_mod(score, b, h, q_idx, kv_idx):
+    return score + 1
+
+
+def make_prefix(length):
+    def prefix(b, h, q_idx, kv_idx):
+        return kv_idx < length
+
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        (Workload(128), "s128-d64"),
+        (Workload(1, 2048, batch=8, heads=32, kv_heads=8, head_dim=128), "b8-h32-kv8-q1-k2048-d128"),
+        (Workload(64, head_dim=192, v_head_dim=128, dtype="fp16", mask="causal"), "s64-d192-dv128-causal-fp16"),
+        (
+            Workload(64, mask=Window(127, 0), softcap=50.0, scale=0.1, sinks=True),
+            "s64-d64-window127.0-softcap50-scale0.1-sinks",
+        ),
+        (Workload(64, bias="hqk", alibi=True), "s64-d64-bias.hqk-alibi"),
+        (Workload(64, score_mod=own_mod), "s64-d64-mod.own_mod"),
+        (Workload(q_lens=(3, 5), heads=2), "h2-packed3.5-d64"),
+        (Workload(q_lens=(3, 5), kv_lens=(9, 9)), "packed3.5-k9.9-d64"),
+        (Workload(8, kv_lens=(8, 5)), "b2-s8-pad8.5-d64"),
+        (Workload(1, 64, batch=2, kv_pages=Pages(16)), "b2-q1-k64-d64-page16"),
+        (Workload(7, mask=Document((3, 4))), "s7-d64-documents-3.4"),
+        (Workload(64, mask=Neighborhood((8, 8), (3, 3), causal=(True, False))), "s64-d64-na8x8-k3x3-c1x0"),
+        (Workload(64, name="ours", dtype="float32"), "ours-fp32"),
+    ],
+)
+def test_the_id_shows_every_field_that_is_not_the_default(workload, expected):
+    assert workload.id == expected
+
+
+def test_ids_tell_functions_apart_that_share_a_name():
+    first, second = (Workload(64, mask=make_prefix(length)).id for length in (8, 16))
+    assert first != second
+    assert Workload(64, mask=make_prefix(8)).id == first
+
+
+def test_catalog_ids_are_unique_and_every_shape_has_a_source():
+    entries = list(builtin_catalog())
+    assert len({entry.workload.id for entry in entries}) == len(entries)
+    assert all(entry.source for entry in entries)
+
+
+def test_flops_of_flux_are_those_of_the_field():
+    """4 * batch * heads * S^2 * d forward, 2.5 times that backward (flash-attention's benchmark)."""
+    (flux,) = builtin_catalog().select("flux-L512")
+    assert flux.flops() == 4 * 24 * 4608**2 * 128
+    assert flux.flops("backward") == 2.5 * flux.flops()
+    width = 2 * 24 * 4608 * 128
+    assert flux.bytes() == 4 * width + 4 * 24 * 4608
+    assert flux.bytes("backward") == 8 * width + 4 * 24 * 4608
+
+
+def test_a_causal_mask_counts_the_triangle():
+    assert Workload(100, mask="causal").pairs() == 100 * 101 // 2
+    assert Workload(q_lens=(3, 5), mask="causal").pairs() == 6 + 15
+
+
+def test_replacing_a_field_drops_the_name_unless_only_the_dtype_changes():
+    workload = Workload(64, name="ours")
+    assert workload.replace(dtype="fp16").id == "ours-fp16"
+    assert workload.replace(heads=2).id == "h2-s64-d64"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "q_len is missing; say Workload(q_len=...)"),
+        ({"q_len": 0}, "q_len must be a whole number >= 1, got 0"),
+        ({"q_len": 8, "heads": 3, "kv_heads": 2}, "heads must be a multiple of kv_heads, got heads=3 and kv_heads=2"),
+        ({"q_len": 8, "dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16 (bf16), float16 (fp16), float32 (fp32)"),
+        ({"q_len": 8, "softcap": 0}, "softcap must be a finite number > 0 or None, got 0"),
+        ({"q_len": 8, "scale": float("nan")}, "scale must be a finite number > 0 or None, got nan"),
+        ({"q_len": 8, "bias": "kq"}, "a part of 'bhqk' in this order, got 'kq'"),
+        ({"q_len": 8, "kv_len": 8, "kv_lens": (8, 9)}, "kv_lens must not exceed 8, got (8, 9)"),
+        ({"q_len": 8, "batch": 3, "kv_lens": (8, 9)}, "kv_lens must have one length per batch entry (3), got (8, 9)"),
+        ({"q_len": 8, "mask": Document((3, 4))}, "Document lengths sum to 7, but q_len is 8 and kv_len 8"),
+        ({"q_len": 8, "mask": Neighborhood((3, 3), (2, 2))}, "holds 9 tokens, but q_len is 8"),
+        ({"q_lens": (3,), "bias": "hqk"}, "cannot be combined with Document, Neighborhood, BooleanMask or bias"),
+        ({"q_lens": (3,), "kv_pages": 16}, "cannot be combined with kv_pages; use q_len"),
+        ({"q_len": 8, "score_mod": lambda s: s}, "score_mod must be a function of (score, b, h, q_idx, kv_idx)"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=r".*") as error:
+        Workload(**fields)
+    assert message in str(error.value)
+
+
+def test_two_workloads_with_one_name_are_refused():
+    catalog = Catalog()
+    catalog.add(Workload(64, name="ours"))
+    catalog.add(Workload(64, name="ours"))
+    with pytest.raises(ValueError, match="two different workloads are named 'ours': s64-d64 and s65-d64; rename one"):
+        catalog.add(Workload(65, name="ours"))
+    with pytest.raises(ValueError, match=r"s64-d64 has no name; say Workload\(..., name='...'\)"):
+        catalog.add(Workload(64))
+
+
+def test_a_catalog_selects_by_name_group_alias_and_pattern():
+    catalog = builtin_catalog()
+    assert [w.name for w in catalog.select("cuda_attn_L128_bfloat16")] == ["flux-L128"]
+    assert len(catalog.select("flux")) == len(catalog.select("flux-L*")) == 6
+    assert len(catalog.select("all")) == len(catalog)
+    with pytest.raises(ValueError, match="unknown workload 'nope'; known: smoke, edges, flux"):
+        catalog.select("nope")
