@@ -80,7 +80,8 @@ def test_there_is_no_drawer(name):
 
 
 def loaded_after(code):
-    script = f"{code}\nimport sys\nprint(*sorted(m for m in sys.modules if m.split('.')[0] in {HEAVY!r} or m.startswith('pytest_attn.')))"
+    show = f"print(*sorted(m for m in sys.modules if m.split('.')[0] in {HEAVY!r} or m.startswith('pytest_attn.')))"
+    script = f"{code}\nimport sys\n{show}"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
 
 

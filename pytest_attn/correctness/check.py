@@ -267,6 +267,7 @@ def failure_text(row: TensorComparison, subject: str, workload: Workload, explan
         level, value, limit = _worst_level(row)
         verdict = f"z {_short(value)} over {level}, limit {limit:g}"
     where, *suggestions = explanation
+    of_finite = "of finite elements: " if row.wrong_positions else ""
     lines = [
         f"mismatch: {_tensor_of(row.name, subject)}: {verdict} ({workload.id}, inputs {row.distribution})",
         f"  worst      {row.name}[{at}] = {row.found:.6g}, exact {row.exact:.6g}, budget {row.budget:.3g}",
@@ -274,7 +275,7 @@ def failure_text(row: TensorComparison, subject: str, workload: Workload, explan
         f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g});"
         f" {row.exceeding:,} of {row.elements:,} elements over",
         f"  where      {where}",
-        f"  figures    {'of finite elements: ' if row.wrong_positions else ''}absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
+        f"  figures    {of_finite}absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
         f" relative L2 {row.relative_l2:.3g}, cosine {row.cosine:.6f}, slope {row.alpha:.4f}",
     ]
     return "\n".join(lines + [f"  suggests   {line}" for line in suggestions])

@@ -73,7 +73,8 @@ class AttentionCase:
         """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len); None for all."""
         from pytest_attn.backends.dense import boolean_mask
 
-        return None if self.workload.is_packed else boolean_mask(self._inputs)
+        mask = None if self.workload.is_packed else boolean_mask(self._inputs)
+        return None if mask is None else mask.expand(-1, -1, self.workload.q_len, self.workload.kv_len)
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -1,0 +1,54 @@
+"""Every story is told twice: in this process, and through an xdist worker in another."""
+
+import pkgutil
+from importlib import import_module
+
+import pytest
+
+import pytest_attn
+from pytest_attn.backends.machine import machine_of, resolve_device
+from pytest_attn.backends.registry import Registry
+
+# Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
+# Workload class would not be an instance of the first: so everything is loaded here, once.
+for module in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn."):
+    if ".suite." not in module.name:
+        import_module(module.name)
+for name in (registry := Registry()).names:
+    registry[name].unavailable_because(machine_of(resolve_device("cpu")))
+
+
+@pytest.fixture(params=["serial", "xdist"])
+def run(request, pytester):
+    """Run pytest on the files of `pytester` and return the result."""
+
+    def run_it(*args):
+        if request.param == "serial":
+            return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "1", *args)
+
+    run_it.is_serial = request.param == "serial"
+    return run_it
+
+
+@pytest.fixture
+def kernel_test(pytester):
+    """Write a test of one kernel: its body, the marker's arguments, the fixtures it takes."""
+
+    def write(body, marker='Workload(32, heads=2, head_dim=32), device="cpu"', fixtures="attn", before=""):
+        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+        pytester.makepyfile(
+            f"""
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from pytest_attn import Workload, Window, Pages
+{before}
+
+@pytest.mark.attention({marker})
+def test_kernel({fixtures}):
+{lines}
+"""
+        )
+
+    return write

@@ -1,0 +1,196 @@
+"""Bad input: one clear error that says who, what was found, what was expected; nothing runs."""
+
+import sys
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ('"flix"', "unknown workload 'flix'; known: smoke, edges, flux"),
+        ("42", "a workload must be a name or a Workload, got int 42"),
+        ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; known: backends, dtypes, layout"),
+        ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; known: math"),
+        ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
+        ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, got 'sbhd'"),
+        ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
+        ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
+        ('"smoke-full", precision="int2"', "precision must be one of flash, flash2, eager"),
+        ('"smoke-full", backward="yes"', "backward must be one of True, False, got 'yes'"),
+        ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
+        (
+            'Workload(32, name="ours"), Workload(33, name="ours")',
+            "two different workloads are named 'ours': s32-d64 and s33-d64; rename one",
+        ),
+    ],
+)
+def test_a_bad_marker_is_a_collection_error(run, kernel_test, marker, message):
+    kernel_test("raise SystemExit('ran')", marker=marker)
+    result = run()
+    result.assert_outcomes(errors=1)
+    assert f"::test_kernel: {message}" in result.stdout.str()
+    assert "INTERNALERROR" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("sm=90", "attention_requires got an unknown argument 'sm'; known: backend, arch, memory, gpus"),
+        ("'sm90'", "attention_requires takes keyword arguments only, got 'sm90'"),
+        ("arch='hopper'", "arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got 'hopper'"),
+        ("memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
+        ("gpus=-1", "gpus must be a whole number >= 0, got -1"),
+        ("backend='nope>=2'", "unknown backend 'nope'"),
+    ],
+)
+def test_a_bad_requirement_is_a_collection_error(run, kernel_test, arguments, message):
+    kernel_test("pass", before=f"pytestmark = pytest.mark.attention_requires({arguments})")
+    result = run()
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("arch='>=9.0'", "needs arch >=9.0, this device is cpu"),
+        ("arch='gfx942'", "needs arch gfx942, this device is cpu"),
+        ("memory='900 TiB'", "needs 921600 GiB of memory, this device has"),
+        ("gpus=64", "needs 64 GPUs, this machine has"),
+        ("backend='sdpa_cudnn'", "needs backend sdpa_cudnn: needs a CUDA device"),
+        ("backend='math>=99'", "needs backend math>=99, version "),
+    ],
+)
+def test_an_unmet_requirement_skips_with_its_reason(run, kernel_test, arguments, reason):
+    kernel_test("raise SystemExit('ran')", before=f"pytestmark = pytest.mark.attention_requires({arguments})")
+    result = run("-rs")
+    result.assert_outcomes(skipped=1)
+    assert reason in result.stdout.str()
+
+
+def test_a_met_requirement_runs(run, kernel_test):
+    requirement = "arch='cpu', memory='1 MiB', gpus=0, backend='math>=2.0'"
+    kernel_test("pass", before=f"pytestmark = pytest.mark.attention_requires({requirement})")
+    run().assert_outcomes(passed=1)
+
+
+def test_a_fixture_without_a_marker_is_a_collection_error(run, pytester):
+    pytester.makepyfile("def test_kernel(attn): pass")
+    result = run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*::test_kernel: uses attn but has no marker; add for example @pytest.mark.attention('flux-L512')*"]
+    )
+
+
+def test_a_workload_larger_than_the_device_is_skipped_with_the_sizes(run, kernel_test):
+    kernel_test("attn.check(attn_backend)", marker='Workload(500_000, heads=64), device="cpu"', fixtures="attn, attn_backend")
+    result = run("--attn-backends=math", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED *h64-s500000-d64 needs about * GiB, * has * GiB"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("lambda q, k, v: None", "the callable returned nothing (None); expected a tensor out"),
+        ("lambda q, k, v: (q, q)", "the callable returned a tuple of 2; expected a tensor out. Say returns_lse=True"),
+        ("lambda q, k, v: q[..., :1]", "out has shape (1, 2, 32, 1); expected (1, 2, 32, 32)"),
+        ("lambda q, k, v: q.float()", "out has dtype torch.float32; expected torch.bfloat16"),
+        ("lambda q, k, v: q.to('meta')", "out is on meta; expected cpu"),
+        ("lambda q, k, v: q * float('nan')", "out holds 2,048 NaN and 0 infinite elements"),
+        ("lambda q, k, v: q.add_(1)", "the callable changed its input q in place (by up to 1"),
+    ],
+)
+def test_a_callable_that_breaks_its_contract_fails_with_the_reason(run, kernel_test, kernel, message):
+    kernel_test(f"attn.check({kernel})")
+    result = run()
+    result.assert_outcomes(failed=1)
+    assert message in result.stdout.str()
+    result.stdout.fnmatch_lines(
+        ["E*reproduce  pytest '*::test_kernel[[]h2-s32-d32[]]'*", "mismatch      lambda-* on h2-s32-d32: *"]
+    )
+
+
+def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
+    kernel_test("attn.check(broken)", before="def broken(q, k, v):\n    raise RuntimeError('no kernel image')\n")
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*RuntimeError: no kernel image", "raised        - on h2-s32-d32: RuntimeError: no kernel image"]
+    )
+    assert "correctness/check.py" not in result.stdout.str()
+
+
+def test_a_callable_that_is_none_of_these_is_refused(run, kernel_test):
+    kernel_test("attn.check(42)")
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*TypeError: check needs a callable of (q, k, v) or a backend, got int"])
+
+
+def test_a_callable_that_never_returns_is_stopped_and_named(run, kernel_test):
+    kernel_test("attn.check(endless)", before="def endless(q, k, v):\n    while True:\n        pass\n")
+    result = run("--attn-timeout=1")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E*no result after 1 s (--attn-timeout): endless on h2-s32-d32, *::test_kernel[[]h2-s32-d32[]]",
+            "mismatch *no result after*",
+        ]
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart=0")], ids=["serial", "xdist"])
+def test_a_callable_that_never_comes_back_to_python_ends_the_process(pytester, kernel_test, workers):
+    """As a kernel that spins would: a mutex locked twice, in C, that no exception can interrupt."""
+    kernel_test(
+        "attn.check(spins)",
+        before="""
+import ctypes
+import pytest_attn.session.deadline as deadline
+
+deadline.GRACE = 1.0
+
+def spins(q, k, v):
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+""",
+    )
+    started = time.monotonic()
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--attn-timeout=1", *workers)
+    assert time.monotonic() - started < 60
+    assert result.ret == (1 if workers else 70)
+    assert "no result after 1 s (--attn-timeout): spins on h2-s32-d32, " in result.stderr.str()
+    if workers:
+        result.stdout.fnmatch_lines(["*worker 'gw0' crashed while running '*::test_kernel[[]h2-s32-d32[]]'*"])
+
+
+def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_test):
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full"')
+    file = next(pytester.path.glob("*.py"))
+    file.write_text(file.read_text().replace("import torch\n", "").replace("from torch.nn.functional", "# from torch"))
+    for name, body, message in (
+        (
+            "missing",
+            'raise ModuleNotFoundError("No module named \'torch\'", name="torch")',
+            "pytest-attn needs torch, which is not installed; pip install torch",
+        ),
+        (
+            "broken",
+            'raise OSError("libcudart.so.12: cannot open")',
+            "torch is installed but cannot be imported: OSError: libcudart.so.12: cannot open; reinstall torch",
+        ),
+    ):
+        folder = pytester.mkdir(name)
+        (folder / "torch.py").write_text(body)
+        for workers in ([], ["-n", "1"]):
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--attn-backends=all", *workers]
+            pytester._monkeypatch.setenv("PYTHONPATH", str(folder))
+            result = pytester.run(*command)
+            assert f"::test_kernel: {message}" in result.stdout.str()
+            result.stdout.fnmatch_lines(["*1 error*"])
+            assert "INTERNALERROR" not in result.stdout.str()

@@ -1,0 +1,138 @@
+import re
+
+import pytest
+
+BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}
+
+
+def test_list_shows_backends_workloads_and_what_would_run(run, kernel_test):
+    kernel_test(**BACKENDS)
+    result = run("--attn-list", "--attn-backends=math,sdpa_cudnn")
+    assert result.ret == 0
+    result.stdout.re_match_lines_random(
+        [
+            r"backend +version +variants +status",
+            r"math +\d+\.\d+.* \+compile \+max_autotune +available",
+            r"sdpa_cudnn +- +\+compile \+max_autotune +needs a CUDA device",
+            r"flex_decode +- +- +is a Triton kernel: needs a GPU",
+            r"workload +group +shape +source",
+            r"flux-L512 +flux +h24-s4608-d128 +HF kernels-benchmarks.*",
+            r"2 cases would run on .* \(cpu, torch \d.*\); leave out --attn-list to run them",
+        ]
+    )
+    assert "passed" not in result.stdout.str()
+
+
+def test_list_needs_no_tests(run):
+    assert run("--attn-list").ret == 0
+
+
+def test_workloads_narrow_what_a_marker_names(run, kernel_test):
+    kernel_test('attn.check("math")', marker='"smoke-full", "smoke-softcap", "smoke-half", device="cpu"')
+    result = run("--attn-workloads=smoke-full,smoke-half", "-v")
+    result.assert_outcomes(passed=2)
+    result = run("--attn-workloads=smoke,-smoke-softcap,-smoke-full")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_test_of_which_nothing_is_selected_is_deselected(pytester, kernel_test):
+    kernel_test('attn.check("math")', marker='"smoke-full", device="cpu"')
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-workloads=vit")
+    result.assert_outcomes(deselected=1)
+
+
+def test_workloads_choose_where_a_marker_names_none(run, kernel_test):
+    kernel_test('attn.check("math")', marker='device="cpu"')
+    run("--attn-workloads=smoke-f*,smoke-half").assert_outcomes(passed=2)
+
+
+def test_dtypes_replace_a_workloads_own_and_narrow_a_markers(run, kernel_test):
+    kernel_test("assert attn.workload.dtype in ('float16', 'float32')")
+    run("--attn-dtypes=fp16,float32", "-v").assert_outcomes(passed=2)
+    kernel_test("assert attn.workload.dtype == 'float16'", marker='Workload(32), dtypes=["bf16", "fp16"], device="cpu"')
+    run("--attn-dtypes=fp16").assert_outcomes(passed=1)
+
+
+def test_the_seed_draws_other_inputs(run, kernel_test):
+    kernel_test("print('sum', float(attn.q.double().sum()))")
+    sums = [re.search(r"sum (\S+)", run("-rA", f"--attn-seed={seed}").stdout.str())[1] for seed in (0, 0, 1)]
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_strict_limits_reach_the_judgement(run, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: q)")
+    result = run("--attn-limits=strict")
+    result.stdout.fnmatch_lines(["*over an element, limit 6*", "*reproduce*--attn-limits=strict*"])
+
+
+def test_memory_bounds_the_shared_references(run, kernel_test):
+    kernel_test("attn.check('math'); attn.check('sdpa_flash'); assert attn._session.references.limit == 1024")
+    run("--attn-memory=1KiB").assert_outcomes(passed=1)
+
+
+def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test, pytester):
+    pytester.makeini("[pytest]\nattn_backends = math, eager\nattn_seed = 3\n")
+    kernel_test(**BACKENDS)
+    result = run()
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["attn: --attn-backends='math, eager' --attn-device=auto --attn-seed=3"])
+    run("--attn-backends=math").assert_outcomes(passed=1)
+
+
+def test_the_header_can_be_pasted_back(run, kernel_test):
+    kernel_test(**BACKENDS)
+    header = next(line for line in run("--attn-backends=math,sdpa", "--attn-seed=5").outlines if line.startswith("attn: "))
+    assert run(*header.removeprefix("attn: ").split()).parseoutcomes()["passed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--attn-backends=spda", "--attn-backends: unknown backend 'spda'; known: math, eager, sdpa,"),
+        (
+            "--attn-backends=sdpa+fast",
+            "--attn-backends: unknown variant 'fast' of backend 'sdpa'; known: compile, max_autotune",
+        ),
+        ("--attn-workloads=flix", "--attn-workloads: unknown workload 'flix'; known: smoke, edges, flux,"),
+        ("--attn-dtypes=int4", "--attn-dtypes: unknown dtype 'int4'; known: bfloat16 (bf16)"),
+        ("--attn-device=tpu", "--attn-device: must be auto, cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
+        ("--attn-limits=loose", "--attn-limits: must be default or strict, got 'loose'"),
+        ("--attn-seed=-1", "--attn-seed: must be a whole number >= 0, got '-1'"),
+        ("--attn-timeout=soon", "--attn-timeout: must be a number of seconds >= 0 (0 waits forever), got 'soon'"),
+        ("--attn-memory=much", "--attn-memory: must be a size such as '4 GiB', got 'much'"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error_and_nothing_runs(run, kernel_test, option, message):
+    kernel_test("raise SystemExit('ran')")
+    result = run(option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {message}" in result.stderr.str()
+    assert "INTERNALERROR" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("attn_seed = abc", "attn_seed (tox.ini): must be a whole number >= 0, got 'abc'"),
+        ("attn_limits = 7", "attn_limits (tox.ini): must be default or strict, got '7'"),
+        ("attn_backends = nope", "unknown backend 'nope'"),
+    ],
+)
+def test_a_bad_ini_value_is_a_usage_error_that_names_the_file(run, kernel_test, pytester, line, message):
+    pytester.makeini(f"[pytest]\n{line}\n")
+    kernel_test("pass")
+    result = run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str()
+
+
+def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
+    text = pytester.runpytest_inprocess("--help").stdout.str()
+    for option in ("backends", "workloads", "dtypes", "device", "limits", "seed", "timeout", "memory", "list"):
+        assert f"--attn-{option}" in text
+    markers = pytester.runpytest_inprocess("--markers").stdout.str()
+    assert "@pytest.mark.attention(*workloads, backends=None, dtypes=None, layout='bhsd'" in markers
+    assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None)" in markers
+    fixtures = pytester.runpytest_inprocess("--fixtures").stdout.str()
+    for name in ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"):
+        assert re.search(rf"^{name} -- ", fixtures, re.MULTILINE)
