@@ -261,15 +261,10 @@ def _gradients(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.
 def failure_text(row: TensorComparison, subject: str, workload: Workload, explanation: list[str]) -> str:
     """Write a mismatch: the verdict first, then the worst element, the levels, where, the usual figures, what it suggests."""
     at = ", ".join(map(str, row.worst))
-    if row.wrong_positions:
-        verdict = f"{row.wrong_positions:,} elements are NaN or infinite and should not be, or should be and are not"
-    else:
-        level, value, limit = _worst_level(row)
-        verdict = f"z {_short(value)} over {level}, limit {limit:g}"
     where, *suggestions = explanation
     of_finite = "of finite elements: " if row.wrong_positions else ""
     lines = [
-        f"mismatch: {_tensor_of(row.name, subject)}: {verdict} ({workload.id}, inputs {row.distribution})",
+        f"mismatch: {_tensor_of(row.name, subject)}: {verdict(row)} ({workload.id}, inputs {row.distribution})",
         f"  worst      {row.name}[{at}] = {row.found:.6g}, exact {row.exact:.6g}, budget {row.budget:.3g}",
         f"  levels     element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
         f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g});"
@@ -287,6 +282,14 @@ def _short(z: float) -> str:
 
 def _tensor_of(tensor: str, subject: str) -> str:
     return tensor if tensor == subject else f"{tensor} of {subject}"
+
+
+def verdict(row: TensorComparison) -> str:
+    """Say in a few words by how much a tensor is wrong."""
+    if row.wrong_positions:
+        return f"{row.wrong_positions:,} elements are NaN or infinite and should not be, or should be and are not"
+    level, value, limit = _worst_level(row)
+    return f"z {_short(value)} over {level}, limit {limit:g}"
 
 
 def _worst_level(row: TensorComparison) -> tuple[str, float, float]:

@@ -58,17 +58,13 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
         direction = " backward" if r["backward"] else ""
         case = f"{r['subject']} on {r['workload']}{direction}"
         if r["verdict"] == "mismatch":
-            yield f"mismatch      {case}: {_without_verdict(r['reason'])}", {"red": True}
+            yield f"mismatch      {case}: {r['reason']}", {"red": True}
         elif r["verdict"] == "raised":
             yield f"raised        {case}: {r['reason']}", {"red": True}
         elif r["verdict"] == "known defect":
             yield f"known defect  {case}: {r['reason'].removeprefix('known defect ')}", {"yellow": True}
         elif r["reason"] and r["verdict"] == "passed":
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
-
-
-def _without_verdict(reason: str) -> str:
-    return reason.removeprefix("mismatch: ")
 
 
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:

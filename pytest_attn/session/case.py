@@ -161,7 +161,7 @@ class AttentionCase:
             reason = f"known defect {defect.issue}: {defect.summary}"
             self._record(name, "known defect", comparison, reason)
             pytest.xfail(reason)
-        self._record(name, "mismatch", comparison, comparison.message.splitlines()[0])
+        self._record(name, "mismatch", comparison)
         raise AssertionError(comparison.message)
 
     def assert_close(self, out: torch.Tensor) -> None:
@@ -175,12 +175,12 @@ class AttentionCase:
             comparison = judge_output(out, self._question, self._reference, reproduce=self.command())
         except ContractError as error:
             failure = str(error)
-        if failure is None and not comparison.passed:
-            failure = comparison.message
         if failure is not None:
             self._record("out", "mismatch", reason=failure.splitlines()[0])
             raise AssertionError(failure)
-        self._record("out", "passed", comparison)
+        self._record("out", "passed" if comparison.passed else "mismatch", comparison)
+        if not comparison.passed:
+            raise AssertionError(comparison.message)
 
     def command(self) -> str:
         """Return the shell command that runs exactly this case again."""
@@ -252,12 +252,20 @@ class AttentionCase:
             verdict=verdict,
             backward=self._mark.backward,
             comparison=comparison,
-            reason=reason or "",
+            reason=_wrong(comparison) if verdict == "mismatch" and comparison else reason or "",
         )
         self._item.stash.setdefault(RECORD, []).append(record)
         if comparison is not None:
             worst = comparison.worst
             self._item.user_properties.append((f"attn_z_{subject}", f"{worst.z_element:.4g} ({worst.name})"))
+
+
+def _wrong(comparison: Comparison) -> str:
+    """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
+    from pytest_attn.correctness.check import verdict
+
+    row = next(t for t in comparison.tensors if not t.passed)
+    return f"{row.name} {verdict(row)} (inputs {row.distribution})"
 
 
 def _explains(defect: KnownDefect, comparison: Comparison) -> bool:

@@ -1,0 +1,61 @@
+"""A downstream repository: the wheel, built and installed into an environment of its own, runs marked tests."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOWNSTREAM = """
+import pytest
+from torch.nn.functional import scaled_dot_product_attention
+from pytest_attn import Workload
+
+@pytest.mark.attention("smoke-full", Workload(40, heads=2, head_dim=32, mask="causal"), backward=True, precision="flash2")
+def test_backends(attn, attn_backend):
+    attn.check(attn_backend)
+
+@pytest.mark.attention("smoke-full")
+def test_wrong(attn):
+    attn.check(lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=1.0))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_has_types_suite_and_entry_point(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"pytest_attn/py.typed", "pytest_attn/suite/test_correctness.py"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "conftest"))]
+    (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert "[pytest11]\nattn = pytest_attn.plugin" in zipfile.ZipFile(wheel).read(entry_points).decode()
+
+
+def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    project = tmp_path / "project"
+    project.mkdir()
+
+    def run(*args):
+        command = [python, "-m", "pytest", "--attn-device=cpu", *args]
+        return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+
+    suite = run("--pyargs", "pytest_attn.suite", "--attn-backends=math,sdpa", "--attn-workloads=smoke-full,smoke-half")
+    assert suite.returncode == 0, suite.stdout
+    assert "8 passed" in suite.stdout
+    (project / "test_downstream.py").write_text(DOWNSTREAM)
+    result = run("--attn-backends=math,sdpa_flash")
+    assert "1 failed, 4 passed" in result.stdout, result.stdout
+    assert "with scale 1: the softmax scale is missing" in result.stdout
