@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -n 2)
 
-.PHONY: suite test lint check clean
+.PHONY: suite test test-oldest lint check clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,14 +21,19 @@ suite: $(VENV)/ready
 	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS)
 
 test: $(VENV)/ready
-	$(BIN)/pytest tests
+	$(BIN)/pytest tests -n 2
+
+# the oldest pytest that is supported, laid over the environment
+test-oldest: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest tests/plugin -n 2
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test suite
+check: lint suite test-oldest test
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
