@@ -36,9 +36,9 @@ def test_decoding_step_by_step_equals_one_prefill(workload):
         ("sdpa_flash", Workload(8, v_head_dim=32), "needs v_head_dim equal to head_dim"),
         ("eager", Workload(q_lens=(3, 4)), "takes no packed sequences"),
         ("flex", Workload(8, kv_pages=Pages(4)), "reads no page table"),
-        ("flex", Workload(8, sinks=True), "needs lse for sinks, which compiled flex_attention does not return on CPU"),
         ("flex_decode", Workload(256), "decodes fewer than 128 query rows"),
         ("flex_decode", Workload(1, 64, heads=6, kv_heads=2), "needs a group size that is a power of two, not 3"),
+        ("flex_decode", Workload(64, 512, heads=8, kv_heads=2), "finds no kernel for q_len * group = 256 rows"),
         ("kv_cache", Workload(8), "decodes causally"),
         ("kv_cache", Workload(1024, mask="causal"), "decodes token by token: at most 512, not 1024"),
         (
@@ -137,7 +137,7 @@ def test_flex_tunes_in_one_compilation():
     "workload",
     [
         Workload(40, heads=4, kv_heads=2, softcap=4.0, bias="hqk", mask="causal"),
-        Workload(24, 40, heads=2, alibi=True, kv_lens=(40, 30)),
+        Workload(24, 40, heads=2, alibi=True, kv_lens=(40, 30), sinks=True),
         Workload(q_lens=(9, 30), kv_lens=(12, 30), heads=2, mask="causal-bottom-right"),
     ],
     ids=lambda w: w.id,
@@ -170,12 +170,14 @@ def test_backends_of_ones_own():
 
 
 def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
-    (defect,) = Registry()["sdpa_cudnn"].known_defects
+    defect, blind_rows = Registry()["sdpa_cudnn"].known_defects
     assert defect.issue == "pytorch#196678"
     assert defect.applies(Workload(704), H200)
     assert not defect.applies(Workload(640), H200)
     assert not defect.applies(Workload(704, mask="causal"), H200)
     assert not defect.applies(Workload(704), CPU)
+    assert blind_rows.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
+    assert not blind_rows.applies(Workload(129, 257, mask="causal-bottom-right"), H200)
 
 
 def test_devices():

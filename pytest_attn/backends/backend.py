@@ -21,14 +21,14 @@ Kernel: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
 class KnownDefect:
     """A defect of a library that is known and reported: it turns exactly this failure into an expected one.
 
-    applies: whether a workload and machine are in the defect's reach. tensor: which result is wrong ("dq"). only_nan:
+    applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
     """
 
     issue: str
     summary: str
     applies: Callable[[Workload, Machine], bool]
-    tensor: str
+    tensors: tuple[str, ...]
     only_nan: bool = False
     inputs: str | None = None
 

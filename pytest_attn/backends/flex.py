@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel
 from pytest_attn.backends.compiled import compile_kernel
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, ScoreMod, bind
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
+
+
+#: More rows of one key head do not fit its tile: inductor finds "no choices" (seen with 256 and 508, torch 2.11).
+_MOST_DECODE_ROWS = 128
 
 
 class Flex(Backend):
@@ -49,45 +53,27 @@ class Flex(Backend):
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")
-            if workload.sinks:
-                reasons.append("needs lse for sinks, which compiled flex_attention does not return on CPU")
         elif workload.head_dim < 16 or workload.v_head_dim < 16:
             reasons.append("needs a head dimension of at least 16")
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Build the block mask; the kernel is compiled at its first call."""
-        return self._compiled(inputs)
+        return self._compiled(inputs, _kernel_named("TRITON", inputs))
 
-    def _compiled(self, inputs: Inputs, kernel_options: Any = None) -> Kernel:
-        kernel = compile_kernel(self._uncompiled(inputs, kernel_options), self.max_autotune)
-        if not inputs.workload.is_packed:
+    def _compiled(self, inputs: Inputs, kernel_options: Any) -> Kernel:
+        kernel = compile_kernel(_uncompiled(inputs, kernel_options), self.max_autotune)
+        packed, sinks = inputs.workload.is_packed, inputs.sinks is not None
+        if not packed and not sinks:
             return kernel
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
-            out: torch.Tensor = kernel(*(t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v)))
-            return out[0].transpose(0, 1)
-
-        return call
-
-    def _uncompiled(self, inputs: Inputs, kernel_options: Any) -> Kernel:
-        import torch
-        from torch.nn.attention.flex_attention import flex_attention
-
-        w = inputs.workload
-        score_mod, block_mask = _score_mod(inputs), _block_mask(inputs)
-        sinks = None if inputs.sinks is None else inputs.sinks.float().view(1, -1, 1)
-        scale, grouped = w.scale, w.group > 1
-        with_lse = _ask_for_lse() if sinks is not None else {}
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            result = flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options, **with_lse)
-            out = result
-            if sinks is not None:  # a sink takes its share of the denominator after the fact
-                out, lse = result[0], _lse_of(result[1])
-                out = (out.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype)
-            return out
+            if packed:  # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
+                q, k, v = (t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v))
+            if sinks:
+                k, v = _with_one_more_key(k), _with_one_more_key(v)
+            out: torch.Tensor = kernel(q, k, v)
+            return out[0].transpose(0, 1) if packed else out
 
         return call
 
@@ -111,28 +97,44 @@ class FlexDecode(Flex):
             reasons.append("decodes fewer than 128 query rows")
         if workload.group & (workload.group - 1):
             reasons.append(f"needs a group size that is a power of two, not {workload.group}")
+        if workload.q_len * workload.group > _MOST_DECODE_ROWS:
+            reasons.append(f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows")
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
-        import torch
-
-        from pytest_attn.backends.machine import release
-
-        options = {"BACKEND": "TRITON_DECODE"} if release(torch.__version__) >= (2, 10) else None
-        return self._compiled(inputs, options)
+        return self._compiled(inputs, _kernel_named("TRITON_DECODE", inputs))
 
 
-def _ask_for_lse() -> dict[str, Any]:
-    from torch.nn.attention import flex_attention as module
+def _uncompiled(inputs: Inputs, kernel_options: Any) -> Kernel:
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
+    w = inputs.workload
+    score_mod, block_mask = _score_mod(inputs), _block_mask(inputs)
+    scale, grouped = w.scale, w.group > 1
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
+
+    return call
 
 
-def _lse_of(auxiliary: Any) -> torch.Tensor:
-    """Return lse, which newer releases wrap into a record."""
-    lse: torch.Tensor = getattr(auxiliary, "lse", auxiliary)
-    return lse
+def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any] | None:
+    """Return the option that selects one of the two Triton kernels, in the words of this torch; a CPU has its own kernel."""
+    import torch
+
+    if inputs.device.type == "cpu":
+        return None
+    if release(torch.__version__) >= (2, 10):
+        return {"BACKEND": name}
+    return {"FORCE_USE_FLEX_ATTENTION": True} if name == "TRITON" else None
+
+
+def _with_one_more_key(tensor: torch.Tensor) -> torch.Tensor:
+    """Append a key of zeros, whose score the score_mod replaces by the sink's logit and whose value adds nothing."""
+    import torch.nn.functional as F
+
+    return F.pad(tensor, (0, 0, 0, 1))
 
 
 def _score_mod(inputs: Inputs) -> ScoreMod | None:
@@ -140,13 +142,18 @@ def _score_mod(inputs: Inputs) -> ScoreMod | None:
     import torch
 
     w = inputs.workload
-    if w.softcap is None and inputs.bias is None and not w.alibi and w.score_mod is None:
+    sinks = inputs.sinks
+    if w.softcap is None and inputs.bias is None and not w.alibi and w.score_mod is None and sinks is None:
         return None
+    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
     softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
     bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
     kv_lens, offset = inputs.kv_lens, w.kv_len - w.q_len
 
     def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        raw_kv = kv
+        if sinks is not None:
+            kv = torch.clamp(kv, max=keys - 1)
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
         if bias is not None:
@@ -154,7 +161,9 @@ def _score_mod(inputs: Inputs) -> ScoreMod | None:
         if slopes is not None:
             shift = offset if kv_lens is None else kv_lens[b] - w.q_len
             score = score - slopes[h] * (q + shift - kv).abs()
-        return score if own is None else own(score, b, h, q, kv)
+        if own is not None:
+            score = own(score, b, h, q, kv)
+        return score if sinks is None else torch.where(raw_kv == keys, sinks[h].to(score.dtype), score)
 
     return score_mod
 
@@ -166,11 +175,23 @@ def _block_mask(inputs: Inputs) -> Any:
     mask_mod = _packed_mask(inputs) if w.is_packed else inputs.mask_mod()
     if mask_mod is None:
         return None
+    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
+    if inputs.sinks is not None:
+        mask_mod, keys = _showing_the_sink(mask_mod, keys), keys + 1
     per_batch = w.kv_lens is not None or not _is_structural(w)
     batch = w.batch if per_batch and not w.is_packed else None
     heads = None if _is_structural(w) else w.heads
-    lengths = (inputs.q.shape[0], inputs.k.shape[0]) if w.is_packed else (w.q_len, w.kv_len)
-    return create_block_mask(mask_mod, batch, heads, *lengths, device=str(inputs.device))
+    rows = inputs.q.shape[0] if w.is_packed else w.q_len
+    return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device))
+
+
+def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
+    import torch
+
+    def shown(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
+
+    return shown
 
 
 def _is_structural(w: Workload) -> bool:

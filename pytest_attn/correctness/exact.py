@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, Precision
+from pytest_attn.correctness.precision import FLOOR, SHARED, SLOPE_UNIT, TENSOR_CORE_UNIT, TINY, Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, interval
 from pytest_attn.workloads.workload import Workload
@@ -124,7 +124,7 @@ class Block:
         if not self.q.numel() or not self.k.numel():
             return False
         largest = self.scale * float(self.q.double().norm(dim=-1).max()) * float(self.k.norm(dim=-1).max())
-        return largest * TENSOR_CORE_UNIT > self.unit / 8
+        return largest * TENSOR_CORE_UNIT * self.w.head_dim / 4 > self.unit / 2
 
     def unit2(self, terms: int) -> float:
         """Return the squared unit roundoff of a sum of `terms` products: in float32 the sum itself rounds as well.
@@ -160,8 +160,8 @@ class Block:
         batches, kv_heads = self.block
         terms = self.w.group * self.segment.lengths[0]
         times = self.precision.roundings(self.segment.lengths[0])
-        if times > 1:  # rounding a sum after every block: the earlier partial sums, growing evenly or at random
-            tau2 = tau2 * (1 + times / 2) + self.rounded(value, terms) * (times / 3)
+        if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
+            tau2 = tau2 * (1 + times) + self.rounded(value, terms) * (times / 3)
         if self.per_head:
             tau2 = self._summed_over_group(tau2 + self.rounded(value, terms))
             value = self._summed_over_group(value)
@@ -237,12 +237,14 @@ class _Chunk:
         p, lse = self._softmax(self._modify(raw))
         out = self.over_keys(p, self.v)
         self._store("lse", lse[:, :, self.kept], None)
-        e2 = self._rounded_where_seen(p, p, terms=self.b.segment.lengths[1])
         n2 = None if noise is None else noise.mul_(p).mul_(p)
-        if bool(self.kept.any()):
-            self._store("out", out[:, :, self.kept], self._out_variance(out, p, e2, n2)[:, :, self.kept])
+        if bool(self.kept.all()):
+            self._store("out", out, self._out_variance(self.q, out, p, n2))
+        elif bool(self.kept.any()):
+            part = (None if t is None else t[:, :, self.kept] for t in (self.q, out, p, n2))
+            self._store("out", out[:, :, self.kept], self._out_variance(*part))  # type: ignore[arg-type]
         if self.b.backward:
-            self._backward(p, out, e2, n2)
+            self._backward(p, out, n2)
 
     def _modify(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply softcap, bias, ALiBi, score_mod and the mask, in this order; keeps the derivative for the backward pass."""
@@ -317,9 +319,11 @@ class _Chunk:
 
         b, precision = self.b, self.b.precision
         k2, q2 = self.k.square(), self.q.square()
-        unit2, dim = (b.unit if b.w.dtype == "float32" else TENSOR_CORE_UNIT) ** 2, b.w.head_dim
-        variance = self.per_key(q2.mul(unit2 * b.scale**2 * (1 + dim / 2)), k2)
-        variance += raw.square().mul_(unit2 * (2 + dim / 6))
+        if b.w.dtype == "float32":  # sums that round
+            variance = self.per_key(q2.mul(b.unit**2 * b.scale**2 * (1 + b.w.head_dim / 2)), k2)
+            variance += raw.square().mul_(b.unit**2 * (2 + b.w.head_dim / 6))
+        else:  # sums that truncate: the errors of the products add up, they do not cancel
+            variance = raw.square().mul_((TENSOR_CORE_UNIT * b.w.head_dim / 4) ** 2)
         if b.w.dtype == "float32":  # a relative error of the exponential is an error of the score
             variance += precision.exponential_unit**2
         if precision.rounds_scores and b.w.dtype != "float32":
@@ -330,7 +334,12 @@ class _Chunk:
             variance *= torch.tanh(raw / b.w.softcap).square_().neg_().add_(1).square_()
         return variance.mul_(SHARED**2)
 
-    def _out_variance(self, out: torch.Tensor, p: torch.Tensor, e2: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
+    def _rounding_of_p(self, p: torch.Tensor) -> torch.Tensor:
+        """Return e_ij^2."""
+        return self._rounded_where_seen(p, p, terms=self.b.segment.lengths[1])
+
+    def _out_variance(self, q: torch.Tensor, out: torch.Tensor, p: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
+        e2 = self._rounding_of_p(p)
         variance = self._rounded(out, self.b.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
         if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
@@ -338,13 +347,13 @@ class _Chunk:
         if self.b.precision.rounds_scaled_query:  # one error of q moves all scores of a row together: Cauchy-Schwarz
             spread_v = (self.over_keys(p, self.v2) - out.square()).clamp_(min=0)
             spread_k = (self.over_keys(p, self.k.square()) - self.over_keys(p, self.k).square()).clamp_(min=0)
-            moved = (self.q.square() * spread_k).sum(-1, keepdim=True).mul_(self.b.unit**2 * self.b.scale**2)
+            moved = (q.square() * spread_k).sum(-1, keepdim=True).mul_(self.b.unit**2 * self.b.scale**2)
             variance += spread_v * moved
         return variance
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _backward(self, p: torch.Tensor, out: torch.Tensor, e2: torch.Tensor, n2: torch.Tensor | None) -> None:
+    def _backward(self, p: torch.Tensor, out: torch.Tensor, n2: torch.Tensor | None) -> None:
         b, keys = self.b, self.b.keys
         if n2 is not None:  # the error of the row's denominator moves all its probabilities together
             n2 = n2 + p.square().mul_(n2.sum(-1, keepdim=True))
@@ -352,37 +361,53 @@ class _Chunk:
         weighted = dout * out
         row_sum = weighted.sum(-1, keepdim=True)  # D_i
         eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
-        rows = _Rows(self.q, dout, p, e2, n2, row_sum, eps2, self.slope)
-        scores = self._score_gradient(rows)
+        rows = _Rows(self.q, dout, p, n2, row_sum, eps2, self.slope)
+        if keys is None:
+            scores = self._score_gradient(rows, self.v, self.v2)
+            self._query_gradient(rows, scores)
+            self._key_gradients(rows, scores)
+            return
         if bool(self.kept.any()):
-            kept = bool(self.kept.all())
-            self._query_gradient(*((rows, scores) if kept else (rows.at_rows(self.kept), scores.at_rows(self.kept))))
-        self._key_gradients(*((rows, scores) if keys is None else (rows.at_keys(keys), scores.at_keys(keys))))
+            kept = rows.at_rows(self.kept)
+            self._query_gradient(kept, self._score_gradient(kept, self.v, self.v2))
+        rows = rows.at_keys(keys)
+        if len(keys) < self.v.shape[2]:
+            of_out = (dout.square() * self.over_keys(self._rounding_of_p(p), self.v2)).sum(-1, keepdim=True)
+            rows = replace(rows, eps2=eps2 + of_out.mul_(SHARED**2))
+        self._key_gradients(rows, self._score_gradient(rows, self.v[:, :, keys], self.v2[:, :, keys]))
 
-    def _score_gradient(self, rows: _Rows) -> _ScoreGradient:
-        """Form dS with its variance, and the variance of D with what only the scores tell of it."""
-        b, p, e2, n2, eps2 = self.b, rows.p, rows.e2, rows.n2, rows.eps2
-        dp = self.per_key(rows.dout, self.v)
-        # D comes from the kernel's own o, which carries the rounding of P
-        eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(SHARED**2)
+    def _score_gradient(self, rows: _Rows, v: torch.Tensor, v2: torch.Tensor) -> _ScoreGradient:
+        """Form dS with its variance, and the variance of D with what only the scores tell of it.
+
+        Where only some keys are looked at, what scores add to the variance of D is scaled up to that of all.
+        """
+        b, p, n2, eps2 = self.b, rows.p, rows.n2, rows.eps2
+        share = SHARED**2 * self.v.shape[2] / max(1, v.shape[2])
+        e2 = self._rounding_of_p(p)
+        dp = self.per_key(rows.dout, v)
+        if v.shape[2] == self.v.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
+            eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(share)
         variance = None  # of dS, beside its own rounding
         if b.precision.rounds_scores and b.w.dtype != "float32":
             variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
-            eps2 = eps2 + SHARED**2 * variance.sum(-1, keepdim=True)
+            eps2 = eps2 + share * variance.sum(-1, keepdim=True)
         if b.w.dtype == "float32":
             of_sums = b.unit**2 * (1 + b.w.v_head_dim / 2)
-            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, self.v2).mul_(p).mul_(p))
+            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, v2).mul_(p).mul_(p))
         ds = dp.sub_(rows.row_sum)
         if b.precision.ds_from_rounded_p:
             variance = _plus(variance, ds.square().mul_(e2))
         if n2 is not None:
             moved = ds.square().mul_(n2)  # dS^2 times the score's variance, as n2 = P^2 variance
-            eps2 = eps2 + moved.sum(-1, keepdim=True)
+            eps2 = eps2 + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n2 has its share of SHARED
             variance = _plus(variance, moved)
         ds, weight = ds.mul_(p), p
         if rows.slope is not None:
+            before = ds.clone()
             ds, weight = ds.mul_(rows.slope), p * rows.slope
             variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
+            if b.w.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
+                variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
         terms = max(b.segment.lengths)
         floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
         if b.precision.rounds_scores:  # dS, and then scale * dS
@@ -390,7 +415,7 @@ class _Chunk:
         for floor in floors:
             variance = _plus(variance, self._rounded_where_seen(ds, p, terms, floor))
         assert variance is not None
-        return _ScoreGradient(ds, variance, weight, eps2)
+        return _ScoreGradient(ds, variance, weight, e2, eps2)
 
     def _query_gradient(self, rows: _Rows, scores: _ScoreGradient) -> None:
         dq = self.over_keys(scores.ds, self.k).mul_(self.b.scale)
@@ -401,8 +426,8 @@ class _Chunk:
 
     def _key_gradients(self, rows: _Rows, scores: _ScoreGradient) -> None:
         keys = self.b.keys
-        e2 = rows.e2 if rows.n2 is None else rows.e2 + rows.n2
-        self._add("dv", keys, self.over_rows(rows.p, rows.dout), self.over_rows(e2, rows.dout.square()))
+        noise = scores.e2 if rows.n2 is None else scores.e2 + rows.n2
+        self._add("dv", keys, self.over_rows(rows.p, rows.dout), self.over_rows(noise, rows.dout.square()))
         drift = scores.weight.square().mul_(scores.eps2)
         tau2 = self.over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.b.scale**2)
         self._add("dk", keys, self.over_rows(scores.ds, rows.q).mul_(self.b.scale), tau2)
@@ -424,12 +449,11 @@ class _Chunk:
 
 @dataclass
 class _Rows:
-    """What the backward pass needs of some query rows: P with its variances, D with its variance eps2."""
+    """What the backward pass needs of some query rows: P with the variance of the scores' noise, D with its variance."""
 
     q: torch.Tensor
     dout: torch.Tensor
     p: torch.Tensor
-    e2: torch.Tensor
     n2: torch.Tensor | None
     row_sum: torch.Tensor
     eps2: torch.Tensor
@@ -439,24 +463,19 @@ class _Rows:
         return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
 
     def at_keys(self, keys: torch.Tensor) -> _Rows:
-        n2 = None if self.n2 is None else self.n2[..., keys]
-        return replace(self, p=self.p[..., keys], e2=self.e2[..., keys], n2=n2)
+        n2, slope = (None if t is None else t[..., keys] for t in (self.n2, self.slope))
+        return replace(self, p=self.p[..., keys], n2=n2, slope=slope)
 
 
 @dataclass
 class _ScoreGradient:
-    """dS with respect to the scaled scores, its variance, the weight with which D enters it, and D's variance."""
+    """dS with respect to the scaled scores, its variance, the weight with which D enters it, e_ij^2, and D's variance."""
 
     ds: torch.Tensor
     variance: torch.Tensor
     weight: torch.Tensor
+    e2: torch.Tensor
     eps2: torch.Tensor
-
-    def at_rows(self, kept: torch.Tensor) -> _ScoreGradient:
-        return _ScoreGradient(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
-
-    def at_keys(self, keys: torch.Tensor) -> _ScoreGradient:
-        return replace(self, ds=self.ds[..., keys], variance=self.variance[..., keys], weight=self.weight[..., keys])
 
 
 def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:

@@ -14,8 +14,10 @@ UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 FLOOR = {"bfloat16": 0.0, "float16": 2.0**-25, "float32": 0.0}
 #: No result is held to more than this: float32 exponentials below 2 ** -126 may be flushed to zero, whatever the dtype.
 TINY = 2.0**-100
-#: Relative error of float32 sums inside tensor cores, which truncate where an addition would round.
+#: Relative error of one addition inside tensor cores, which truncate where float32 arithmetic would round.
 TENSOR_CORE_UNIT = 2.0**-23
+#: Absolute error of softcap's derivative 1 - tanh(x)^2, formed in float32.
+SLOPE_UNIT = 2.0**-22
 #: Standard deviations count this much more where one rounding error moves a whole row (of the row's sum D, of a score):
 #: the RMS over the row is then a single normal variable, and the largest of 100,000 such rows exceeds 4.
 SHARED = 1.5

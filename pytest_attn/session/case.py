@@ -241,7 +241,7 @@ class AttentionCase:
         """Whether the case looks at what the defect spoils: a gradient only shows in a backward case."""
         from pytest_attn.workloads.inputs import distribution_names
 
-        shown = self._mark.backward or not defect.tensor.startswith("d")
+        shown = self._mark.backward or not all(name.startswith("d") for name in defect.tensors)
         return shown and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
 
     def _record(self, subject: str, verdict: str, comparison: Comparison | None = None, reason: str | None = None) -> None:
@@ -271,7 +271,7 @@ def _wrong(comparison: Comparison) -> str:
 def _explains(defect: KnownDefect, comparison: Comparison) -> bool:
     """Whether everything that failed is what the defect spoils."""
     failed = [t for t in comparison.tensors if not t.passed]
-    return all(t.name == defect.tensor and (t.wrong_positions or not defect.only_nan) for t in failed)
+    return all(t.name in defect.tensors and (t.wrong_positions or not defect.only_nan) for t in failed)
 
 
 def _runnable(item: pytest.Item) -> str:

@@ -194,7 +194,7 @@ def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, p
 
         class Broken(Backend):
             name = "broken"
-            known_defects = (KnownDefect("lib#7", "NaN in out", lambda w, m: w.heads == 2, "out", only_nan=True),)
+            known_defects = (KnownDefect("lib#7", "NaN in out", lambda w, m: w.heads == 2, ("out",), only_nan=True),)
 
             def prepare(self, inputs, backward=False):
                 spoil = {32: float("nan"), 33: 1.0, 34: 0.5}[inputs.workload.q_len]
