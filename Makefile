@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
-WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -n 2)
+WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
 .PHONY: suite test test-oldest lint check clean
 

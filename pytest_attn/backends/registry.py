@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytest_attn.backends.backend import Backend, FunctionBackend
+from pytest_attn.backends.compiled import Compiled
 from pytest_attn.workloads.workload import Workload
 
 #: name -> (module, class); the order is the order of tables and of "all"
@@ -74,7 +75,7 @@ class Registry:
             base, _, variant = name.partition("+")
             backend = self._loaders[base]()
             if variant:
-                backend = backend.variant(variant)
+                backend = backend.variant(variant) or Compiled(backend, variant)
             self._loaded[name] = backend
         return self._loaded[name]
 

@@ -15,10 +15,11 @@ The source of these formulas is an error analysis of flash-attention's algorithm
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.precision import FLOOR, SHARED, SLOPE_UNIT, TENSOR_CORE_UNIT, TINY, Precision
+from pytest_attn.correctness.gradients import Gradients
+from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, interval
 from pytest_attn.workloads.workload import Workload
@@ -83,16 +84,16 @@ class Block:
         self,
         tensors: dict[str, Expected],
         segment: Segment,
-        block: tuple[slice, slice],
+        place: tuple[slice, slice],
         precision: Precision,
         backward: bool,
     ) -> None:
         import torch
 
         w = segment.workload
-        batches, kv_heads = block
+        batches, kv_heads = place
         self.tensors, self.segment, self.precision, self.backward, self.w = tensors, segment, precision, backward, w
-        self.block = block
+        self.place = place
         self.scale = w.softmax_scale
         self.unit, self.floor = precision.unit(w.dtype), FLOOR[w.dtype]
         self.heads = slice(kv_heads.start * w.group, kv_heads.stop * w.group)
@@ -151,13 +152,13 @@ class Block:
         step = max(1, chunk_elements(self.k.device) // max(1, groups_in_block * kv_len))
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
-            _Chunk(self, part, chosen).run()
+            Chunk(self, part, chosen).run()
         for name, (value, tau2) in self.sums.items():
             self._finish(name, value, tau2)
 
     def _finish(self, name: str, value: torch.Tensor, tau2: torch.Tensor) -> None:
         """Round the summed gradient of the keys and put it in its place."""
-        batches, kv_heads = self.block
+        batches, kv_heads = self.place
         terms = self.w.group * self.segment.lengths[0]
         times = self.precision.roundings(self.segment.lengths[0])
         if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
@@ -185,13 +186,13 @@ class Block:
         return slice(min(spans[0][0], spans[1][0]), max(spans[0][1], spans[1][1], 1))
 
 
-class _Chunk:
+class Chunk:
     """Some query rows of a block: their scores, probabilities, results and budgets."""
 
     def __init__(self, block: Block, rows: torch.Tensor, chosen: torch.Tensor | None) -> None:
         import torch
 
-        self.b, self.rows = block, rows
+        self.block, self.rows = block, rows
         self.span = block.span(rows) if block.keys is None else slice(0, block.k.shape[2])
         self.k, self.v, self.v2 = (t[:, :, self.span] for t in (block.k, block.v, block.v2))
         self.q = block.q[:, :, rows].double()
@@ -223,7 +224,7 @@ class _Chunk:
         """(n, heads, rows, keys)^T x (n, heads, rows, d) -> (n, kv_heads, keys, d), or per query head if these are rounded."""
         import torch
 
-        if self.b.per_head:
+        if self.block.per_head:
             return torch.matmul(a.transpose(-1, -2), b)
         n, _, _, keys = a.shape
         kv_heads = self.k.shape[1]
@@ -232,52 +233,53 @@ class _Chunk:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        raw = self.per_key(self.q * self.b.scale, self.k)
-        noise = self._score_variance(raw) if self.b.noisy_scores else None
+        """Compute and store the chunk's results."""
+        raw = self.per_key(self.q * self.block.scale, self.k)
+        noise = self._score_variance(raw) if self.block.noisy_scores else None
         p, lse = self._softmax(self._modify(raw))
         out = self.over_keys(p, self.v)
-        self._store("lse", lse[:, :, self.kept], None)
+        self.store("lse", lse[:, :, self.kept], None)
         n2 = None if noise is None else noise.mul_(p).mul_(p)
         if bool(self.kept.all()):
-            self._store("out", out, self._out_variance(self.q, out, p, n2))
+            self.store("out", out, self._out_variance(self.q, out, p, n2))
         elif bool(self.kept.any()):
             part = (None if t is None else t[:, :, self.kept] for t in (self.q, out, p, n2))
-            self._store("out", out[:, :, self.kept], self._out_variance(*part))  # type: ignore[arg-type]
-        if self.b.backward:
-            self._backward(p, out, n2)
+            self.store("out", out[:, :, self.kept], self._out_variance(*part))  # type: ignore[arg-type]
+        if self.block.backward:
+            Gradients(self).run(p, out, n2)
 
     def _modify(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply softcap, bias, ALiBi, score_mod and the mask, in this order; keeps the derivative for the backward pass."""
-        w, inputs, segment = self.b.w, self.b.segment.inputs, self.b.segment
+        w, inputs, segment = self.block.w, self.block.segment.inputs, self.block.segment
         if w.softcap is not None:
             scores = scores.div_(w.softcap).tanh_()
             self.slope = 1 - scores.square()
             scores = scores.mul_(w.softcap)
         if inputs.bias is not None and w.bias is not None:
             bias = inputs.bias.to(scores.device).expand(w.batch, w.heads, w.q_len, w.kv_len)
-            batches, _ = self.b.block
-            scores = scores + bias[batches, self.b.heads][:, :, self.rows][..., self.span].double()
+            batches, _ = self.block.place
+            scores = scores + bias[batches, self.block.heads][:, :, self.rows][..., self.span].double()
         if inputs.alibi_slopes is not None and w.alibi:
-            slopes = inputs.alibi_slopes.to(scores.device).double()[self.b.h_index]
+            slopes = inputs.alibi_slopes.to(scores.device).double()[self.block.h_index]
             scores = scores - slopes * (self.q_index + self._kv_lens() - segment.lengths[0] - self.kv_index).abs()
         if w.score_mod is not None:
             scores = self._apply_score_mod(scores)
         if segment.mask_mod is not None:
-            visible = segment.mask_mod(self.b.b_index, self.b.h_index, self.q_index, self.kv_index)
+            visible = segment.mask_mod(self.block.b_index, self.block.h_index, self.q_index, self.kv_index)
             scores = scores.masked_fill_(~visible, -math.inf)
         return scores
 
     def _kv_lens(self) -> torch.Tensor | int:
-        lens = self.b.segment.inputs.kv_lens
-        return self.b.segment.lengths[1] if lens is None else lens.to(self.rows.device)[self.b.b_index]
+        lens = self.block.segment.inputs.kv_lens
+        return self.block.segment.lengths[1] if lens is None else lens.to(self.rows.device)[self.block.b_index]
 
     def _apply_score_mod(self, scores: torch.Tensor) -> torch.Tensor:
         import torch
 
-        assert self.b.w.score_mod is not None
+        assert self.block.w.score_mod is not None
         with torch.enable_grad():
             leaf = scores.detach().requires_grad_()
-            modified = self.b.w.score_mod(leaf, self.b.b_index, self.b.h_index, self.q_index, self.kv_index)
+            modified = self.block.w.score_mod(leaf, self.block.b_index, self.block.h_index, self.q_index, self.kv_index)
             modified = modified.double().expand(scores.shape)
             (slope,) = torch.autograd.grad(modified.sum(), leaf, allow_unused=True, materialize_grads=True)
         self.slope = slope if self.slope is None else self.slope * slope
@@ -298,26 +300,23 @@ class _Chunk:
         return p.div_(total.masked_fill(total == 0, 1.0)), lse
 
     def _sinks(self) -> torch.Tensor | None:
-        sinks = self.b.segment.inputs.sinks
-        if sinks is None or not self.b.w.sinks:
+        sinks = self.block.segment.inputs.sinks
+        if sinks is None or not self.block.w.sinks:
             return None
-        return sinks.to(self.rows.device).double()[self.b.h_index]
+        return sinks.to(self.rows.device).double()[self.block.h_index]
 
     # -- budgets -----------------------------------------------------------------------------------------------------
 
-    def _rounded(self, x: torch.Tensor, terms: int) -> torch.Tensor:
-        return self.b.rounded(x, terms)
-
-    def _rounded_where_seen(self, x: torch.Tensor, p: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
+    def rounded_where_seen(self, x: torch.Tensor, p: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
         """Like `rounded`, but an element that P never reaches is an exact zero in every kernel."""
-        variance = self.b.rounded(x, terms, self.b.floor if floor is None else floor)
-        return variance.mul_(p > 0) if self.b.floor else variance
+        variance = self.block.rounded(x, terms, self.block.floor if floor is None else floor)
+        return variance.mul_(p > 0) if self.block.floor else variance
 
     def _score_variance(self, raw: torch.Tensor) -> torch.Tensor:
         """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
         import torch
 
-        b, precision = self.b, self.b.precision
+        b, precision = self.block, self.block.precision
         k2, q2 = self.k.square(), self.q.square()
         if b.w.dtype == "float32":  # sums that round
             variance = self.per_key(q2.mul(b.unit**2 * b.scale**2 * (1 + b.w.head_dim / 2)), k2)
@@ -334,153 +333,35 @@ class _Chunk:
             variance *= torch.tanh(raw / b.w.softcap).square_().neg_().add_(1).square_()
         return variance.mul_(SHARED**2)
 
-    def _rounding_of_p(self, p: torch.Tensor) -> torch.Tensor:
+    def rounding_of_p(self, p: torch.Tensor) -> torch.Tensor:
         """Return e_ij^2."""
-        return self._rounded_where_seen(p, p, terms=self.b.segment.lengths[1])
+        return self.rounded_where_seen(p, p, terms=self.block.segment.lengths[1])
 
     def _out_variance(self, q: torch.Tensor, out: torch.Tensor, p: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
-        e2 = self._rounding_of_p(p)
-        variance = self._rounded(out, self.b.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
+        e2 = self.rounding_of_p(p)
+        variance = self.block.rounded(out, self.block.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
         if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
             variance += (mixed + out.square() * n2.sum(-1, keepdim=True)).clamp_(min=0)
-        if self.b.precision.rounds_scaled_query:  # one error of q moves all scores of a row together: Cauchy-Schwarz
+        if self.block.precision.rounds_scaled_query:  # one error of q moves all scores of a row together: Cauchy-Schwarz
             spread_v = (self.over_keys(p, self.v2) - out.square()).clamp_(min=0)
             spread_k = (self.over_keys(p, self.k.square()) - self.over_keys(p, self.k).square()).clamp_(min=0)
-            moved = (q.square() * spread_k).sum(-1, keepdim=True).mul_(self.b.unit**2 * self.b.scale**2)
+            moved = (q.square() * spread_k).sum(-1, keepdim=True).mul_(self.block.unit**2 * self.block.scale**2)
             variance += spread_v * moved
         return variance
 
-    # -- backward ----------------------------------------------------------------------------------------------------
-
-    def _backward(self, p: torch.Tensor, out: torch.Tensor, n2: torch.Tensor | None) -> None:
-        b, keys = self.b, self.b.keys
-        if n2 is not None:  # the error of the row's denominator moves all its probabilities together
-            n2 = n2 + p.square().mul_(n2.sum(-1, keepdim=True))
-        dout = b.dout[:, :, self.rows].double()
-        weighted = dout * out
-        row_sum = weighted.sum(-1, keepdim=True)  # D_i
-        eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
-        rows = _Rows(self.q, dout, p, n2, row_sum, eps2, self.slope)
-        if keys is None:
-            scores = self._score_gradient(rows, self.v, self.v2)
-            self._query_gradient(rows, scores)
-            self._key_gradients(rows, scores)
-            return
-        if bool(self.kept.any()):
-            kept = rows.at_rows(self.kept)
-            self._query_gradient(kept, self._score_gradient(kept, self.v, self.v2))
-        rows = rows.at_keys(keys)
-        if len(keys) < self.v.shape[2]:
-            of_out = (dout.square() * self.over_keys(self._rounding_of_p(p), self.v2)).sum(-1, keepdim=True)
-            rows = replace(rows, eps2=eps2 + of_out.mul_(SHARED**2))
-        self._key_gradients(rows, self._score_gradient(rows, self.v[:, :, keys], self.v2[:, :, keys]))
-
-    def _score_gradient(self, rows: _Rows, v: torch.Tensor, v2: torch.Tensor) -> _ScoreGradient:
-        """Form dS with its variance, and the variance of D with what only the scores tell of it.
-
-        Where only some keys are looked at, what scores add to the variance of D is scaled up to that of all.
-        """
-        b, p, n2, eps2 = self.b, rows.p, rows.n2, rows.eps2
-        share = SHARED**2 * self.v.shape[2] / max(1, v.shape[2])
-        e2 = self._rounding_of_p(p)
-        dp = self.per_key(rows.dout, v)
-        if v.shape[2] == self.v.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
-            eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(share)
-        variance = None  # of dS, beside its own rounding
-        if b.precision.rounds_scores and b.w.dtype != "float32":
-            variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
-            eps2 = eps2 + share * variance.sum(-1, keepdim=True)
-        if b.w.dtype == "float32":
-            of_sums = b.unit**2 * (1 + b.w.v_head_dim / 2)
-            variance = _plus(variance, self.per_key(rows.dout.square() * of_sums, v2).mul_(p).mul_(p))
-        ds = dp.sub_(rows.row_sum)
-        if b.precision.ds_from_rounded_p:
-            variance = _plus(variance, ds.square().mul_(e2))
-        if n2 is not None:
-            moved = ds.square().mul_(n2)  # dS^2 times the score's variance, as n2 = P^2 variance
-            eps2 = eps2 + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n2 has its share of SHARED
-            variance = _plus(variance, moved)
-        ds, weight = ds.mul_(p), p
-        if rows.slope is not None:
-            before = ds.clone()
-            ds, weight = ds.mul_(rows.slope), p * rows.slope
-            variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
-            if b.w.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
-                variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
-        terms = max(b.segment.lengths)
-        floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
-        if b.precision.rounds_scores:  # dS, and then scale * dS
-            floors.append(b.floor / b.scale)
-        for floor in floors:
-            variance = _plus(variance, self._rounded_where_seen(ds, p, terms, floor))
-        assert variance is not None
-        return _ScoreGradient(ds, variance, weight, e2, eps2)
-
-    def _query_gradient(self, rows: _Rows, scores: _ScoreGradient) -> None:
-        dq = self.over_keys(scores.ds, self.k).mul_(self.b.scale)
-        drift = self.over_keys(scores.weight, self.k).square_().mul_(scores.eps2)
-        tau2 = self.over_keys(scores.variance, self.k.square()).add_(drift).mul_(self.b.scale**2)
-        tau2 += self._rounded(dq, self.b.segment.lengths[1])
-        self._store("dq", dq, tau2)
-
-    def _key_gradients(self, rows: _Rows, scores: _ScoreGradient) -> None:
-        keys = self.b.keys
-        noise = scores.e2 if rows.n2 is None else scores.e2 + rows.n2
-        self._add("dv", keys, self.over_rows(rows.p, rows.dout), self.over_rows(noise, rows.dout.square()))
-        drift = scores.weight.square().mul_(scores.eps2)
-        tau2 = self.over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.b.scale**2)
-        self._add("dk", keys, self.over_rows(scores.ds, rows.q).mul_(self.b.scale), tau2)
-
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def _store(self, name: str, value: torch.Tensor, tau2: torch.Tensor | None) -> None:
-        expected = self.b.tensors[name]
-        batches, _ = self.b.block
-        expected.value[batches, self.b.heads].index_copy_(2, self.at, value)
+    def store(self, name: str, value: torch.Tensor, tau2: torch.Tensor | None) -> None:
+        """Put the chunk's rows of a result, and of its variance, in their place."""
+        expected = self.block.tensors[name]
+        batches, _ = self.block.place
+        expected.value[batches, self.block.heads].index_copy_(2, self.at, value)
         if tau2 is not None:
-            expected.tau[batches, self.b.heads].index_copy_(2, self.at, tau2.sqrt().float())
+            expected.tau[batches, self.block.heads].index_copy_(2, self.at, tau2.sqrt().float())
 
-    def _add(self, name: str, keys: torch.Tensor | None, value: torch.Tensor, tau2: torch.Tensor) -> None:
+    def add(self, name: str, keys: torch.Tensor | None, value: torch.Tensor, tau2: torch.Tensor) -> None:
+        """Add the chunk's share of a gradient of the keys, and of its variance."""
         part = self.span if keys is None else slice(None)
-        for target, source in zip(self.b.sums[name], (value, tau2), strict=True):
+        for target, source in zip(self.block.sums[name], (value, tau2), strict=True):
             target[:, :, part] += source
-
-
-@dataclass
-class _Rows:
-    """What the backward pass needs of some query rows: P with the variance of the scores' noise, D with its variance."""
-
-    q: torch.Tensor
-    dout: torch.Tensor
-    p: torch.Tensor
-    n2: torch.Tensor | None
-    row_sum: torch.Tensor
-    eps2: torch.Tensor
-    slope: torch.Tensor | None
-
-    def at_rows(self, kept: torch.Tensor) -> _Rows:
-        return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
-
-    def at_keys(self, keys: torch.Tensor) -> _Rows:
-        n2, slope = (None if t is None else t[..., keys] for t in (self.n2, self.slope))
-        return replace(self, p=self.p[..., keys], n2=n2, slope=slope)
-
-
-@dataclass
-class _ScoreGradient:
-    """dS with respect to the scaled scores, its variance, the weight with which D enters it, e_ij^2, and D's variance."""
-
-    ds: torch.Tensor
-    variance: torch.Tensor
-    weight: torch.Tensor
-    e2: torch.Tensor
-    eps2: torch.Tensor
-
-
-def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:
-    return None if tensor is None else tensor[:, :, kept]
-
-
-def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
-    return term if total is None else total.add_(term)
