@@ -100,6 +100,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True if _session(session.config).settings.list_only else None
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count what would run, for --attn-list."""
+    attention = _session(session.config)
+    if attention.settings.list_only and attention.has_attention_tests:
+        from pytest_attn.session.lifecycle import count_runnable
+
+        count_runnable(attention, session.items)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Count a listing without tests as a success."""
     if _session(session.config).settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -151,6 +160,8 @@ def _session(config: pytest.Config) -> AttentionSession:
 
 @pytest.fixture
 def _attn_parameter(request: pytest.FixtureRequest) -> CaseParameter:
+    if not hasattr(request, "param"):
+        pytest.fail(f"{request.node.nodeid}: the attention fixtures must be arguments of the test, not asked for later", False)
     parameter: CaseParameter = request.param
     return parameter
 

@@ -239,7 +239,7 @@ CONTRACTS = {
     "no tuple": (lambda q, k, v: q, {"returns_lse": True}, "expected a tuple (out, lse) (returns_lse=True)"),
     "shape": (lambda q, k, v: q[:, :1], {}, "out has shape (1, 1, 128, 64); expected (1, 2, 128, 64)"),
     "layout": (lambda q, k, v: q.transpose(1, 2), {}, "heads and rows are swapped: does it return layout 'bshd'?"),
-    "bshd": (lambda q, k, v: q.transpose(1, 2), {"layout": "bshd"}, "expected (1, 128, 2, 64), as the layout is 'bshd'"),
+    "bshd": (lambda q, k, v: q.transpose(1, 2), {"layout": "bshd"}, "expected (1, 128, 2, 64)"),
     "dtype": (lambda q, k, v: q.float(), {}, "out has dtype torch.float32; expected torch.bfloat16"),
     "device": (lambda q, k, v: q.to("meta"), {}, "out is on meta; expected cpu"),
     "list": (lambda q, k, v: [1, 2], {}, "the callable returned a list of 2"),

@@ -145,3 +145,16 @@ def tensor_bytes(workload: Workload, backward: bool) -> int:
 def half_precision_only(workload: Workload) -> list[str]:
     """Refuse float32, as kernels on tensor cores do."""
     return [] if DTYPES[workload.dtype][1] == 2 else [f"takes float16 and bfloat16 only, not {workload.dtype}"]
+
+
+def obstacle(backend: Backend | None, workload: Workload, machine: Machine, backward: bool) -> str | None:
+    """Say why a case cannot run: backend unavailable, device too small, workload refused; None where it is claimed."""
+    if backward and workload.kv_pages:
+        return "paged keys have no gradient"
+    if backend is not None and (reason := backend.unavailable_because(machine)):
+        return reason
+    needed = tensor_bytes(workload, backward) + (backend.workspace(workload, backward) if backend else 0)
+    if needed > machine.memory:
+        there = machine.memory / 2**30
+        return f"{workload.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {there:,.0f} GiB"
+    return "; ".join(backend.unsupported_because(workload, machine, backward)) or None if backend else None

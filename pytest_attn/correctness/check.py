@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.machine import resolve_device
+from pytest_attn.backends.backend import Backend, obstacle
+from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.compare import (
     Comparison,
@@ -88,6 +88,10 @@ class Question:
         precision_named(self.precision)
         limits_named(self.limits)
         distribution_names(self.inputs)
+        if not isinstance(self.workload, Workload):
+            raise ValueError(f"workload must be a name or a Workload, got {self.workload!r}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a whole number >= 0, got {self.seed!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         if (self.layout == "thd") != self.workload.is_packed:
@@ -119,9 +123,12 @@ def judge(
     __tracebackhide__ = True
     if isinstance(subject, Backend):
         precision = subject.precision_on(question.device.type)
-        question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse)
+        layout = "thd" if question.workload.is_packed else "bhsd"
+        question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse, layout=layout)
     name = subject_name(subject)
-    kernel: Callable[..., Any] | None = None if isinstance(subject, Backend) else _in_layout(subject, question)
+    if not isinstance(subject, Backend) and not callable(subject):
+        raise TypeError(f"check needs a callable of (q, k, v) or a backend, got {function_label(subject)}")
+    kernel: Callable[..., Any] | None = None if isinstance(subject, Backend) else subject
     found: list[TensorComparison] = []
     message = ""
     is_sampled = False
@@ -165,8 +172,8 @@ def _library_noise_ignored(is_library: bool) -> Iterator[None]:
 
 def judge_output(out: object, question: Question, reference: Reference, reproduce: str = "") -> Comparison:
     """Compare one output, already computed and in the question's layout, with its reference."""
-    out = _swapped_out(out, question) if question.layout == "bshd" else out
-    (tensor,) = check_contract(out, ("out",), reference, question.workload)
+    (tensor,) = check_contract(out, ("out",), reference, question.workload, question.layout)
+    tensor = _in_layout(tensor, question)
     limits, _ = limits_named(question.limits)
     row = compare_tensor("out", question.inputs[0], tensor, reference, question.workload, limits)
     message = ""
@@ -181,63 +188,41 @@ def subject_name(subject: object) -> str:
     return subject.name if isinstance(subject, Backend) else function_label(subject)
 
 
-def _in_layout(fn: Callable[..., Any], question: Question) -> Callable[..., Any]:
-    """Wrap a user's callable so that it takes and returns the native layout."""
-    if not callable(fn):
-        raise TypeError(f"check needs a callable of (q, k, v) or a backend, got {function_label(fn)}")
-    if question.layout != "bshd":
-        return fn
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        __tracebackhide__ = True
-        paged = question.workload.kv_pages is not None  # page pools have a layout of their own
-        result = fn(_swapped(q), *(t if paged else _swapped(t) for t in (k, v)))
-        if isinstance(result, tuple | list) and len(result) == 2:
-            return _swapped_out(result[0], question), result[1]
-        return _swapped_out(result, question)
-
-    return call
-
-
-def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, 2).contiguous()
-
-
-def _swapped_out(out: Any, question: Question) -> Any:
-    import torch
-
-    if not isinstance(out, torch.Tensor):
-        return out
-    w = question.workload
-    expected = (w.batch, w.q_len, w.heads, w.v_head_dim)
-    if tuple(out.shape) != expected:
-        raise ContractError(f"out has shape {tuple(out.shape)}; expected {expected}, as the layout is 'bshd'")
-    return out.transpose(1, 2)
-
-
 def _call(kernel: Callable[..., Any], question: Question, reference: Reference) -> dict[str, torch.Tensor]:
-    """Call the kernel on copies of the inputs and return out, lse and gradients by name, after the contract's checks."""
+    """Call the kernel on copies of the inputs, in its layout; return out, lse and gradients by name, in native layout.
+
+    Raises ContractError for a result that cannot be compared and for inputs that the kernel changed.
+    """
     __tracebackhide__ = True
     import torch
 
     pristine = reference.inputs
-    q, k, v = (t.clone().requires_grad_(question.backward) for t in (pristine.q, pristine.k, pristine.v))
+    kept = [_in_layout(t, question, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
+    given = [t.clone().requires_grad_(question.backward) for t in kept]
     names = ("out", "lse") if question.returns_lse else ("out",)
     with nullcontext() if question.backward else torch.no_grad():
-        result = kernel(q, k, v)
-    tensors = dict(zip(names, check_contract(result, names, reference, question.workload), strict=True))
+        result = kernel(*given)
+    handed_out = check_contract(result, names, reference, question.workload, question.layout)
+    tensors = dict(zip(names, handed_out, strict=True))
     if question.backward:
-        tensors.update(_gradients(tensors["out"], (q, k, v), pristine.dout.clone()))
+        tensors.update(_gradients(tensors["out"], given, _in_layout(pristine.dout, question).clone()))
     if question.device.type == "cuda":
         torch.cuda.synchronize(question.device)
-    for name, given, kept in (("q", q, pristine.q), ("k", k, pristine.k), ("v", v, pristine.v)):
-        if not torch.equal(given.detach(), kept):
-            largest = float((given.detach().double() - kept.double()).abs().max())
+    for name, now, before in zip("qkv", given, kept, strict=True):
+        if not torch.equal(now.detach(), before):
+            largest = float((now.detach().double() - before.double()).abs().max())
             raise ContractError(f"the callable changed its input {name} in place (by up to {largest:.3g})")
-    return tensors
+    return {name: t if name == "lse" else _in_layout(t, question) for name, t in tensors.items()}
 
 
-def _gradients(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _in_layout(tensor: torch.Tensor, question: Question, is_kv: bool = False) -> torch.Tensor:
+    """Swap rows and heads for "bshd", there and back; page pools have a layout of their own."""
+    if question.layout != "bshd" or (is_kv and question.workload.kv_pages):
+        return tensor
+    return tensor.transpose(1, 2).contiguous()
+
+
+def _gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     import torch
 
     if not out.requires_grad:
@@ -326,8 +311,9 @@ def check(
     fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; or a backend's name.
     workload: a `Workload` or a name of the catalog that stands for one workload.
     backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
-    precision: the rounding that the kernel declares ("flash", "eager", "qscale", "cutlass"). layout: "bhsd" or "bshd", in
-    which fn takes and returns tensors; packed workloads are "thd". device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps".
+    precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: correctness/precision.py).
+    layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+    device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps".
 
     Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
     argument that is not one of the known.
@@ -336,12 +322,17 @@ def check(
     if isinstance(workload, str):
         found = builtin_catalog().select(workload)
         if len(found) != 1:
-            raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {', '.join(w.id for w in found)}")
+            names = ", ".join(w.id for w in found)
+            raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {names}")
         workload = found[0]
-    subject = Registry()[fn] if isinstance(fn, str) else fn
-    question = Question(
-        workload, resolve_device(device), backward, distribution_names(inputs), precision, layout, returns_lse, seed, limits
-    )
+    where = resolve_device(device)
+    question = Question(workload, where, backward, distribution_names(inputs), precision, layout, returns_lse, seed, limits)
+    subject: Any = fn
+    if isinstance(fn, str):
+        subject = Registry()[fn]
+        reason = obstacle(subject, workload, machine_of(where), backward)
+        if reason:
+            raise ValueError(f"backend {fn!r} cannot take {workload.id}: {reason}")
     comparison = judge(subject, question, ReferenceCache())
     if not comparison.passed:
         raise AssertionError(comparison.message)

@@ -173,6 +173,8 @@ def _likely_mistakes(
 
 
 def _fitting_profiles(fits: dict[str, float | None], reference: Reference) -> list[str]:
+    if fits.get(reference.precision.name) is not None:
+        return []
     found = [f"{name!r} (z {z:.1f} there)" for name, z in fits.items() if z is not None and name != reference.precision.name]
     return [f"it fits the precision profile {', '.join(found)}, not {reference.precision.name!r}"] if found else []
 

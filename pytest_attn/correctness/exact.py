@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.gradients import Gradients
-from pytest_attn.correctness.precision import FLOOR, SHARED, TENSOR_CORE_UNIT, TINY, Precision
+from pytest_attn.correctness.precision import FLOOR, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import MaskMod, interval
+from pytest_attn.workloads.masks import MaskMod, describe, interval
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ class Chunk:
         self.kept = torch.ones_like(rows, dtype=torch.bool) if chosen is None else torch.isin(rows, chosen)
         positions = rows if chosen is None else torch.searchsorted(chosen, rows[self.kept])
         self.at = positions + (block.segment.q_start if chosen is None else 0)
+        self.slope_variance: torch.Tensor | None = None
         self.slope: torch.Tensor | None = None  # d(final score) / d(scaled q . k), where a modification changes it
 
     # -- products over grouped heads: (n, heads, rows, x) with (n, kv_heads, keys, y) ------------------------------------
@@ -236,20 +237,25 @@ class Chunk:
         """Compute and store the chunk's results."""
         raw = self.per_key(self.q * self.block.scale, self.k)
         noise = self._score_variance(raw) if self.block.noisy_scores else None
-        p, lse = self._softmax(self._modify(raw))
+        scores = self._modify(raw)
+        if noise is not None:  # float32 rounds the final score once more, after softcap, bias and ALiBi
+            noise += scores.clamp(min=-1e100).square_().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
+        p, lse = self._softmax(scores)
         out = self.over_keys(p, self.v)
         self.store("lse", lse[:, :, self.kept], None)
         n2 = None if noise is None else noise.mul_(p).mul_(p)
         if bool(self.kept.all()):
-            self.store("out", out, self._out_variance(self.q, out, p, n2))
+            self.store("out", out, self._out_variance(self.q, out, lse, p, n2))
         elif bool(self.kept.any()):
-            part = (None if t is None else t[:, :, self.kept] for t in (self.q, out, p, n2))
+            part = (None if t is None else t[:, :, self.kept] for t in (self.q, out, lse, p, n2))
             self.store("out", out[:, :, self.kept], self._out_variance(*part))  # type: ignore[arg-type]
         if self.block.backward:
             Gradients(self).run(p, out, n2)
 
     def _modify(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply softcap, bias, ALiBi, score_mod and the mask, in this order; keeps the derivative for the backward pass."""
+        import torch
+
         w, inputs, segment = self.block.w, self.block.segment.inputs, self.block.segment
         if w.softcap is not None:
             scores = scores.div_(w.softcap).tanh_()
@@ -266,6 +272,8 @@ class Chunk:
             scores = self._apply_score_mod(scores)
         if segment.mask_mod is not None:
             visible = segment.mask_mod(self.block.b_index, self.block.h_index, self.q_index, self.kv_index)
+            if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool:
+                raise ValueError(f"{w.id}: mask must return a boolean tensor, it returned {describe(visible)}")
             scores = scores.masked_fill_(~visible, -math.inf)
         return scores
 
@@ -280,8 +288,10 @@ class Chunk:
         with torch.enable_grad():
             leaf = scores.detach().requires_grad_()
             modified = self.block.w.score_mod(leaf, self.block.b_index, self.block.h_index, self.q_index, self.kv_index)
-            modified = modified.double().expand(scores.shape)
-            (slope,) = torch.autograd.grad(modified.sum(), leaf, allow_unused=True, materialize_grads=True)
+            if not isinstance(modified, torch.Tensor):
+                raise ValueError(f"{self.block.w.id}: score_mod must return a tensor, it returned {describe(modified)}")
+            modified = (modified.double() + 0 * leaf).expand(scores.shape)  # so that one without the score has slope 0
+            (slope,) = torch.autograd.grad(modified.sum(), leaf)
         self.slope = slope if self.slope is None else self.slope * slope
         return modified.detach().clone()
 
@@ -330,16 +340,23 @@ class Chunk:
         if precision.rounds_scaled_query:
             variance += self.per_key(q2.mul(b.unit**2 * b.scale**2), k2)
         if b.w.softcap is not None:  # tanh damps what lies before it
-            variance *= torch.tanh(raw / b.w.softcap).square_().neg_().add_(1).square_()
+            t2 = torch.tanh(raw / b.w.softcap).square_()
+            damping = (1 - t2).square_()
+            self.slope_variance = variance * damping * t2.mul_((2 / b.w.softcap) ** 2)
+            variance *= damping
         return variance.mul_(SHARED**2)
 
     def rounding_of_p(self, p: torch.Tensor) -> torch.Tensor:
         """Return e_ij^2."""
         return self.rounded_where_seen(p, p, terms=self.block.segment.lengths[1])
 
-    def _out_variance(self, q: torch.Tensor, out: torch.Tensor, p: torch.Tensor, n2: torch.Tensor | None) -> torch.Tensor:
+    def _out_variance(
+        self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, p: torch.Tensor, n2: torch.Tensor | None
+    ) -> torch.Tensor:
         e2 = self.rounding_of_p(p)
+        of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
         variance = self.block.rounded(out, self.block.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
+        variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels
         if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
             variance += (mixed + out.square() * n2.sum(-1, keepdim=True)).clamp_(min=0)

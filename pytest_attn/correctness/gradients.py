@@ -32,7 +32,7 @@ class Gradients:
         weighted = dout * out
         row_sum = weighted.sum(-1, keepdim=True)  # D_i
         eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
-        rows = _Rows(self.chunk.q, dout, p, n2, row_sum, eps2, self.chunk.slope)
+        rows = _Rows(self.chunk.q, dout, p, n2, row_sum, eps2, self.chunk.slope, self.chunk.slope_variance)
         if keys is None:
             scores = self._score_gradient(rows, self.chunk.v, self.chunk.v2)
             self._query_gradient(rows, scores)
@@ -79,6 +79,8 @@ class Gradients:
             variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
             if b.w.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
                 variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
+            if rows.slope_variance is not None:
+                variance = _plus(variance, before.square().mul_(rows.slope_variance))
         terms = max(b.segment.lengths)
         floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
         if b.precision.rounds_scores:  # dS, and then scale * dS
@@ -115,13 +117,15 @@ class _Rows:
     row_sum: torch.Tensor
     eps2: torch.Tensor
     slope: torch.Tensor | None
+    slope_variance: torch.Tensor | None
 
     def at_rows(self, kept: torch.Tensor) -> _Rows:
         return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
 
     def at_keys(self, keys: torch.Tensor) -> _Rows:
-        n2, slope = (None if t is None else t[..., keys] for t in (self.n2, self.slope))
-        return replace(self, p=self.p[..., keys], n2=n2, slope=slope)
+        optional = (self.n2, self.slope, self.slope_variance)
+        n2, slope, slope_variance = (None if t is None else t[..., keys] for t in optional)
+        return replace(self, p=self.p[..., keys], n2=n2, slope=slope, slope_variance=slope_variance)
 
 
 @dataclass

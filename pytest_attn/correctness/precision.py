@@ -16,6 +16,8 @@ FLOOR = {"bfloat16": 0.0, "float16": 2.0**-25, "float32": 0.0}
 TINY = 2.0**-100
 #: Relative error of one addition inside tensor cores, which truncate where float32 arithmetic would round.
 TENSOR_CORE_UNIT = 2.0**-23
+#: Relative error that a weight exp(lse_a - lse_b) has per unit of lse: lse is a float32.
+LSE_UNIT = 2.0**-24
 #: Absolute error of softcap's derivative 1 - tanh(x)^2, formed in float32.
 SLOPE_UNIT = 2.0**-22
 #: Standard deviations count this much more where one rounding error moves a whole row (of the row's sum D, of a score):

@@ -107,6 +107,7 @@ _WORDS = {
     "mismatch": "wrong",
     "raised": "raised",
     "known defect": "known defects",
+    "expected": "wrong as expected",
     "skipped": "skipped",
 }
 

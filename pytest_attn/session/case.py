@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -53,24 +54,27 @@ class AttentionCase:
         """The torch device."""
         return self._session.device(self._mark.device)
 
-    @property
+    @cached_property
     def q(self) -> torch.Tensor:
         """Queries: (batch, heads, q_len, head_dim), or with rows and heads swapped ("bshd"), or packed ("thd")."""
         return self._swapped(self._inputs.q)
 
-    @property
+    @cached_property
     def k(self) -> torch.Tensor:
         """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
         return self._inputs.k if self.workload.kv_pages else self._swapped(self._inputs.k)
 
-    @property
+    @cached_property
     def v(self) -> torch.Tensor:
         """Values, likewise."""
         return self._inputs.v if self.workload.kv_pages else self._swapped(self._inputs.v)
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len); None for all."""
+        """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len).
+
+        None where all is visible, and for packed sequences, whose masks are per sequence.
+        """
         from pytest_attn.backends.dense import boolean_mask
 
         mask = None if self.workload.is_packed else boolean_mask(self._inputs)
@@ -111,13 +115,13 @@ class AttentionCase:
         """Page numbers of each batch entry, (batch, pages per sequence), int32."""
         return self._inputs.page_table
 
-    @property
+    @cached_property
     def reference(self) -> ReferenceTensors:
         """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
         reference = self._reference
         if reference.is_sampled:
             raise ValueError(f"{self.workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
-        tensors = {name: self._native(expected.value) for name, expected in reference.tensors.items()}
+        tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
         return ReferenceTensors(
             self._swapped(tensors["out"]),
             tensors["lse"],
@@ -136,7 +140,10 @@ class AttentionCase:
         from pytest_attn.correctness.compare import ContractError
         from pytest_attn.session.deadline import DeadlineError
 
-        subject = self._session.registry[fn] if isinstance(fn, str) else fn
+        subject: Any = fn
+        if isinstance(fn, str):
+            subject = self._session.registry[fn]
+            self._skip_unless_runnable(subject)
         name = subject_name(subject)
         failure = None
         try:
@@ -193,6 +200,10 @@ class AttentionCase:
         options = [f"--attn-{stem}={shlex.quote(text)}" for stem, text in given.items()]
         return " ".join(["pytest", shlex.quote(_runnable(self._item)), *options])
 
+    def skip_unless_runnable(self) -> None:
+        """Skip the test, with the reason, where the device or the case's backend cannot take it."""
+        self._skip_unless_runnable(self.backend)
+
     # -- details -------------------------------------------------------------------------------------------------------
 
     @property
@@ -217,9 +228,17 @@ class AttentionCase:
     def _reference(self) -> Reference:
         return self._question.reference(self._session.references)
 
-    @property
+    @cached_property
     def _inputs(self) -> Inputs:
-        return self._reference.inputs
+        """The case's own copies: a test may change its tensors without spoiling those of other tests."""
+        import dataclasses
+
+        import torch
+
+        shared = self._reference.inputs
+        values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
+        own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(shared, **own)
 
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.workload.is_packed:
@@ -228,6 +247,14 @@ class AttentionCase:
 
     def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.transpose(1, 2).contiguous() if self._mark.layout == "bshd" and tensor.dim() == 4 else tensor
+
+    def _skip_unless_runnable(self, backend: Backend | None) -> None:
+        from pytest_attn.backends.backend import obstacle
+
+        reason = obstacle(backend, self.workload, self._session.machine(self._mark.device), self._mark.backward)
+        if reason:
+            self._record(backend.name if backend else "-", "skipped", reason=reason)
+            pytest.skip(f"{backend.name}: {reason}" if backend else reason)
 
     def _known_defect(self, subject: object) -> KnownDefect | None:
         from pytest_attn.backends.backend import Backend
@@ -283,30 +310,3 @@ def _runnable(item: pytest.Item) -> str:
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     shown = str(item.path) if path.startswith("..") else str(Path(path).as_posix())
     return f"{shown}{separator}{rest}"
-
-
-def require_runnable(case: AttentionCase) -> None:
-    """Skip the test, with the reason, where backend or device cannot take the case."""
-    machine = case._session.machine(case._mark.device)
-    for reason in _obstacles(case, machine):
-        subject = case.backend.name if case.backend else "-"
-        case._record(subject, "skipped", reason=reason)
-        pytest.skip(f"{subject}: {reason}" if case.backend else reason)
-
-
-def _obstacles(case: AttentionCase, machine: Any) -> list[str]:
-    from pytest_attn.backends.backend import tensor_bytes
-
-    w, backward = case.workload, case._mark.backward
-    if backward and w.kv_pages:
-        return ["paged keys have no gradient"]
-    workspace = 0
-    if case.backend is not None:
-        reason = case.backend.unavailable_because(machine)
-        if reason:
-            return [reason]
-        workspace = case.backend.workspace(w, backward)
-    needed = tensor_bytes(w, backward) + workspace
-    if needed > machine.memory:
-        return [f"{w.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {machine.memory / 2**30:,.0f} GiB"]
-    return ["; ".join(reasons)] if case.backend and (reasons := case.backend.unsupported_because(w, machine, backward)) else []

@@ -15,8 +15,8 @@ GRACE = 5.0
 EXIT_STATUS = 70
 
 
-class DeadlineError(AssertionError):
-    """A callable took longer than --attn-timeout."""
+class DeadlineError(BaseException):
+    """A callable took longer than --attn-timeout; no `except Exception` of its own can swallow this."""
 
 
 class Deadline:

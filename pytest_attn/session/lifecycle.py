@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pytest_attn.backends.backend import obstacle
 from pytest_attn.reports.terminal import Line, listing, summary
-from pytest_attn.session.case import AttentionCase, require_runnable
+from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.marker import AttentionMark, RequiresMark
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected
 from pytest_attn.session.record import RECORD, CaseRecord
@@ -22,7 +24,7 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     marker = item.get_closest_marker("attention")
     mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
     case = AttentionCase(item, parameter, mark, session)
-    require_runnable(case)
+    case.skip_unless_runnable()
     return case
 
 
@@ -57,6 +59,8 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
         reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
         records = [CaseRecord(item.nodeid, parameter.workload.id, parameter.backend or "-", "raised", False, reason)]
     if records:
+        awaited = report.outcome == "passed" or hasattr(report, "wasxfail")  # by pytest.raises, or by an xfail mark
+        records = [replace(r, verdict="expected") if awaited and r.verdict == "mismatch" else r for r in records]
         report.attn = [record.to_dict() for record in records]  # type: ignore[attr-defined]
         item.stash[RECORD] = []
 
@@ -74,9 +78,27 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     _print(reporter, summary(session.records, verbose=verbosity > 0))
 
 
+def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
+    """Count the collected cases that no backend, device or workload stands in the way of."""
+    for item in items:
+        if not _is_case(item):
+            continue
+        parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
+        marker = item.get_closest_marker("attention")
+        assert marker is not None
+        backend = session.registry[parameter.backend] if parameter.backend else None
+        machine = session.machine(marker.kwargs.get("device"))
+        if obstacle(backend, parameter.workload, machine, bool(marker.kwargs.get("backward"))) is None:
+            session.runnable += 1
+
+
 def print_listing(session: AttentionSession, reporter: Any) -> None:
     """Print backends with their status, the workloads of the catalog, and how many cases would run."""
-    machine = session.machine()
+    try:
+        machine = session.machine()
+    except (ValueError, NoTorchError) as error:
+        _print(reporter, [(str(error), {"red": True})])
+        return
     backends = []
     for name in session.registry.names:
         backend = session.registry[name]
@@ -86,8 +108,8 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         backends.append((name, version, variants or "-", reason or "available"))
     workloads = [(e.workload.id, e.group, e.workload.shape_id, e.source) for e in session.catalog]
     closing = (
-        f"{session.cases:,} cases would run on {machine.name} ({machine.device}, torch {machine.torch_version});"
-        " leave out --attn-list to run them"
+        f"{session.runnable:,} of {session.cases:,} cases would run on {machine.name}"
+        f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
     _print(reporter, listing(backends, workloads, closing))
 

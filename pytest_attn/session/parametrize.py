@@ -49,6 +49,9 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
 def list_cases(mark: AttentionMark, session: AttentionSession, with_backends: bool) -> list[CaseParameter]:
     """Return the cases of one marker under the run's selection: the selection narrows what the marker names."""
     workloads = _selected_workloads(mark, session)
+    for workload in workloads:
+        if mark.layout == "thd" and not workload.is_packed:
+            raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {workload.id} is not one")
     backends: list[str | None] = [None]
     if with_backends:
         chosen = mark.backends if mark.backends and "backends" not in session.settings.given else None
@@ -84,10 +87,12 @@ def _require_unique(cases: list[CaseParameter], ids: list[str]) -> None:
     for case, name in zip(cases, ids, strict=True):
         other = first.setdefault(name, case)
         if other is not case:
-            raise ValueError(
-                f"two different workloads are named {case.workload.id!r}: {other.workload.shape_id} and"
-                f" {case.workload.shape_id}; rename one"
-            )
+            if case.workload.name:
+                raise ValueError(
+                    f"two different workloads are named {case.workload.id!r}: {other.workload.shape_id} and"
+                    f" {case.workload.shape_id}; rename one"
+                )
+            raise ValueError(f"two different workloads have the id {case.workload.id!r}; give them names, Workload(name=...)")
 
 
 def is_unselected(item: pytest.Item) -> bool:

@@ -48,7 +48,7 @@ class AttentionSession:
         self._hook = config.hook
         self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
-        self.cases = 0
+        self.cases = self.runnable = 0
         self.has_attention_tests = False
         self._devices: dict[str, torch.device] = {}
         self._machines: dict[str, Machine] = {}

@@ -123,7 +123,7 @@ def _auxiliary(draw: _Draw, w: Workload, device: torch.device) -> dict[str, torc
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
         made["bias"] = draw.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        made["sinks"] = draw.normal("sinks", (w.heads,), scale=2.0)
+        made["sinks"] = draw.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
         made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
     if w.q_lens and w.kv_lens:

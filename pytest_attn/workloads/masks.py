@@ -63,7 +63,7 @@ class Document:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(self.lengths))
+        object.__setattr__(self, "lengths", as_tuple("Document: lengths", self.lengths))
         if not self.lengths or any(not isinstance(n, int) or n < 1 for n in self.lengths):
             raise ValueError(f"Document: lengths must be whole numbers >= 1, got {self.lengths!r}")
 
@@ -89,11 +89,13 @@ class Neighborhood:
     causal: tuple[bool, ...] | bool = False
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
+        shape = as_tuple("Neighborhood: shape", self.shape)
         object.__setattr__(self, "shape", shape)
         for name in ("kernel", "stride", "dilation", "causal"):
             value = getattr(self, name)
             values = (value,) * len(shape) if isinstance(value, int) else tuple(value)
+            if not all(isinstance(v, int) for v in values):
+                raise ValueError(f"Neighborhood: {name} must be whole numbers, got {value!r}")
             if len(values) != len(shape):
                 raise ValueError(f"Neighborhood: {name} must have {len(shape)} entries as shape {shape}, got {value!r}")
             object.__setattr__(self, name, values)
@@ -139,6 +141,11 @@ class BooleanMask:
 
     factory: Callable[[int, int, int, int, torch.device], torch.Tensor]
 
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ValueError(f"BooleanMask: factory must be a function, got {self.factory!r}")
+        require_parameters("BooleanMask", self.factory, ("batch", "heads", "q_len", "kv_len", "device"))
+
     @property
     def label(self) -> str:
         """The mask's part of a workload's id."""
@@ -164,10 +171,8 @@ def as_mask(mask: object) -> Mask | None:
     """Turn what a user writes as `mask=` into a mask; raise ValueError for anything else."""
     if mask is None or isinstance(mask, Causal | Window | Document | Neighborhood | BooleanMask | MaskModMask):
         return mask
-    if mask == "causal":
-        return Causal()
-    if mask == "causal-bottom-right":
-        return Causal(bottom_right=True)
+    if isinstance(mask, str) and mask in ("causal", "causal-bottom-right"):
+        return Causal(bottom_right=mask != "causal")
     if callable(mask):
         require_parameters("mask", mask, ("b", "h", "q_idx", "kv_idx"))
         return MaskModMask(mask)
@@ -321,16 +326,30 @@ def _neighborhood_pairs(mask: Neighborhood) -> int:
     return total
 
 
+def as_tuple(field: str, values: object) -> tuple[int, ...]:
+    """Return a sequence of whole numbers as a tuple; raise ValueError naming the field for anything else."""
+    if not isinstance(values, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise ValueError(f"{field} must be a tuple of whole numbers, got {values!r}")
+    return tuple(values)
+
+
 def function_label(fn: object) -> str:
     """Name a function for an id: the same in every process, different for different closures and lambdas."""
     name = str(getattr(fn, "__name__", type(fn).__name__)).replace("<lambda>", "lambda")
     code = getattr(fn, "__code__", None)
     cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
-    plain = [value for value in cells if isinstance(value, int | float | str | tuple)]
+    plain = [value for value in (*cells, *(getattr(fn, "__defaults__", None) or ())) if _is_plain(value)]
     if name == "lambda" or plain:
         where = (getattr(fn, "__module__", ""), getattr(code, "co_firstlineno", 0), plain)
         name += f"-{zlib.crc32(repr(where).encode()) & 0xFFFF:04x}"
     return name
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is written the same in every process."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str)
 
 
 def require_parameters(field: str, fn: Callable[..., object], names: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from pytest_attn.workloads.masks import (
     Neighborhood,
     ScoreMod,
     as_mask,
+    as_tuple,
     function_label,
     require_parameters,
     short_lengths,
@@ -94,8 +95,15 @@ class Workload:
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "mask", as_mask(self.mask))
-        if isinstance(self.kv_pages, int):
+        for field in ("alibi", "sinks"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"Workload: {field} must be True or False, got {getattr(self, field)!r}")
+        if self.name is not None and not (isinstance(self.name, str) and self.name):
+            raise ValueError(f"Workload: name must be text, got {self.name!r}")
+        if isinstance(self.kv_pages, int) and not isinstance(self.kv_pages, bool):
             object.__setattr__(self, "kv_pages", Pages(self.kv_pages))
+        if self.kv_pages is not None and not isinstance(self.kv_pages, Pages):
+            raise ValueError(f"Workload: kv_pages must be Pages(size) or a number of tokens, got {self.kv_pages!r}")
         self._check_score()
         self._check_mask()
 
@@ -109,8 +117,8 @@ class Workload:
             lengths = getattr(self, field)
             if lengths is None:
                 continue
-            lengths = tuple(lengths)
-            if not lengths or any(not isinstance(n, int) or n < 0 for n in lengths) or max(lengths) == 0:
+            lengths = as_tuple(f"Workload: {field}", lengths)
+            if not lengths or min(lengths) < 0 or max(lengths) == 0:
                 raise ValueError(f"Workload: {field} must be whole numbers >= 0, not all zero, got {lengths!r}")
             object.__setattr__(self, field, lengths)
         if self.q_lens is not None:
@@ -153,6 +161,8 @@ class Workload:
                 f"Workload: bias must name the dimensions it varies over, a part of 'bhqk' in this order, got {self.bias!r}"
             )
         if self.score_mod is not None:
+            if not callable(self.score_mod):
+                raise ValueError(f"Workload: score_mod must be a function, got {self.score_mod!r}")
             require_parameters("score_mod", self.score_mod, ("score", "b", "h", "q_idx", "kv_idx"))
 
     def _check_mask(self) -> None:
