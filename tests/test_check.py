@@ -361,3 +361,47 @@ def test_a_query_scaled_in_the_dtype_needs_its_own_profile():
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_no_profile_excuses_a_scale_that_is_two_percent_off(name):
     assert failure(lambda q, k, v: explicit(q, k, v, scale=1.02 / 8), FULL.replace(dtype="fp16"), precision=name)
+
+
+@pytest.mark.parametrize("workload", [Workload(63, heads=2, sinks=True), Workload(256, sinks=True), Workload(8, sinks=True)])
+def test_sinks_that_are_ignored_always_show(workload):
+    for seed in range(3):
+        assert "without sinks" in failure(lambda q, k, v: explicit(q, k, v), workload, seed=seed)
+
+
+def test_an_honest_float32_softcap_passes_on_saturated_scores():
+    workload = Workload(64, heads=2, softcap=30.0, dtype="fp32")
+
+    def capped(q, k, v):
+        return explicit(q, k, v, softcap=30.0)
+
+    assert pytest_attn.check(capped, workload, inputs=("outlier", "structured"), backward=True, device="cpu").passed
+
+
+def test_a_named_backend_refuses_outside_pytest_too():
+    with pytest.raises(ValueError, match="backend 'math' cannot take s16-d64-sinks: has no sinks"):
+        pytest_attn.check("math", Workload(16, sinks=True), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask": lambda b, h, q, kv: True}, "mask must return a boolean tensor, it returned bool"),
+        ({"mask": lambda b, h, q, kv: (q - kv).float()}, "mask must return a boolean tensor, it returned a float32 tensor"),
+        ({"score_mod": lambda s, b, h, q, kv: None}, "score_mod must return a tensor, it returned NoneType"),
+    ],
+)
+def test_a_function_of_the_workload_that_returns_something_else_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        pytest_attn.check(sdpa, Workload(8, **fields), device="cpu")
+
+
+def test_a_score_mod_without_the_score_has_no_gradient_for_q_and_k():
+    workload = Workload(16, score_mod=lambda s, b, h, q, kv: (q - kv) / 8.0)
+
+    def positions_only(q, k, v):
+        i, j = positions(16, 16)
+        p = ((i - j) / 8.0).softmax(-1)
+        return (p @ v.float()).to(q.dtype) + 0 * q + 0 * k
+
+    assert pytest_attn.check(positions_only, workload, backward=True, device="cpu").passed

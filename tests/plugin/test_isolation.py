@@ -1,0 +1,102 @@
+"""One test cannot spoil another, and no fault hides behind the plumbing."""
+
+
+def test_tensors_belong_to_the_case(run, pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        from torch.nn.functional import scaled_dot_product_attention as sdpa
+        from pytest_attn import Workload
+
+        WORKLOAD = Workload(32, heads=2, head_dim=32)
+
+        @pytest.mark.attention(WORKLOAD, device="cpu")
+        def test_a(qkv, attn_reference):
+            for tensor in qkv:
+                tensor.zero_()
+            qkv[0].requires_grad_()
+            attn_reference.out.zero_()
+
+        @pytest.mark.attention(WORKLOAD, device="cpu")
+        def test_b(attn):
+            attn.check(sdpa)
+        """
+    )
+    run().assert_outcomes(passed=2)
+
+
+def test_changed_inputs_are_seen_in_either_layout(run, kernel_test):
+    kernel_test(
+        "attn.check(greedy)",
+        marker='Workload(32, heads=2, head_dim=32), device="cpu", layout="bshd"',
+        before="""
+def greedy(q, k, v):
+    out = sdpa(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    v.zero_()
+    return out
+""",
+    )
+    result = run()
+    result.assert_outcomes(failed=1)
+    assert "the callable changed its input v in place" in result.stdout.str()
+
+
+def test_a_backend_named_in_a_check_may_refuse(run, kernel_test):
+    kernel_test('attn.check("sdpa")', marker='Workload(32, sinks=True), device="cpu"')
+    result = run("-rs")
+    result.assert_outcomes(skipped=1)
+    assert "sdpa: has no sinks" in result.stdout.str()
+
+
+def test_a_mismatch_that_the_test_expects_is_not_called_wrong(run, kernel_test):
+    kernel_test(
+        "with pytest.raises(AssertionError, match='without the last key'):\n"
+        "    attn.check(lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]))"
+    )
+    result = run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["1 wrong as expected; 1 kernel on 1 workload"])
+    assert "mismatch  " not in result.stdout.str()
+
+
+def test_a_time_limit_cannot_be_swallowed(run, kernel_test):
+    kernel_test(
+        "attn.check(stubborn)",
+        before="""
+def stubborn(q, k, v):
+    try:
+        while True:
+            pass
+    except Exception:
+        return sdpa(q, k, v)
+""",
+    )
+    result = run("--attn-timeout=1")
+    result.assert_outcomes(failed=1)
+    assert "no result after 1 s (--attn-timeout): stubborn on h2-s32-d32" in result.stdout.str()
+
+
+def test_listing_for_a_device_that_is_not_there_says_so(pytester):
+    result = pytester.runpytest_inprocess("--attn-list", "--attn-device=cuda:99")
+    result.stdout.fnmatch_lines(["device 'cuda:99' is not there; this machine has *"])
+
+
+def test_fixtures_asked_for_later_are_refused(run, pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.attention("smoke-full")
+        def test_it(request):
+            request.getfixturevalue("attn")
+        """
+    )
+    result = run()
+    assert "the attention fixtures must be arguments of the test, not asked for later" in result.stdout.str()
+
+
+def test_thd_for_a_dense_workload_is_a_collection_error(run, kernel_test):
+    kernel_test("raise SystemExit('ran')", marker='"smoke-full", layout="thd"')
+    result = run()
+    result.assert_outcomes(errors=1)
+    assert "layout 'thd' needs a packed workload (q_lens), smoke-full is not one" in result.stdout.str()
