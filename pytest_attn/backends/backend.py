@@ -32,6 +32,11 @@ class KnownDefect:
     only_nan: bool = False
     inputs: str | None = None
 
+    def explains(self, comparison: Any) -> bool:
+        """Whether everything that failed in a `Comparison` is what the defect spoils."""
+        failed = [t for t in comparison.tensors if not t.passed]
+        return all(t.name in self.tensors and (t.wrong_positions or not self.only_nan) for t in failed)
+
 
 class Backend(ABC):
     """Something that computes attention.

@@ -244,13 +244,16 @@ class Chunk:
         out = self.over_keys(p, self.v)
         self.store("lse", lse[:, :, self.kept], None)
         n2 = None if noise is None else noise.mul_(p).mul_(p)
-        if bool(self.kept.all()):
-            self.store("out", out, self._out_variance(self.q, out, lse, p, n2))
+        e2 = self.rounding_of_p(p) if bool(self.kept.all()) else None
+        if e2 is not None:
+            self.store("out", out, self._out_variance(self.q, out, lse, p, e2, n2))
         elif bool(self.kept.any()):
-            part = (None if t is None else t[:, :, self.kept] for t in (self.q, out, lse, p, n2))
-            self.store("out", out[:, :, self.kept], self._out_variance(*part))  # type: ignore[arg-type]
+            q, some_out, some_lse, some_p = (t[:, :, self.kept] for t in (self.q, out, lse, p))
+            noise = None if n2 is None else n2[:, :, self.kept]
+            e2_of_some = self.rounding_of_p(some_p)
+            self.store("out", some_out, self._out_variance(q, some_out, some_lse, some_p, e2_of_some, noise))
         if self.block.backward:
-            Gradients(self).run(p, out, n2)
+            Gradients(self).run(p, out, n2, e2)
 
     def _modify(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply softcap, bias, ALiBi, score_mod and the mask, in this order; keeps the derivative for the backward pass."""
@@ -351,9 +354,14 @@ class Chunk:
         return self.rounded_where_seen(p, p, terms=self.block.segment.lengths[1])
 
     def _out_variance(
-        self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, p: torch.Tensor, n2: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        p: torch.Tensor,
+        e2: torch.Tensor,
+        n2: torch.Tensor | None,
     ) -> torch.Tensor:
-        e2 = self.rounding_of_p(p)
         of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
         variance = self.block.rounded(out, self.block.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
         variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels

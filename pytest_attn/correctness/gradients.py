@@ -23,8 +23,11 @@ class Gradients:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
 
-    def run(self, p: torch.Tensor, out: torch.Tensor, n2: torch.Tensor | None) -> None:
-        """Form dS from P (n, heads, rows, keys) and out (n, heads, rows, d), and with it the three gradients."""
+    def run(self, p: torch.Tensor, out: torch.Tensor, n2: torch.Tensor | None, e2: torch.Tensor | None) -> None:
+        """Form dS from P (n, heads, rows, keys) and out (n, heads, rows, d), and with it the three gradients.
+
+        e2, the rounding of P, is formed again for a part of the rows or keys.
+        """
         b, keys = self.chunk.block, self.chunk.block.keys
         if n2 is not None:  # the error of the row's denominator moves all its probabilities together
             n2 = n2 + p.square().mul_(n2.sum(-1, keepdim=True))
@@ -32,7 +35,7 @@ class Gradients:
         weighted = dout * out
         row_sum = weighted.sum(-1, keepdim=True)  # D_i
         eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
-        rows = _Rows(self.chunk.q, dout, p, n2, row_sum, eps2, self.chunk.slope, self.chunk.slope_variance)
+        rows = _Rows(self.chunk.q, dout, p, n2, row_sum, eps2, self.chunk.slope, self.chunk.slope_variance, e2)
         if keys is None:
             scores = self._score_gradient(rows, self.chunk.v, self.chunk.v2)
             self._query_gradient(rows, scores)
@@ -54,10 +57,10 @@ class Gradients:
         """
         b, p, n2, eps2 = self.chunk.block, rows.p, rows.n2, rows.eps2
         share = SHARED**2 * self.chunk.v.shape[2] / max(1, v.shape[2])
-        e2 = self.chunk.rounding_of_p(p)
+        e2 = rows.e2 if rows.e2 is not None else self.chunk.rounding_of_p(p)
         dp = self.chunk.per_key(rows.dout, v)
         if v.shape[2] == self.chunk.v.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
-            eps2 = eps2 + dp.square().mul_(e2).sum(-1, keepdim=True).mul_(share)
+            eps2 = eps2 + _sum_of_products(dp.square(), e2).mul_(share)
         variance = None  # of dS, beside its own rounding
         if b.precision.rounds_scores and b.w.dtype != "float32":
             variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
@@ -118,6 +121,7 @@ class _Rows:
     eps2: torch.Tensor
     slope: torch.Tensor | None
     slope_variance: torch.Tensor | None
+    e2: torch.Tensor | None = None
 
     def at_rows(self, kept: torch.Tensor) -> _Rows:
         return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
@@ -125,7 +129,7 @@ class _Rows:
     def at_keys(self, keys: torch.Tensor) -> _Rows:
         optional = (self.n2, self.slope, self.slope_variance)
         n2, slope, slope_variance = (None if t is None else t[..., keys] for t in optional)
-        return replace(self, p=self.p[..., keys], n2=n2, slope=slope, slope_variance=slope_variance)
+        return replace(self, p=self.p[..., keys], n2=n2, slope=slope, slope_variance=slope_variance, e2=None)
 
 
 @dataclass
@@ -141,6 +145,14 @@ class _ScoreGradient:
 
 def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:
     return None if tensor is None else tensor[:, :, kept]
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sum a * b over the last dimension, without writing the product."""
+    import torch
+
+    total: torch.Tensor = torch.linalg.vecdot(a, b)
+    return total.unsqueeze(-1)
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:

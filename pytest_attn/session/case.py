@@ -164,7 +164,7 @@ class AttentionCase:
             absent = f"{defect.issue} did not show: {defect.summary}" if defect else None
             self._record(name, "passed", comparison, absent)
             return comparison
-        if defect is not None and _explains(defect, comparison):
+        if defect is not None and defect.explains(comparison):
             reason = f"known defect {defect.issue}: {defect.summary}"
             self._record(name, "known defect", comparison, reason)
             pytest.xfail(reason)
@@ -293,12 +293,6 @@ def _wrong(comparison: Comparison) -> str:
 
     row = next(t for t in comparison.tensors if not t.passed)
     return f"{row.name} {verdict(row)} (inputs {row.distribution})"
-
-
-def _explains(defect: KnownDefect, comparison: Comparison) -> bool:
-    """Whether everything that failed is what the defect spoils."""
-    failed = [t for t in comparison.tensors if not t.passed]
-    return all(t.name in defect.tensors and (t.wrong_positions or not defect.only_nan) for t in failed)
 
 
 def _runnable(item: pytest.Item) -> str:
