@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """One callable or backend on one workload. Verdicts: passed, mismatch, known defect, skipped, raised."""
+    """One callable or backend on one workload. Verdicts: passed, mismatch, known defect, expected, skipped, raised."""
 
     test: str
     workload: str
