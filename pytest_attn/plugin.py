@@ -143,7 +143,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.lifecycle import print_listing
 
         print_listing(session, terminalreporter)
-    elif session.records:
+    elif session.records and not config.getoption("no_summary", False):
         from pytest_attn.session.lifecycle import print_summary
 
         print_summary(session, terminalreporter, config.get_verbosity())

@@ -230,6 +230,7 @@ def test_quiet_runs_say_nothing_when_all_is_right(run, kernel_test):
     assert "= attention =" not in quiet
     kernel_test("attn.check(lambda q, k, v: q)")
     assert "mismatch      lambda" in run("-q").stdout.str()
+    assert "= attention =" not in run("--no-summary").stdout.str()
 
 
 def test_a_suite_without_attention_tests_sees_only_the_header(run, pytester):
