@@ -40,6 +40,11 @@ def release(version: str) -> tuple[int, int]:
     return (numbers[0], numbers[1] if len(numbers) > 1 else 0)
 
 
+def is_device_name(text: str) -> bool:
+    """Whether `text` names a device, there or not: "cpu", "cuda", "cuda:N", "xpu", "xpu:N" or "mps"."""
+    return re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?|mps", text) is not None
+
+
 def resolve_device(wanted: str = "auto") -> torch.device:
     """Return the torch device for "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
 
@@ -47,7 +52,7 @@ def resolve_device(wanted: str = "auto") -> torch.device:
     """
     import torch
 
-    if not re.fullmatch(r"auto|cpu|(cuda|xpu)(:\d+)?|mps", wanted):
+    if wanted != "auto" and not is_device_name(wanted):
         raise ValueError(f"unknown device {wanted!r}; expected auto, cpu, cuda, cuda:N, xpu or mps")
     there = _devices()
     if wanted == "auto":

@@ -28,12 +28,11 @@ from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import distribution_names, draw_inputs
 from pytest_attn.workloads.masks import function_label
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("bhsd", "bshd", "thd")
 DEFAULT_CACHE_BYTES = 4 << 30
 
 
@@ -173,7 +172,7 @@ def _library_noise_ignored(is_library: bool) -> Iterator[None]:
 def judge_output(out: object, question: Question, reference: Reference, reproduce: str = "") -> Comparison:
     """Compare one output, already computed and in the question's layout, with its reference."""
     (tensor,) = check_contract(out, ("out",), reference, question.workload, question.layout)
-    tensor = _in_layout(tensor, question)
+    tensor = in_layout(tensor, question)
     limits, _ = limits_named(question.limits)
     row = compare_tensor("out", question.inputs[0], tensor, reference, question.workload, limits)
     message = ""
@@ -197,7 +196,7 @@ def _call(kernel: Callable[..., Any], question: Question, reference: Reference) 
     import torch
 
     pristine = reference.inputs
-    kept = [_in_layout(t, question, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
+    kept = [in_layout(t, question, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
     given = [t.clone().requires_grad_(question.backward) for t in kept]
     names = ("out", "lse") if question.returns_lse else ("out",)
     with nullcontext() if question.backward else torch.no_grad():
@@ -205,17 +204,17 @@ def _call(kernel: Callable[..., Any], question: Question, reference: Reference) 
     handed_out = check_contract(result, names, reference, question.workload, question.layout)
     tensors = dict(zip(names, handed_out, strict=True))
     if question.backward:
-        tensors.update(_gradients(tensors["out"], given, _in_layout(pristine.dout, question).clone()))
+        tensors.update(_gradients(tensors["out"], given, in_layout(pristine.dout, question).clone()))
     if question.device.type == "cuda":
         torch.cuda.synchronize(question.device)
     for name, now, before in zip("qkv", given, kept, strict=True):
         if not torch.equal(now.detach(), before):
             largest = float((now.detach().double() - before.double()).abs().max())
             raise ContractError(f"the callable changed its input {name} in place (by up to {largest:.3g})")
-    return {name: t if name == "lse" else _in_layout(t, question) for name, t in tensors.items()}
+    return {name: t if name == "lse" else in_layout(t, question) for name, t in tensors.items()}
 
 
-def _in_layout(tensor: torch.Tensor, question: Question, is_kv: bool = False) -> torch.Tensor:
+def in_layout(tensor: torch.Tensor, question: Question, is_kv: bool = False) -> torch.Tensor:
     """Swap rows and heads for "bshd", there and back; page pools have a layout of their own."""
     if question.layout != "bshd" or (is_kv and question.workload.kv_pages):
         return tensor

@@ -201,7 +201,7 @@ class Chunk:
         self.kept = torch.ones_like(rows, dtype=torch.bool) if chosen is None else torch.isin(rows, chosen)
         positions = rows if chosen is None else torch.searchsorted(chosen, rows[self.kept])
         self.at = positions + (block.segment.q_start if chosen is None else 0)
-        self.slope_variance: torch.Tensor | None = None
+        self.slope_variance: torch.Tensor | None = None  # of `slope`, where a rounded score moves softcap's
         self.slope: torch.Tensor | None = None  # d(final score) / d(scaled q . k), where a modification changes it
 
     # -- products over grouped heads: (n, heads, rows, x) with (n, kv_heads, keys, y) ------------------------------------
@@ -334,10 +334,9 @@ class Chunk:
         if b.w.dtype == "float32":  # sums that round
             variance = self.per_key(q2.mul(b.unit**2 * b.scale**2 * (1 + b.w.head_dim / 2)), k2)
             variance += raw.square().mul_(b.unit**2 * (2 + b.w.head_dim / 6))
+            variance += precision.exponential_unit**2  # a relative error of the exponential is an error of the score
         else:  # sums that truncate: the errors of the products add up, they do not cancel
             variance = raw.square().mul_((TENSOR_CORE_UNIT * b.w.head_dim / 4) ** 2)
-        if b.w.dtype == "float32":  # a relative error of the exponential is an error of the score
-            variance += precision.exponential_unit**2
         if precision.rounds_scores and b.w.dtype != "float32":
             variance += raw.square().mul_(2 * b.unit**2).add_(self.per_key(q2.mul(b.unit**2 * b.scale**2), k2))
         if precision.rounds_scaled_query:

@@ -57,17 +57,17 @@ class AttentionCase:
     @cached_property
     def q(self) -> torch.Tensor:
         """Queries: (batch, heads, q_len, head_dim), or with rows and heads swapped ("bshd"), or packed ("thd")."""
-        return self._swapped(self._inputs.q)
+        return self._in_layout(self._inputs.q)
 
     @cached_property
     def k(self) -> torch.Tensor:
         """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
-        return self._inputs.k if self.workload.kv_pages else self._swapped(self._inputs.k)
+        return self._in_layout(self._inputs.k, is_kv=True)
 
     @cached_property
     def v(self) -> torch.Tensor:
         """Values, likewise."""
-        return self._inputs.v if self.workload.kv_pages else self._swapped(self._inputs.v)
+        return self._in_layout(self._inputs.v, is_kv=True)
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -123,9 +123,9 @@ class AttentionCase:
             raise ValueError(f"{self.workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
         tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
         return ReferenceTensors(
-            self._swapped(tensors["out"]),
+            self._in_layout(tensors["out"]),
             tensors["lse"],
-            *(self._swapped(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
+            *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
         )
 
     # -- judgements ----------------------------------------------------------------------------------------------------
@@ -159,12 +159,11 @@ class AttentionCase:
         if failure is not None:
             self._record(name, "mismatch", reason=failure.splitlines()[0])
             raise AssertionError(failure)
-        defect = self._known_defect(subject)
+        defects = self._known_defects(subject)
         if comparison.passed:
-            absent = f"{defect.issue} did not show: {defect.summary}" if defect else None
-            self._record(name, "passed", comparison, absent)
+            self._record(name, "passed", comparison, "; ".join(f"{d.issue} did not show: {d.summary}" for d in defects))
             return comparison
-        if defect is not None and defect.explains(comparison):
+        for defect in (d for d in defects if d.explains(comparison)):
             reason = f"known defect {defect.issue}: {defect.summary}"
             self._record(name, "known defect", comparison, reason)
             pytest.xfail(reason)
@@ -245,8 +244,10 @@ class AttentionCase:
             return tensor
         return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
 
-    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(1, 2).contiguous() if self._mark.layout == "bshd" and tensor.dim() == 4 else tensor
+    def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
+        from pytest_attn.correctness.check import in_layout
+
+        return in_layout(tensor, self._question, is_kv)
 
     def _skip_unless_runnable(self, backend: Backend | None) -> None:
         from pytest_attn.backends.backend import obstacle
@@ -256,13 +257,13 @@ class AttentionCase:
             self._record(backend.name if backend else "-", "skipped", reason=reason)
             pytest.skip(f"{backend.name}: {reason}" if backend else reason)
 
-    def _known_defect(self, subject: object) -> KnownDefect | None:
+    def _known_defects(self, subject: object) -> list[KnownDefect]:
         from pytest_attn.backends.backend import Backend
 
         if not isinstance(subject, Backend):
-            return None
+            return []
         machine = self._session.machine(self._mark.device)
-        return next((d for d in subject.known_defects if self._reaches(d) and d.applies(self.workload, machine)), None)
+        return [d for d in subject.known_defects if self._reaches(d) and d.applies(self.workload, machine)]
 
     def _reaches(self, defect: KnownDefect) -> bool:
         """Whether the case looks at what the defect spoils: a gradient only shows in a backward case."""

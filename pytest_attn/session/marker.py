@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.backends.machine import is_device_name
+from pytest_attn.correctness.precision import PRECISIONS
 from pytest_attn.session.settings import parse_size
 from pytest_attn.workloads.inputs import distribution_names
 from pytest_attn.workloads.masks import describe
-from pytest_attn.workloads.workload import Workload, dtype_name
+from pytest_attn.workloads.workload import LAYOUTS, Workload, dtype_name
 
 if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
     from pytest_attn.workloads.catalog import Catalog
-
-LAYOUTS = ("bhsd", "bshd", "thd")
-PRECISIONS = ("flash", "flash2", "eager", "qscale", "cutlass", "cudnn", "torch_cpu", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class AttentionMark:
         if values.get("inputs") is not None:
             values["inputs"] = distribution_names(values["inputs"])
         _one_of("layout", values.get("layout", "bhsd"), LAYOUTS)
-        _one_of("precision", values.get("precision", "flash"), PRECISIONS)
+        _one_of("precision", values.get("precision", "flash"), tuple(PRECISIONS))
         for flag in ("backward", "returns_lse"):
             _one_of(flag, values.get(flag, False), (True, False))
         device = values.get("device")
-        if device is not None and not re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?|mps", str(device)):
+        if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
         return cls(**values)
 

@@ -253,11 +253,11 @@ def _outlier(draw: _Draw, w: Workload, *shapes: Shape) -> tuple[torch.Tensor, to
 def _structured(draw: _Draw, w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = _scaled(1.0, draw, *shapes)
     v += draw.whole("v-mean", (v.shape[0], v.shape[1], 1, 1), -4, 4) / 2
-    _plant_needles(draw, w, q, k)
+    _plant_needles(w, q, k)
     return q, k, v
 
 
-def _plant_needles(draw: _Draw, w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
+def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     """Point every second query at one key, so that seeing that key, or not, changes the row beyond any rounding."""
     import torch
 

@@ -29,6 +29,8 @@ Direction: TypeAlias = Literal["forward", "backward"]
 
 #: dtype names -> (short name for ids, bytes per element)
 DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
+#: in which a callable may take and return tensors: torch's, flash-attention's, and that of packed sequences
+LAYOUTS = ("bhsd", "bshd", "thd")
 BIAS_DIMENSIONS = ("b", "h", "q", "k")
 
 
