@@ -243,6 +243,7 @@ CONTRACTS = {
     "dtype": (lambda q, k, v: q.float(), {}, "out has dtype torch.float32; expected torch.bfloat16"),
     "device": (lambda q, k, v: q.to("meta"), {}, "out is on meta; expected cpu"),
     "list": (lambda q, k, v: [1, 2], {}, "the callable returned a list of 2"),
+    "sparse": (lambda q, k, v: q.to_sparse(), {}, "out is a sparse_coo tensor; expected a dense one, say .to_dense()"),
     "object": (lambda q, k, v: "out", {}, "out is str; expected a tensor"),
     "inputs": (changes_k, {}, "the callable changed its input k in place (by up to"),
     "no gradient": (

@@ -142,6 +142,9 @@ def check_contract(
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ContractError(f"{name} is {describe(tensor)}; expected a tensor")
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
         shape = native_shape(name, workload)
         if layout == "bshd" and name != "lse":
             shape = (shape[0], shape[2], shape[1], *shape[3:])

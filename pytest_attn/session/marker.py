@@ -43,6 +43,8 @@ class AttentionMark:
         _refuse_unknown("attention", mark.kwargs, cls, positional="workloads")
         values: dict[str, Any] = dict(mark.kwargs)
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
+        if mark.args and not values["workloads"]:
+            raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
         if values.get("backends") is not None:
             values["backends"] = _name_tuple("backends", values["backends"])
             for name in values["backends"]:

@@ -29,6 +29,8 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         raise pytest.Collector.CollectError(
             f"{where}: uses {used} but has no marker; add for example @pytest.mark.attention('flux-L512')"
         )
+    if sum(own.name == "attention" for own in metafunc.definition.own_markers) > 1:
+        raise pytest.Collector.CollectError(f"{where}: has two attention markers; put their arguments into one")
     try:
         mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
         for requirement in metafunc.definition.iter_markers("attention_requires"):

@@ -10,6 +10,7 @@ import pytest
     ("marker", "message"),
     [
         ('"flix"', "unknown workload 'flix'; known: smoke, edges, flux"),
+        ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
         ("42", "a workload must be a name or a Workload, got int 42"),
         ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; known: backends, dtypes, layout"),
         ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; known: math"),
@@ -74,6 +75,13 @@ def test_a_met_requirement_runs(run, kernel_test):
     requirement = "arch='cpu', memory='1 MiB', gpus=0, backend='math>=2.0'"
     kernel_test("pass", before=f"pytestmark = pytest.mark.attention_requires({requirement})")
     run().assert_outcomes(passed=1)
+
+
+def test_two_markers_on_one_test_are_a_collection_error(run, kernel_test):
+    kernel_test("raise SystemExit('ran')", marker='"smoke-full")\n@pytest.mark.attention(dtypes="fp16"')
+    result = run()
+    result.assert_outcomes(errors=1)
+    assert "::test_kernel: has two attention markers; put their arguments into one" in result.stdout.str()
 
 
 def test_a_fixture_without_a_marker_is_a_collection_error(run, pytester):
