@@ -15,6 +15,7 @@ import time
 from itertools import product
 
 from pytest_attn import Workload
+from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
@@ -57,7 +58,7 @@ def main() -> int:
     for workload in workloads("cpu" if device.type == "cpu" else "cuda", args.dtypes.split(",")):
         for name, backward in product(args.backends.split(","), (False, True)):
             backend = registry[name]
-            if backend.unavailable_because(machine) or backend.unsupported_because(workload, machine, backward):
+            if obstacle(backend, workload, machine, backward):
                 continue
             for distribution in args.distributions.split(","):
                 if name == "eager" and distribution == "large":
@@ -69,8 +70,9 @@ def main() -> int:
                     levels = (tensor.z_element, tensor.z_row, tensor.z_head)
                     so_far = largest.get(key, [0.0, 0.0, 0.0])
                     largest[key] = [max(pair) for pair in zip(so_far, levels, strict=True)]
-                defect = next((d for d in backend.known_defects if d.applies(workload, machine)), None)
-                if not comparison.passed and defect is not None and defect.explains(comparison):
+                defects = (d for d in backend.known_defects if d.applies(workload, machine) and d.explains(comparison))
+                defect = next(defects, None)
+                if not comparison.passed and defect is not None:
                     known.append(f"{name} {workload.id} {distribution}: {defect.issue}")
                 elif not comparison.passed:
                     failures.append(comparison.message)

@@ -3,12 +3,13 @@
     python benchmarks/startup.py [--cases 10000]
 
 Whole processes, in turn: pytest with the plugin and with `-p no:attn`; then collecting as many items from a marked test
-and from plain parametrize. Prints medians and ratios of one run.
+and from plain parametrize; then asking every backend whether it is installed. Prints medians and ratios of one run.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,22 @@ def test_case(case):
 """
 
 
+DETECTION = """
+import sys, time, torch, torch.nn.attention.varlen
+from pytest_attn.backends.machine import machine_of, resolve_device
+from pytest_attn.backends.registry import Registry
+
+machine, before = machine_of(resolve_device()), set(sys.modules)
+started = time.perf_counter()
+registry = Registry()
+there = [name for name in registry.names if registry[name].unavailable_because(machine) is None]
+taken = 1e3 * (time.perf_counter() - started)
+imported = {name.partition(".")[0] for name in set(sys.modules) - before} - {"pytest_attn"} - set(sys.stdlib_module_names)
+count = f"{len(registry.names)} backends, {len(there)} of them there"
+print(f"detecting {count}: {taken:.1f} ms, imported: {imported or 'nothing'}")
+"""
+
+
 def seconds(folder: Path, *options: str) -> float:
     started = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
@@ -55,6 +72,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=30)
     args = parser.parse_args()
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", DETECTION], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""})
     with tempfile.TemporaryDirectory() as name:
         empty, marked, plain = (Path(name) / folder for folder in ("empty", "marked", "plain"))
         for folder, text in (

@@ -80,11 +80,13 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of which --attn-workloads or --attn-dtypes left nothing."""
+    """Deselect tests of which the selection left nothing; under xdist's --dist loadgroup, group cases by workload."""
     if _session(config).has_attention_tests:
-        from pytest_attn.session.lifecycle import deselect_unselected
+        from pytest_attn.session.lifecycle import deselect_unselected, group_by_workload
 
         deselect_unselected(config, items)
+        if config.getoption("loadgroup", False):
+            group_by_workload(items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -147,6 +149,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.lifecycle import print_summary
 
         print_summary(session, terminalreporter, config.get_verbosity())
+    if session.settings.support and session.records:
+        from pytest_attn.session.lifecycle import write_support
+
+        write_support(session, session.settings.support, terminalreporter)
 
 
 def _session(config: pytest.Config) -> AttentionSession:

@@ -11,7 +11,7 @@ from pytest_attn import Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 from pytest_attn.correctness.compare import LIMITS
-from pytest_attn.correctness.precision import PRECISIONS
+from pytest_attn.correctness.precision import EXACT_PRECISIONS
 
 FULL = Workload(128, heads=2)
 CAUSAL = Workload(257, heads=4, kv_heads=2, mask="causal")
@@ -359,8 +359,8 @@ def test_a_query_scaled_in_the_dtype_needs_its_own_profile():
     assert "'qscale'" in failure(query_scaled_in_dtype, workload, inputs="randn")
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_no_profile_excuses_a_scale_that_is_two_percent_off(name):
+@pytest.mark.parametrize("name", EXACT_PRECISIONS)
+def test_no_exact_profile_excuses_a_scale_that_is_two_percent_off(name):
     assert failure(lambda q, k, v: explicit(q, k, v, scale=1.02 / 8), FULL.replace(dtype="fp16"), precision=name)
 
 

@@ -11,9 +11,26 @@ import pytest_attn
 
 ROOT = Path(pytest_attn.__file__).parent
 #: from the top: a folder may import those after it, and itself
-LAYERS = ("plugin", "hooks", "session", "reports", "suite", "invariants", "correctness", "latency", "backends", "workloads")
+LAYERS = (
+    "plugin",
+    "hooks",
+    "session",
+    "reports",
+    "suite",
+    "invariants",
+    "profiling",
+    "correctness",
+    "latency",
+    "backends",
+    "workloads",
+)
 SIBLINGS = ("reports", "invariants", "latency")
 PYTEST_ALLOWED = ("plugin", "hooks", "session", "suite")
+#: files of backends/ that are no adapter of one library
+FRAME = (
+    *("backend", "capabilities", "compiled", "defects", "dense", "flash_attention", "graphed", "layouts"),
+    *("library", "machine", "registry", "variant"),
+)
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
@@ -62,8 +79,8 @@ def test_a_file_imports_from_its_own_layer_or_below(path):
         assert LAYERS.index(theirs) >= LAYERS.index(mine), f"{mine} imports {module}, which lies above it"
         if mine in SIBLINGS:
             assert theirs == mine or theirs not in SIBLINGS, f"{mine} imports its sibling {theirs}"
-        if mine == "backends" and path.stem in ("sdpa", "eager", "flex", "kv_cache", "varlen"):
-            assert module.split(".")[-1] not in {"sdpa", "eager", "flex", "kv_cache", "varlen"} - {path.stem}
+        if mine == "backends" and path.stem not in FRAME:
+            assert theirs != mine or module.split(".")[-1] in FRAME, f"adapter {path.stem} imports adapter {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -72,6 +89,24 @@ def test_pytest_and_heavy_libraries_stay_where_they_belong(path):
     assert not top.intersection(HEAVY), "imported when the module is"
     if layer(path) not in PYTEST_ALLOWED:
         assert "pytest" not in {module.split(".")[0] for module in imports(path)}
+
+
+def test_finding_out_what_is_installed_imports_nothing():
+    ask = """
+import sys, torch, torch.nn.attention.varlen
+from pytest_attn import Machine
+from pytest_attn.backends.machine import machine_of, resolve_device
+from pytest_attn.backends.registry import Registry
+before = set(sys.modules)
+for machine in (machine_of(resolve_device()), Machine("cuda:0", "H200", (9, 0), "sm90", 1 << 37, 1, torch.__version__)):
+    registry = Registry()
+    for name in registry.names:
+        registry[name].unavailable_because(machine)
+tops = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(tops - {"pytest_attn"} - set(sys.stdlib_module_names)))
+"""
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", ["utils", "common", "helpers", "constants"])

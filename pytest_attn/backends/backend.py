@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.library import Library, quiet
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import DTYPES, Workload
@@ -23,6 +25,7 @@ class KnownDefect:
 
     applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
+    changes_input: inputs ("q", "k", "v") that it changes in place.
     """
 
     issue: str
@@ -31,11 +34,13 @@ class KnownDefect:
     tensors: tuple[str, ...]
     only_nan: bool = False
     inputs: str | None = None
+    changes_input: tuple[str, ...] = ()
 
     def explains(self, comparison: Any) -> bool:
         """Whether everything that failed in a `Comparison` is what the defect spoils."""
         failed = [t for t in comparison.tensors if not t.passed]
-        return all(t.name in self.tensors and (t.wrong_positions or not self.only_nan) for t in failed)
+        unchanged = set(comparison.changed) <= set(self.changes_input)
+        return unchanged and all(t.name in self.tensors and (t.wrong_positions or not self.only_nan) for t in failed)
 
 
 class Backend(ABC):
@@ -53,8 +58,18 @@ class Backend(ABC):
     precision: str = "flash"
     #: whether its callables return (out, lse)
     returns_lse: bool = False
-    #: which torch.compile variants make sense: a part of ("compile", "max_autotune")
+    #: which variants make sense: a part of ("compile", "max_autotune", "graph")
     variants: tuple[str, ...] = ()
+    #: whether it quantises its inputs; then `dequantised` says to what
+    is_approximate: bool = False
+    #: words that the kernels it launches on a CUDA device answer to, as `attn.assert_launched` takes them; empty where any may
+    launches: tuple[str, ...] = ()
+    #: whether torch.compile follows its callables without a break; where not, breaks are counted and reported
+    full_graph: bool = True
+    #: what its interface can say, for the table of docs/backends.md; None where it depends on a user's function
+    capabilities: Capabilities | None = None
+    #: what it needs, in a few words, for the same table
+    needs: str = ""
     known_defects: tuple[KnownDefect, ...] = ()
 
     def version(self) -> str:
@@ -67,14 +82,26 @@ class Backend(ABC):
             return "?"
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Say why the backend cannot run on this machine at all, or None."""
+        """Say why the backend cannot run on this machine at all, or None. Imports no optional library."""
         del machine
+        return None
+
+    def broken_because(self) -> str | None:
+        """Import what the backend needs, and say in the library's own words why that failed, or None."""
         return None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """List the reasons why the backend refuses this workload; empty where it claims it."""
-        del workload, machine, backward
-        return []
+        del machine
+        return self.capabilities.refusals(workload, backward) if self.capabilities else []
+
+    def dequantised(self, inputs: Inputs) -> Inputs:
+        """Return what an approximate backend makes of q, k and v when it quantises them, as float32 tensors.
+
+        It is held against exact attention on these values: what quantisation itself loses is its design, what goes wrong
+        after it is not.
+        """
+        return inputs
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Estimate the bytes that a call needs beyond inputs, outputs and gradients."""
@@ -97,6 +124,57 @@ class Backend(ABC):
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
+
+
+class LibraryBackend(Backend):
+    """A backend of an optional library: found without importing it, imported when a case needs it.
+
+    Subclasses name the `source`, declare `capabilities`, and implement `prepare`; `native_refusals` asks the library
+    itself about what the declaration lets through.
+    """
+
+    source: Library
+    #: compute capabilities that its kernels are built for, both ends included
+    capability_range: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (12, 1))
+    capabilities: Capabilities
+
+    @property
+    def library(self) -> str:  # type: ignore[override]
+        """The distribution."""
+        return self.source.name
+
+    def version(self) -> str:
+        """The distribution's version."""
+        return self.source.version()
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse where the library or the device is missing, or the device is of another architecture."""
+        return self.source.missing_because() or needs_cuda(machine, *self.capability_range)
+
+    def broken_because(self) -> str | None:
+        """Import the library."""
+        return self.source.broken_because()
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what the interface cannot say, then what the library refuses by itself."""
+        reasons = self.capabilities.refusals(workload, backward)
+        return reasons or self.native_refusals(workload, machine, backward)
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Ask the library, in its own words."""
+        del workload, machine, backward
+        return []
+
+
+def needs_cuda(machine: Machine, lowest: tuple[int, int], highest: tuple[int, int]) -> str | None:
+    """Refuse a device that is not a CUDA device of a compute capability between two, both included."""
+    if machine.kind != "cuda":
+        return "needs a CUDA device"
+    if machine.capability is None or lowest <= machine.capability <= highest:
+        return None
+    first, last = (f"sm{major}{minor}" for major, minor in (lowest, highest))
+    wanted = first if first == last else f"{first} to {last}"
+    return f"needs {wanted}, this device is {machine.architecture}"
 
 
 class FunctionBackend(Backend):
@@ -162,4 +240,7 @@ def obstacle(backend: Backend | None, workload: Workload, machine: Machine, back
     if needed > machine.memory:
         there = machine.memory / 2**30
         return f"{workload.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {there:,.0f} GiB"
-    return "; ".join(backend.unsupported_because(workload, machine, backward)) or None if backend else None
+    if backend is None:
+        return None
+    with quiet():
+        return backend.broken_because() or "; ".join(backend.unsupported_because(workload, machine, backward)) or None

@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.backend import Kernel
+from pytest_attn.backends.variant import Variant
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
 
-class Compiled(Backend):
-    """A backend's callable under torch.compile(fullgraph=True, dynamic=False)."""
+@dataclass
+class Compilation:
+    """What compiling one callable took: seconds of its first call, which are never part of a latency, and graph breaks."""
 
-    def __init__(self, inner: Backend, variant: str) -> None:
-        self.inner, self.mode = inner, variant
-        self.name = f"{inner.name}+{variant}"
-        self.library, self.precision = inner.library, inner.precision
-        self.returns_lse, self.known_defects = inner.returns_lse, inner.known_defects
+    seconds: float = 0.0
+    graph_breaks: int = 0
 
-    def version(self) -> str:
-        """The inner backend's."""
-        return self.inner.version()
 
-    def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse where the inner backend does, or has no such variant."""
-        if self.mode not in self.inner.variants:
-            return f"{self.inner.name} has no variant +{self.mode}"
-        return self.inner.unavailable_because(machine)
-
-    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """The inner backend's reasons."""
-        return self.inner.unsupported_because(workload, machine, backward)
-
-    def precision_on(self, kind: str) -> str:
-        """The inner backend's profile."""
-        return self.inner.precision_on(kind)
-
-    def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The inner backend's estimate."""
-        return self.inner.workspace(workload, backward)
+class Compiled(Variant):
+    """A backend's callable under torch.compile(dynamic=False), in one graph where the library allows it."""
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Compile the inner callable; compilation happens at its first call."""
-        return compile_kernel(self.inner.prepare(inputs, backward), self.mode == "max_autotune")
+        kernel = self.inner.prepare(inputs, backward)
+        return compile_kernel(kernel, self.kind == "max_autotune", self.full_graph)
 
 
-def compile_kernel(kernel: Kernel, max_autotune: bool = False) -> Kernel:
-    """Return `kernel` compiled without graph breaks and without CUDA graphs, whose outputs later calls would overwrite."""
+def compile_kernel(kernel: Kernel, max_autotune: bool = False, full_graph: bool = True) -> Kernel:
+    """Return `kernel` compiled without CUDA graphs, whose outputs later calls would overwrite.
+
+    The result carries `compilation`, a `Compilation` that its first call fills in.
+    """
     import torch
 
     mode = "max-autotune-no-cudagraphs" if max_autotune else None
-    compiled = torch.compile(kernel, fullgraph=True, dynamic=False, mode=mode)
+    compiled = torch.compile(kernel, fullgraph=full_graph, dynamic=False, mode=mode)
+    compilation = Compilation()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         with unlimited_recompiles():
-            return compiled(q, k, v)
+            if compilation.seconds:
+                return compiled(q, k, v)
+            start, breaks = time.perf_counter(), _graph_breaks()
+            out = compiled(q, k, v)
+            compilation.graph_breaks = _graph_breaks() - breaks
+            compilation.seconds = time.perf_counter() - start
+            return out
 
+    call.compilation = compilation  # type: ignore[attr-defined]
     return call
+
+
+def compilation_of(kernel: Kernel) -> Compilation | None:
+    """Return what compiling `kernel` took, None where it was not compiled."""
+    return getattr(kernel, "compilation", None)
+
+
+def _graph_breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
 
 
 @contextmanager

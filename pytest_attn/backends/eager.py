@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.backend import Backend, Kernel, scores_bytes
+from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
-from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -19,11 +19,16 @@ class Eager(Backend):
     """Scores and probabilities in the dtype, softmax in float32; takes every mask and option but packed sequences."""
 
     name, precision = "eager", "eager"
-    variants = ("compile", "max_autotune")
-
-    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse packed sequences."""
-        return ["takes no packed sequences"] if workload.is_packed else []
+    variants = ("compile", "max_autotune", "graph")
+    needs = "any device"
+    capabilities = Capabilities(
+        masks=frozenset(MASKS),
+        features=frozenset(FEATURES) - {"packed"},
+        dtypes=("bfloat16", "float16", "float32"),
+        head_dim=None,
+        head_dim_step=1,
+        v_head_dim=True,
+    )
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """The scores, four times."""

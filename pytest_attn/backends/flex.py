@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.backend import Backend, Kernel, needs_cuda
+from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.compiled import compile_kernel
+from pytest_attn.backends.defects import FLASH4_DQ
+from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, ScoreMod, bind
@@ -15,8 +21,18 @@ if TYPE_CHECKING:
     import torch
 
 
+_ALL_BUT_PAGES = Capabilities(
+    masks=frozenset(MASKS),
+    features=frozenset(FEATURES) - {"paged"},
+    dtypes=("bfloat16", "float16", "float32"),
+    head_dim=None,
+    head_dim_step=1,
+    v_head_dim=True,
+)
 #: More rows of one key head do not fit its tile: inductor finds "no choices" (seen with 256 and 508, torch 2.11).
 _MOST_DECODE_ROWS = 128
+#: Rows and keys of one block of a block mask.
+_BLOCK = 128
 
 
 class Flex(Backend):
@@ -24,6 +40,9 @@ class Flex(Backend):
 
     name = "flex"
     variants: tuple[str, ...] = ("max_autotune",)
+    launches = ("FlexAttention",)
+    needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
+    capabilities: Capabilities = _ALL_BUT_PAGES
     max_autotune = False
 
     def variant(self, name: str) -> Backend | None:
@@ -38,13 +57,9 @@ class Flex(Backend):
         """Triton GPUs, and CPUs for which inductor can generate code."""
         if machine.kind == "mps":
             return "is tested on CPU, CUDA and XPU only"
-        if machine.kind == "cpu":
-            from torch._inductor.cpp_builder import get_cpp_compiler
-
-            try:
-                get_cpp_compiler()
-            except Exception as error:
-                return f"needs a C++ compiler on a CPU: {error}"
+        compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")  # as inductor looks for one
+        if machine.kind == "cpu" and not any(map(shutil.which, compilers)):
+            return "needs a C++ compiler on a CPU; install g++ or name yours in CXX"
         return None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
@@ -61,8 +76,8 @@ class Flex(Backend):
         """Build the block mask; the kernel is compiled at its first call."""
         return self._compiled(inputs, _kernel_named("TRITON", inputs))
 
-    def _compiled(self, inputs: Inputs, kernel_options: Any) -> Kernel:
-        kernel = compile_kernel(_uncompiled(inputs, kernel_options), self.max_autotune)
+    def _compiled(self, inputs: Inputs, kernel_options: Any, block_rows: int = _BLOCK) -> Kernel:
+        kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
         packed, sinks = inputs.workload.is_packed, inputs.sinks is not None
         if not packed and not sinks:
             return kernel
@@ -83,6 +98,8 @@ class FlexDecode(Flex):
 
     name = "flex_decode"
     variants = ()
+    needs = "CUDA or XPU, fewer than 128 query rows"
+    capabilities = dataclasses.replace(_ALL_BUT_PAGES, features=_ALL_BUT_PAGES.features - {"packed", "backward"})
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """A Triton kernel: GPUs only."""
@@ -106,11 +123,59 @@ class FlexDecode(Flex):
         return self._compiled(inputs, _kernel_named("TRITON_DECODE", inputs))
 
 
-def _uncompiled(inputs: Inputs, kernel_options: Any) -> Kernel:
+class FlexFlash(Flex):
+    """flex_attention on flash-attn 4's kernels, compiled with BACKEND="FLASH"."""
+
+    name = "flex_flash"
+    variants = ()
+    launches = ("FlashAttention-4",)
+    needs = "CUDA, sm90 to sm110, torch 2.10, flash-attn-4"
+    capabilities = dataclasses.replace(_ALL_BUT_PAGES, dtypes=("bfloat16", "float16"), head_dim=256, head_dim_step=8)
+    kernels = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
+    known_defects = (FLASH4_DQ,)
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse where torch does not know the option, or flash-attn 4 or its block-sparse kernels are missing."""
+        if machine.torch_release < (2, 10):
+            return f"needs torch 2.10, this is {machine.torch_version}"
+        return self.kernels.missing_because() or needs_cuda(machine, (9, 0), (11, 0))
+
+    def broken_because(self) -> str | None:
+        """Import flash-attn 4, which torch would do while it compiles."""
+        return self.kernels.broken_because()
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks whose tiles are no blocks."""
+        reasons = self.capabilities.refusals(workload, backward)
+        reasons += [r for r in super().unsupported_because(workload, machine, backward) if r not in reasons]
+        dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+        on_hopper = machine.capability is None or machine.capability < (10, 0)
+        largest = max(workload.head_dim, workload.v_head_dim)
+        if on_hopper and largest > 128 and _has_block_mask(workload):
+            reasons.append(f"has blocks for masks up to head_dim 128 on sm90, not {dims}")
+        if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
+            reasons.append(f"GQA backward needs equal dims, not {dims}")
+        if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
+            reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
+        import torch
+
+        on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
+        return self._compiled(inputs, _kernel_named("FLASH", inputs), 2 * _BLOCK if on_blackwell else _BLOCK)
+
+
+def _has_block_mask(w: Workload) -> bool:
+    return w.mask is not None or w.kv_lens is not None
+
+
+def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> Kernel:
     from torch.nn.attention.flex_attention import flex_attention
 
     w = inputs.workload
-    score_mod, block_mask = _score_mod(inputs), _block_mask(inputs)
+    score_mod, block_mask = _score_mod(inputs), _block_mask(inputs, block_rows)
     scale, grouped = w.scale, w.group > 1
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -168,7 +233,7 @@ def _score_mod(inputs: Inputs) -> ScoreMod | None:
     return score_mod
 
 
-def _block_mask(inputs: Inputs) -> Any:
+def _block_mask(inputs: Inputs, block_rows: int) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     w = inputs.workload
@@ -182,7 +247,7 @@ def _block_mask(inputs: Inputs) -> Any:
     batch = w.batch if per_batch and not w.is_packed else None
     heads = None if _is_structural(w) else w.heads
     rows = inputs.q.shape[0] if w.is_packed else w.q_len
-    return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device))
+    return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device), BLOCK_SIZE=(block_rows, _BLOCK))
 
 
 def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.layouts import not_decoding_because
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Window
+from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_STEPS = 512
 
 
 class KvCache(Backend):
@@ -22,6 +22,15 @@ class KvCache(Backend):
 
     name = "kv_cache"
     precision = "sdpa"
+    needs = "CPU, CUDA or XPU"
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window")),
+        features=frozenset(("scale", "grouped heads")),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_dim=None,
+        head_dim_step=1,
+        v_head_dim=True,
+    )
 
     def precision_on(self, kind: str) -> str:
         """SDPA's own profile."""
@@ -35,12 +44,7 @@ class KvCache(Backend):
         """Refuse all that does not happen in decoding."""
         w = workload
         reasons = ["decoding has no backward pass"] if backward else []
-        aligned = isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len)
-        windowed = isinstance(w.mask, Window) and w.mask.right == 0
-        if not (aligned or windowed) or w.q_len > w.kv_len:
-            reasons.append("decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len")
-        if w.q_len > _MOST_STEPS:
-            reasons.append(f"decodes token by token: at most {_MOST_STEPS}, not {w.q_len}")
+        reasons += not_decoding_because(w)
         if w.is_packed or w.kv_lens or w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
             reasons.append("has no packed or padded sequences and no changes of the score")
         return reasons

@@ -7,22 +7,81 @@ from typing import Any
 
 from pytest_attn.backends.backend import Backend, FunctionBackend
 from pytest_attn.backends.compiled import Compiled
+from pytest_attn.backends.graphed import Graphed
 from pytest_attn.workloads.workload import Workload
 
-#: name -> (module, class); the order is the order of tables and of "all"
+#: name -> (module of this package, class); the order is the order of tables and of "all"
 _BUILTIN = {
-    "math": ("pytest_attn.backends.sdpa", "Math"),
-    "eager": ("pytest_attn.backends.eager", "Eager"),
-    "sdpa": ("pytest_attn.backends.sdpa", "Automatic"),
-    "sdpa_flash": ("pytest_attn.backends.sdpa", "Flash"),
-    "sdpa_efficient": ("pytest_attn.backends.sdpa", "Efficient"),
-    "sdpa_cudnn": ("pytest_attn.backends.sdpa", "Cudnn"),
-    "flex": ("pytest_attn.backends.flex", "Flex"),
-    "flex_decode": ("pytest_attn.backends.flex", "FlexDecode"),
-    "kv_cache": ("pytest_attn.backends.kv_cache", "KvCache"),
-    "varlen": ("pytest_attn.backends.varlen", "Varlen"),
+    "math": ("sdpa", "Math"),
+    "eager": ("eager", "Eager"),
+    "sdpa": ("sdpa", "Automatic"),
+    "sdpa_flash": ("sdpa", "Flash"),
+    "sdpa_efficient": ("sdpa", "Efficient"),
+    "sdpa_cudnn": ("sdpa", "Cudnn"),
+    "sdpa_fa3": ("sdpa_fa", "SdpaFa3"),
+    "sdpa_fa4": ("sdpa_fa", "SdpaFa4"),
+    "varlen": ("varlen", "Varlen"),
+    "kv_cache": ("kv_cache", "KvCache"),
+    "flex": ("flex", "Flex"),
+    "flex_flash": ("flex", "FlexFlash"),
+    "flex_decode": ("flex", "FlexDecode"),
+    "flash2": ("flash2", "Flash2"),
+    "flash2_kvcache": ("flash2", "Flash2KvCache"),
+    "flash3": ("flash3", "Flash3"),
+    "flash4": ("flash4", "Flash4"),
+    "xformers": ("xformers", "Xformers"),
+    "xformers_cutlass": ("xformers", "XformersCutlass"),
+    "te_fused": ("te", "TeFused"),
+    "te_flash": ("te", "TeFlash"),
+    "te_unfused": ("te", "TeUnfused"),
+    "cudnn": ("cudnn", "CudnnFrontend"),
+    "flashinfer_fa2": ("flashinfer", "FlashInferFa2"),
+    "flashinfer_fa3": ("flashinfer", "FlashInferFa3"),
+    "natten": ("natten", "Natten"),
+    "sage": ("sage", "Sage"),
+    "sage_fp16": ("sage", "SageFp16"),
+    "sage_fp8": ("sage", "SageFp8"),
+    "int8_dynamic": ("int8_dynamic", "Int8Dynamic"),
 }
-VARIANTS = ("compile", "max_autotune")
+#: prefix of a name -> (module, class): "hub:REPO" makes class(REPO)
+_FAMILIES = {
+    "hub": ("hub", "HubKernel"),
+    "diffusers": ("diffusers", "DiffusersDispatch"),
+    "transformers": ("transformers", "TransformersDispatch"),
+}
+VARIANTS = ("compile", "max_autotune", "graph")
+#: the names of diffusers, transformers and vLLM for what we have under our own; their dispatchers are other backends
+ALIASES = {
+    # diffusers
+    "native": "sdpa",
+    "_native_math": "math",
+    "_native_flash": "sdpa_flash",
+    "_native_efficient": "sdpa_efficient",
+    "_native_cudnn": "sdpa_cudnn",
+    "flash": "flash2",
+    "flash_varlen": "flash2",
+    "_flash_3": "flash3",
+    "_flash_varlen_3": "flash3",
+    "flash_hub": "hub:kernels-community/flash-attn2@v3",
+    "flash_varlen_hub": "hub:kernels-community/flash-attn2@v3",
+    "_flash_3_hub": "hub:kernels-community/flash-attn3@v1",
+    "_flash_3_varlen_hub": "hub:kernels-community/flash-attn3@v1",
+    "flash_4_hub": "hub:kernels-community/flash-attn4@v0",
+    "aiter_fa2_hub": "hub:kernels-community/aiter-flash-attn-ck@v1",
+    "_sage_qk_int8_pv_fp16_cuda": "sage_fp16",
+    "_sage_qk_int8_pv_fp8_cuda_sm90": "sage_fp8",
+    # transformers
+    "flash_attention_2": "flash2",
+    "flash_attention_3": "flash3",
+    "flash_attention_4": "flash4",
+    "flex_attention": "flex",
+    # vLLM
+    "TORCH_SDPA": "sdpa",
+    "FLEX_ATTENTION": "flex",
+    "FLASH_ATTN": "flash2",
+    "XFORMERS": "xformers",
+    "FLASHINFER": "flashinfer_fa2",  # on Hopper it may choose fa3
+}
 
 
 class Registry:
@@ -33,6 +92,11 @@ class Registry:
         self._loaded: dict[str, Backend] = {}
         for name, (module, cls) in _BUILTIN.items():
             self._loaders[name] = _loader(module, cls)
+
+    @property
+    def families(self) -> list[str]:
+        """Names with a part that users fill in, as they are shown: "hub:NAME"."""
+        return [f"{prefix}:NAME" for prefix in _FAMILIES]
 
     @property
     def names(self) -> list[str]:
@@ -67,32 +131,61 @@ class Registry:
             raise ValueError(f"backend name {name!r} must consist of letters, digits and underscores")
         if name in self._loaders:
             raise ValueError(f"two backends are named {name!r}; rename one")
+        if name in ALIASES:
+            raise ValueError(f"backend name {name!r} is an alias of {ALIASES[name]!r}; rename yours")
 
     def __getitem__(self, name: str) -> Backend:
-        """Return a backend or a variant ("sdpa+compile"); raise ValueError for an unknown one."""
+        """Return a backend, by its name or an alias, or a variant ("sdpa+compile"); raise ValueError for an unknown one."""
+        self.require(name)
+        name = self.canonical(name)
         if name not in self._loaded:
-            self.require(name)
             base, _, variant = name.partition("+")
-            backend = self._loaders[base]()
+            backend = self._load(base)
             if variant:
-                backend = backend.variant(variant) or Compiled(backend, variant)
+                backend = backend.variant(variant) or _varied(backend, variant)
             self._loaded[name] = backend
         return self._loaded[name]
 
+    def canonical(self, name: str) -> str:
+        """Return the name that an alias stands for; other names as they are."""
+        base, plus, variant = name.partition("+")
+        return ALIASES.get(base, base) + plus + variant if base not in self._loaders else name
+
     def require(self, name: str) -> None:
         """Raise ValueError unless `name` is registered, without loading it."""
-        base, plus, variant = name.partition("+")
-        if base not in self._loaders:
-            raise ValueError(f"unknown backend {base!r}; known: {', '.join(self._loaders)}")
+        base, plus, variant = self.canonical(name).partition("+")
+        prefix, colon, rest = base.partition(":")
+        if base not in self._loaders and not (prefix in _FAMILIES and rest):
+            if colon and prefix in _FAMILIES:
+                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:NAME")
+            raise ValueError(f"unknown backend {base!r}; known: {', '.join([*self._loaders, *self.families])}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
 
+    def is_known(self, name: str) -> bool:
+        """Whether `require` would let the name pass."""
+        try:
+            self.require(name)
+        except ValueError:
+            return False
+        return True
 
-def _loader(module: str, cls: str) -> Callable[[], Backend]:
+    def _load(self, base: str) -> Backend:
+        if base in self._loaders:
+            return self._loaders[base]()
+        prefix, _, rest = base.partition(":")
+        return _loader(*_FAMILIES[prefix], rest)()
+
+
+def _varied(backend: Backend, variant: str) -> Backend:
+    return Graphed(backend) if variant == "graph" else Compiled(backend, variant)
+
+
+def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:
     def load() -> Backend:
         from importlib import import_module
 
-        backend: Backend = getattr(import_module(module), cls)()
+        backend: Backend = getattr(import_module(f"pytest_attn.backends.{module}"), cls)(*arguments)
         return backend
 
     return load

@@ -5,46 +5,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, half_precision_only, scores_bytes
+from pytest_attn.backends.capabilities import MASKS, Capabilities
+from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
 
-def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
-    affected = machine.capability == (9, 0) and machine.torch_release >= (2, 11) and workload.dtype != "float32"
-    return affected and workload.q_len > 128 and workload.q_len % 128 == 64 and not is_plain_causal(workload)
-
-
-#: Reported with an explicit attn_mask; on an H200 with torch 2.11 it shows without any mask as well.
-_CUDNN_NAN = KnownDefect(
-    issue="pytorch#196678",
-    summary="NaN in dq where q_len % 128 == 64 and a row's lse is below -88",
-    applies=_half_tile_without_causal,
-    tensors=("dq",),
-    only_nan=True,
-    inputs="outlier",
-)
-
-
-def _rows_without_a_key(workload: Workload, machine: Machine) -> bool:
-    blind = interval(workload.plain_mask, 0, workload.q_len, workload.kv_len)
-    on_cudnn = machine.capability == (9, 0) and machine.torch_release >= (2, 9) and workload.dtype != "float32"
-    return on_cudnn and not workload.is_packed and blind is not None and blind[0] == blind[1]
-
-
-_CUDNN_BLIND_ROWS = KnownDefect(
-    issue="seen on an H200 with torch 2.11, no report found",
-    summary="rows that see no key are not zero",
-    applies=_rows_without_a_key,
-    tensors=("out", "dq", "dk", "dv"),
+#: what SDPA's signature can say, with a mask as a tensor
+_MASK_TENSOR = Capabilities(
+    masks=frozenset(MASKS),
+    features=frozenset(("bias", "alibi", "scale", "grouped heads", "padded", "backward")),
+    dtypes=("bfloat16", "float16", "float32"),
+    head_dim=None,
+    head_dim_step=1,
+    v_head_dim=True,
 )
 
 
@@ -53,9 +36,11 @@ class Automatic(Backend):
 
     name = "sdpa"
     precision = "sdpa"
+    capabilities = _MASK_TENSOR
+    needs = "CPU, CUDA or XPU"
     kernel: str | None = None
-    variants = ("compile", "max_autotune")
-    known_defects: tuple[KnownDefect, ...] = (_CUDNN_NAN, _CUDNN_BLIND_ROWS)  # on an H200 it chooses cuDNN
+    variants = ("compile", "max_autotune", "graph")
+    known_defects: tuple[KnownDefect, ...] = (CUDNN_NAN, CUDNN_BLIND_ROWS)  # on an H200 it chooses cuDNN
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """MPS is left to torch's own tests."""
@@ -117,6 +102,13 @@ class Flash(Automatic):
 
     name, kernel, precision = "sdpa_flash", "FLASH_ATTENTION", "flash2"
     known_defects = ()
+    launches = ("PyTorch (flash)",)
+    needs = "CUDA, sm80 to sm121; a CPU has another kernel, which takes masks and float32"
+    capabilities = Capabilities(
+        masks=frozenset(("top-left", "bottom-right")),
+        features=frozenset(("scale", "grouped heads", "backward")),
+        square=True,
+    )
 
     def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """On CUDA torch's own words; on a CPU, the one limit of its kernel."""
@@ -132,6 +124,9 @@ class Efficient(Automatic):
 
     name, kernel, precision = "sdpa_efficient", "EFFICIENT_ATTENTION", "cutlass"
     known_defects = ()
+    launches = ("CUTLASS", "fmha")
+    needs = "CUDA"
+    capabilities = replace(_MASK_TENSOR, features=_MASK_TENSOR.features - {"grouped heads"}, head_dim_step=8)
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """CUDA only."""
@@ -146,7 +141,10 @@ class Cudnn(Automatic):
     """SDPA's cuDNN kernel."""
 
     name, kernel, precision = "sdpa_cudnn", "CUDNN_ATTENTION", "cudnn"
-    known_defects = (_CUDNN_NAN, _CUDNN_BLIND_ROWS)
+    launches = ("cuDNN", "flash")
+    needs = "CUDA, sm80 to sm121, cuDNN"
+    capabilities = replace(_MASK_TENSOR, dtypes=("bfloat16", "float16"), head_dim=128, head_dim_step=8)
+    known_defects = (CUDNN_NAN, CUDNN_BLIND_ROWS)
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """CUDA with cuDNN only."""
@@ -210,9 +208,14 @@ def native_refusals(kernel: str, w: Workload, machine: Machine, backward: bool) 
         mask = torch.empty(1, 1, w.q_len, w.kv_len, dtype=dtype, device=machine.device)
     params = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_plain_causal(w), w.group > 1)
     can_use = getattr(torch.backends.cuda, f"can_use_{kernel}_attention")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if can_use(params, True):
-            return []
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # some reasons would be said once per process
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if can_use(params, True):
+                return []
+    finally:
+        torch.set_warn_always(before)
     said = [" ".join(str(warning.message).split(" (Triggered internally")[0].split()) for warning in caught]
     return said or [f"torch.backends.cuda.can_use_{kernel}_attention says no, without a reason"]

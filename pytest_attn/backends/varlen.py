@@ -6,9 +6,10 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, half_precision_only
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ class Varlen(Backend):
     """varlen_attn on "thd" tensors; dense batches and documents are handed over as packed sequences."""
 
     name = "varlen"
-    variants = ("compile",)
+    variants = ("compile", "graph")
+    launches = ("PyTorch (flash)",)
+    needs = "CUDA, sm80 to sm121, torch >= 2.10"
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window", "documents")),
+        features=frozenset(("scale", "grouped heads", "packed", "backward")),
+    )
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """CUDA from sm80 on, and a torch that has the function."""
@@ -45,9 +52,9 @@ class Varlen(Backend):
             reasons.append("takes no changes of the score")
         if w.kv_pages or (w.kv_lens and not w.is_packed):
             reasons.append("takes packed sequences, not padded or paged ones")
-        if _window(w) is None:
+        if bottom_right_window(w) is None:
             reasons.append("takes causal (bottom-right), sliding-window and document masks only")
-        elif _window(w) != (-1, -1) and not (_takes("window_size") or _takes("is_causal")):
+        elif bottom_right_window(w) != (-1, -1) and not (_takes("window_size") or _takes("is_causal")):
             reasons.append("takes no mask in this torch")
         return reasons
 
@@ -56,16 +63,13 @@ class Varlen(Backend):
         from torch.nn.attention.varlen import varlen_attn
 
         w = inputs.workload
-        cu_q, cu_k, longest_q, longest_k = _boundaries(inputs)
+        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
         options = _options(w)
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            if not w.is_packed:
-                q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-            out: Any = varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
-            return out if w.is_packed else out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
+            return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
 
-        return call
+        return as_packed(call, w)
 
 
 def _takes(parameter: str) -> bool:
@@ -74,24 +78,9 @@ def _takes(parameter: str) -> bool:
     return parameter in inspect.signature(varlen_attn).parameters
 
 
-def _window(w: Workload) -> tuple[int, int] | None:
-    """Return (left, right) with -1 for open, aligned bottom-right; None where the mask is of another kind."""
-    mask = w.plain_mask
-    if mask is None:
-        return (-1, -1)
-    if isinstance(mask, Causal):
-        square = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len
-        return (-1, 0) if mask.bottom_right or square else None
-    if isinstance(mask, Document):
-        return (-1, 0) if mask.causal else (-1, -1)
-    if isinstance(mask, Window):
-        return (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
-    return None
-
-
 def _options(w: Workload) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    window = _window(w)
+    window = bottom_right_window(w)
     if w.scale is not None or _takes("scale"):
         options["scale"] = w.softmax_scale
     if w.group > 1:
@@ -99,16 +88,3 @@ def _options(w: Workload) -> dict[str, Any]:
     if window != (-1, -1):
         options.update({"window_size": window} if _takes("window_size") else {"is_causal": True})
     return options
-
-
-def _boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    import torch
-
-    w = inputs.workload
-    if inputs.cu_seqlens is not None and inputs.cu_seqlens_kv is not None:
-        return inputs.cu_seqlens, inputs.cu_seqlens_kv, w.q_len, w.kv_len
-    if isinstance(w.mask, Document):
-        lengths = torch.tensor([0, *(w.mask.lengths * w.batch)]).cumsum(0).to(inputs.device, torch.int32)
-        return lengths, lengths, max(w.mask.lengths), max(w.mask.lengths)
-    steps = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32)
-    return steps * w.q_len, steps * w.kv_len, w.q_len, w.kv_len

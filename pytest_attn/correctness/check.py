@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, obstacle
+from pytest_attn.backends.compiled import compilation_of
+from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.compare import (
@@ -100,10 +100,20 @@ class Question:
         if self.backward and self.workload.kv_pages:
             raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
 
-    def reference(self, cache: ReferenceCache, distribution: str | None = None) -> Reference:
-        """Return the reference of one distribution, by default the first."""
+    def reference(self, cache: ReferenceCache, distribution: str | None = None, subject: object = None) -> Reference:
+        """Return the reference of one distribution, by default the first.
+
+        For a backend that quantises its inputs it is exact attention on the quantised values, kept for this backend only.
+        """
         precision = precision_named(self.precision)
-        return cache.get(self.workload, distribution or self.inputs[0], self.seed, self.device, precision, self.backward)
+        distribution = distribution or self.inputs[0]
+        with quiet():  # the arithmetic is ours, its warnings are not the test's
+            if not isinstance(subject, Backend) or not subject.is_approximate:
+                return cache.get(self.workload, distribution, self.seed, self.device, precision, self.backward)
+            given = draw_inputs(self.workload, distribution, self.seed, self.device)
+            reference = compute_reference(subject.dequantised(given), precision, self.backward)
+            reference.given = given
+            return reference
 
 
 def judge(
@@ -130,15 +140,20 @@ def judge(
     kernel: Callable[..., Any] | None = None if isinstance(subject, Backend) else subject
     found: list[TensorComparison] = []
     message = ""
-    is_sampled = False
+    is_sampled = is_approximate = False
+    changed: dict[str, float] = {}
     for distribution in question.inputs:
-        reference = question.reference(cache, distribution)
+        reference = question.reference(cache, distribution, subject)
         is_sampled = is_sampled or reference.is_sampled
-        with guard(), _library_noise_ignored(isinstance(subject, Backend)):
+        is_approximate = is_approximate or reference.given is not None
+        with guard(), quiet() if isinstance(subject, Backend) else nullcontext():
             if kernel is None:
-                kernel = subject.prepare(reference.inputs, question.backward)  # type: ignore[union-attr]
+                kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
             try:
-                tensors = _call(kernel, question, reference)
+                tensors, changes = _call(kernel, question, reference)
+                changed |= changes
+                if changes and not _is_known_to_change(subject, changes):
+                    raise ContractError(_changed_text(changes))
             except ContractError as error:
                 where = f"{name} on {question.workload.id}, inputs {distribution}"
                 raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
@@ -150,23 +165,29 @@ def judge(
             if not row.passed and not message:
                 lines = explain(row, tensor, reference, question.workload)
                 message = _with_command(failure_text(row, name, question.workload, lines), reproduce)
-    return Comparison(question.workload.id, name, tuple(found), is_sampled, message)
+    if changed and not message:
+        message = _with_command(f"{_changed_text(changed)}\n  by         {name} on {question.workload.id}", reproduce)
+    return Comparison(
+        question.workload.id,
+        name,
+        tuple(found),
+        is_sampled,
+        message,
+        is_approximate,
+        tuple(changed),
+        compilation_of(kernel) if kernel else None,
+    )
 
 
-@contextmanager
-def _library_noise_ignored(is_library: bool) -> Iterator[None]:
-    """Keep a library's warnings from failing a run under -W error, and torch's compiler trace out of captured logs."""
-    if not is_library:
-        yield
-        return
-    trace = logging.getLogger("torch.__trace")
-    propagated, trace.propagate = trace.propagate, False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        trace.propagate = propagated
+def _is_known_to_change(subject: object, changes: dict[str, float]) -> bool:
+    """Whether a known defect of the backend says that it changes these inputs, so that its values are judged all the same."""
+    known = {name for d in subject.known_defects for name in d.changes_input} if isinstance(subject, Backend) else set()
+    return known.issuperset(changes)
+
+
+def _changed_text(changes: dict[str, float]) -> str:
+    name, largest = next(iter(changes.items()))
+    return f"the callable changed its input {name} in place (by up to {largest:.3g})"
 
 
 def judge_output(out: object, question: Question, reference: Reference, reproduce: str = "") -> Comparison:
@@ -187,15 +208,18 @@ def subject_name(subject: object) -> str:
     return subject.name if isinstance(subject, Backend) else function_label(subject)
 
 
-def _call(kernel: Callable[..., Any], question: Question, reference: Reference) -> dict[str, torch.Tensor]:
-    """Call the kernel on copies of the inputs, in its layout; return out, lse and gradients by name, in native layout.
+def _call(
+    kernel: Callable[..., Any], question: Question, reference: Reference
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Call the kernel on copies of the inputs, in its layout.
 
-    Raises ContractError for a result that cannot be compared and for inputs that the kernel changed.
+    Returns out, lse and gradients by name, in native layout, and by how much it changed each input that it changed.
+    Raises ContractError for a result that cannot be compared.
     """
     __tracebackhide__ = True
     import torch
 
-    pristine = reference.inputs
+    pristine = reference.called_with
     kept = [in_layout(t, question, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
     given = [t.clone().requires_grad_(question.backward) for t in kept]
     names = ("out", "lse") if question.returns_lse else ("out",)
@@ -207,11 +231,12 @@ def _call(kernel: Callable[..., Any], question: Question, reference: Reference) 
         tensors.update(_gradients(tensors["out"], given, in_layout(pristine.dout, question).clone()))
     if question.device.type == "cuda":
         torch.cuda.synchronize(question.device)
-    for name, now, before in zip("qkv", given, kept, strict=True):
-        if not torch.equal(now.detach(), before):
-            largest = float((now.detach().double() - before.double()).abs().max())
-            raise ContractError(f"the callable changed its input {name} in place (by up to {largest:.3g})")
-    return {name: t if name == "lse" else in_layout(t, question) for name, t in tensors.items()}
+    changes = {
+        name: float((now.detach().double() - before.double()).abs().max())
+        for name, now, before in zip("qkv", given, kept, strict=True)
+        if not torch.equal(now.detach(), before)
+    }
+    return {name: t if name == "lse" else in_layout(t, question) for name, t in tensors.items()}, changes
 
 
 def in_layout(tensor: torch.Tensor, question: Question, is_kv: bool = False) -> torch.Tensor:

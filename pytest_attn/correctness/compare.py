@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.compiled import Compilation
 from pytest_attn.correctness.exact import Expected
 from pytest_attn.correctness.reference import Reference, heads_first
 from pytest_attn.workloads.masks import describe
@@ -102,11 +103,17 @@ class Comparison:
     tensors: tuple[TensorComparison, ...]
     is_sampled: bool = False
     message: str = field(default="", repr=False)
+    #: whether the callable quantises its inputs and was held against exact attention on the quantised ones
+    is_approximate: bool = False
+    #: inputs that the callable changed in place
+    changed: tuple[str, ...] = ()
+    #: what torch.compile took, where the callable was compiled
+    compilation: Compilation | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within its budget."""
-        return all(tensor.passed for tensor in self.tensors)
+        """Whether every tensor is within its budget and every input as it was."""
+        return not self.changed and all(tensor.passed for tensor in self.tensors)
 
     @property
     def worst(self) -> TensorComparison:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.compare import Limits, TensorComparison, residual_over_budget
-from pytest_attn.correctness.precision import PRECISIONS, Precision
+from pytest_attn.correctness.precision import EXACT_PRECISIONS, Precision
 from pytest_attn.correctness.reference import Reference, compute_reference, heads_first, score_elements
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, MaskMod, Window
@@ -166,7 +166,8 @@ def _likely_mistakes(
         lines.append(head)
     if not lines:
         fits = {
-            name: _fit(mine, reference.inputs, w, rows, profile, comparison.limits) for name, profile in PRECISIONS.items()
+            name: _fit(mine, reference.inputs, w, rows, profile, comparison.limits)
+            for name, profile in EXACT_PRECISIONS.items()
         }
         lines += _fitting_profiles(fits, reference)
     return lines
@@ -184,7 +185,7 @@ def _profiles_of_gradient(got: torch.Tensor, reference: Reference, w: Workload, 
     if reference.is_sampled or score_elements(w) > _AGAIN_ELEMENTS:
         return []
     fits: dict[str, float | None] = {}
-    for name, profile in PRECISIONS.items():
+    for name, profile in EXACT_PRECISIONS.items():
         other = compute_reference(reference.inputs, profile, backward=True, workload=w).tensors[comparison.name]
         z = residual_over_budget(got.double() - other.value, other.tau)
         squares = z.square().mean(-1)

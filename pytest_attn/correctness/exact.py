@@ -10,6 +10,10 @@ The budget tau (a standard deviation) of every element sums the squares of indep
 with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times the variance of the score, w_ij the variance
 of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/calibration.md.
+
+What quantised kernels add (fields of `Precision`): e_ij follows P's own dtype or step, and is never more than P_ij; where P
+has few steps, sum_j e_ij^2 v_j^2 gives way to what a plain rounding of the row loses, if that is more (`_coarse_variance`);
+float16 sums err by u times each partial sum; what is unknown of q and k moves the scores.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.gradients import Gradients
-from pytest_attn.correctness.precision import FLOOR, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
+from pytest_attn.correctness.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, describe, interval
 from pytest_attn.workloads.workload import Workload
@@ -30,6 +34,14 @@ if TYPE_CHECKING:
 #: Score elements that one chunk may hold (times 8 bytes, times about five temporaries).
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 TILE = 128
+#: Largest value that a row of P has when kernels round it to fp8: 1, or what the format can hold.
+_FP8_PEAKS = (1.0, LARGEST["float8_e4m3fn"])
+#: An error of q or k may be a rare large one: scores are followed this many standard deviations up.
+_REACH = 8.0
+#: Tensor cores add 16 keys at a time, so a float16 sum over 64 keys rounds four times. The squares of its partial sums add up
+#: to 30/16 of that of the whole sum where the terms agree, and to 2.5 times the terms' own squares where they are random:
+#: both lie below this factor times (whole sum^2 + sum of terms^2).
+_HALF_ROUNDINGS = 2.0
 
 
 @dataclass
@@ -109,7 +121,25 @@ class Block:
         self.sums = (
             {} if not backward else {name: self._zeros(dim) for name, dim in (("dk", w.head_dim), ("dv", w.v_head_dim))}
         )
-        self.noisy_scores = precision.rounds_scores or precision.rounds_scaled_query or self._scores_are_noisy()
+        self.v_error2 = self._v_error2()
+        self.unknown_q, self.unknown_k = (self._unknown2(t) for t in (self.q, self.k))
+        self.noisy_scores = (
+            precision.rounds_scores or precision.rounds_scaled_query or precision.qk_error > 0 or self._scores_are_noisy()
+        )
+
+    def _unknown2(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the variance of what is unknown of q or k, one number per head; None where all is known."""
+        if not self.precision.qk_error or not x.numel():
+            return None
+        return x.double().abs().amax((-2, -1), keepdim=True).mul_(self.precision.qk_error).square_()
+
+    def _v_error2(self) -> torch.Tensor | None:
+        """Return the variance of rounding V to a small dtype; None where it is taken as it is."""
+        dtype = self.precision.v_dtype
+        if dtype is None or not self.v.numel():
+            return None
+        top = self.v.abs().amax(-2, keepdim=True)
+        return (self.v.abs() * UNIT[dtype]).maximum(top * (FLOOR[dtype] / LARGEST[dtype])).square_()
 
     def _zeros(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return sums for a gradient of the keys and its variance, per query head if these are rounded, else per key head."""
@@ -240,10 +270,11 @@ class Chunk:
         scores = self._modify(raw)
         if noise is not None:  # float32 rounds the final score once more, after softcap, bias and ALiBi
             noise += scores.clamp(min=-1e100).square_().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
+        highest = None if noise is None or not self.block.precision.qk_error else scores + _REACH * noise.sqrt()
         p, lse = self._softmax(scores)
         out = self.over_keys(p, self.v)
         self.store("lse", lse[:, :, self.kept], None)
-        n2 = None if noise is None else noise.mul_(p).mul_(p)
+        n2 = None if noise is None else self._noise_of_p(noise, p, lse, highest)
         e2 = self.rounding_of_p(p) if bool(self.kept.all()) else None
         if e2 is not None:
             self.store("out", out, self._out_variance(self.q, out, lse, p, e2, n2))
@@ -341,6 +372,10 @@ class Chunk:
             variance += raw.square().mul_(2 * b.unit**2).add_(self.per_key(q2.mul(b.unit**2 * b.scale**2), k2))
         if precision.rounds_scaled_query:
             variance += self.per_key(q2.mul(b.unit**2 * b.scale**2), k2)
+        if b.unknown_q is not None and b.unknown_k is not None:
+            unknown_k = b.unknown_k.repeat_interleave(b.w.group, 1)
+            variance += self.per_key((b.unknown_q * b.scale**2).expand_as(q2), k2)
+            variance += (unknown_k * b.scale**2) * q2.sum(-1, keepdim=True)
         if b.w.softcap is not None:  # tanh damps what lies before it
             t2 = torch.tanh(raw / b.w.softcap).square_()
             damping = (1 - t2).square_()
@@ -348,8 +383,26 @@ class Chunk:
             variance *= damping
         return variance.mul_(SHARED**2)
 
+    def _noise_of_p(
+        self, noise: torch.Tensor, p: torch.Tensor, lse: torch.Tensor, highest: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return n_ij, in place of the variance of the scores.
+
+        Scores that may be far off, as those of unknown q and k, change P by more than its derivative tells: `highest` is
+        what they may be.
+        """
+        if highest is None:
+            return noise.mul_(p).mul_(p)
+        largest_p = highest.sub_(lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).clamp_(max=0).exp_()
+        return noise.clamp_(max=1).mul_(largest_p.square_())
+
     def rounding_of_p(self, p: torch.Tensor) -> torch.Tensor:
         """Return e_ij^2."""
+        step, dtype = self.block.precision.p_step, self.block.precision.p_dtype
+        if step:
+            return p.minimum(_row_tops(p).mul_(step / math.sqrt(12))).square_()
+        if dtype:
+            return p.minimum((p * UNIT[dtype]).maximum(_row_tops(p).mul_(FLOOR[dtype]))).square_()
         return self.rounded_where_seen(p, p, terms=self.block.segment.lengths[1])
 
     def _out_variance(
@@ -362,17 +415,63 @@ class Chunk:
         n2: torch.Tensor | None,
     ) -> torch.Tensor:
         of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
-        variance = self.block.rounded(out, self.block.segment.lengths[1]).add_(self.over_keys(e2, self.v2))
+        variance = self.block.rounded(out, self.block.segment.lengths[1])
+        variance += self._coarse_variance(p, out, e2) if self.block.precision.is_coarse else self.over_keys(e2, self.v2)
         variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels
         if n2 is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = self.over_keys(n2, self.v2) - 2 * out * self.over_keys(n2, self.v)
             variance += (mixed + out.square() * n2.sum(-1, keepdim=True)).clamp_(min=0)
-        if self.block.precision.rounds_scaled_query:  # one error of q moves all scores of a row together: Cauchy-Schwarz
+        error_of_q = self._query_variance(q)
+        if error_of_q is not None:  # one error of q moves all scores of a row together: Cauchy-Schwarz
             spread_v = (self.over_keys(p, self.v2) - out.square()).clamp_(min=0)
             spread_k = (self.over_keys(p, self.k.square()) - self.over_keys(p, self.k).square()).clamp_(min=0)
-            moved = (q.square() * spread_k).sum(-1, keepdim=True).mul_(self.block.unit**2 * self.block.scale**2)
+            moved = (error_of_q * spread_k).sum(-1, keepdim=True).mul_(self.block.scale**2)
             variance += spread_v * moved
+        if self.block.v_error2 is not None:
+            variance += self.over_keys(p.square(), self.block.v_error2[:, :, self.span])
+        if self.block.precision.half_sum_keys:
+            variance += self._half_sum_variance(p, out)
         return variance
+
+    def _query_variance(self, q: torch.Tensor) -> torch.Tensor | None:
+        if self.block.precision.rounds_scaled_query:
+            return q.square().mul_(self.block.unit**2)
+        return self.block.unknown_q
+
+    def _coarse_variance(self, p: torch.Tensor, out: torch.Tensor, e2: torch.Tensor) -> torch.Tensor:
+        """Return what a P of few steps loses: that of independent roundings, or of plain rounding where that is more.
+
+        A row with one large P and many below half a step loses all of these together; kernels that divide by the sum of
+        rounded P lose something else, which counts as well.
+        """
+        import torch
+
+        variance = self.over_keys(e2, self.v2)
+        top = _row_tops(p).clamp_(min=torch.finfo(p.dtype).tiny)
+        step = self.block.precision.p_step
+        for peak in (1 / step,) if step else _FP8_PEAKS:
+            scaled = p / top * peak
+            rounded = scaled.round_() if step else scaled.to(torch.float8_e4m3fn).double()
+            lost = rounded * (top / peak) - p
+            drift = self.over_keys(lost, self.v)
+            variance = variance.maximum(drift.square())
+            variance = variance.maximum((drift - out * lost.sum(-1, keepdim=True)).square_())
+        return variance
+
+    def _half_sum_variance(self, p: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the rounding of float16 sums, which hold P as a part of its row's largest."""
+        import torch
+
+        size, first = self.block.precision.half_sum_keys, self.span.start
+        tiles = range(first // size * size, self.span.stop, size)
+        variance = torch.zeros_like(out)
+        for start in tiles:
+            keys = slice(max(start - first, 0), start - first + size)
+            variance += self.over_keys(p[..., keys], self.v[:, :, keys]).square_()
+        variance += self.over_keys(p.square(), self.v2)
+        variance *= UNIT["float16"] ** 2
+        variance += _row_tops(p).square_().mul_(FLOOR["float16"] ** 2 * len(tiles))
+        return variance.mul_(_HALF_ROUNDINGS)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -389,3 +488,8 @@ class Chunk:
         part = self.span if keys is None else slice(None)
         for target, source in zip(self.block.sums[name], (value, tau2), strict=True):
             target[:, :, part] += source
+
+
+def _row_tops(p: torch.Tensor) -> torch.Tensor:
+    """Return each row's largest P, (..., rows, 1); 0 where there are no keys."""
+    return p.amax(-1, keepdim=True) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))

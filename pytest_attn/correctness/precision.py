@@ -6,12 +6,17 @@ An honest attention kernel differs from exact attention only where it rounds. A 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 #: Root-mean-square-like relative rounding error of one rounding: half of the largest, 2 ** -p for p significant bits.
-UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
-#: Below its smallest normal number float16's rounding error stops shrinking: half of the spacing of its subnormals.
-FLOOR = {"bfloat16": 0.0, "float16": 2.0**-25, "float32": 0.0}
+UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25, "float8_e4m3fn": 2.0**-5}
+#: Below its smallest normal number the rounding error of a small dtype stops shrinking: half of its subnormals' spacing.
+FLOOR = {"bfloat16": 0.0, "float16": 2.0**-25, "float32": 0.0, "float8_e4m3fn": 2.0**-10}
+#: The largest number of a small dtype, to which kernels scale what they round to it.
+LARGEST = {"float8_e4m3fn": 448.0}
+#: Step of int8 that reaches from 0 to a row's largest, as a part of it.
+INT8_STEP = 1 / 127
 #: No result is held to more than this: float32 exponentials below 2 ** -126 may be flushed to zero, whatever the dtype.
 TINY = 2.0**-100
 #: Relative error of one addition inside tensor cores, which truncate where float32 arithmetic would round.
@@ -20,6 +25,12 @@ TENSOR_CORE_UNIT = 2.0**-23
 LSE_UNIT = 2.0**-24
 #: Absolute error of softcap's derivative 1 - tanh(x)^2, formed in float32.
 SLOPE_UNIT = 2.0**-22
+#: Error of rounding to int8, as a part of the largest value: evenly spread over a step.
+INT8_ERROR = INT8_STEP / math.sqrt(12)
+#: Error of int8 values known but for ties, which a division that is not exact sends either way (they count as halfway): half
+#: a step for one in 32 values. Of normal bfloat16 numbers 1 in 1,000 is half the largest, a tie, but up to a tenth of them are
+#: where the largest is 127 / 32.
+TIES_ERROR = INT8_STEP / 2 / math.sqrt(32)
 #: Standard deviations count this much more where one rounding error moves a whole row (of the row's sum D, of a score):
 #: the RMS over the row is then a single normal variable, and the largest of 100,000 such rows exceeds 4.
 SHARED = 1.5
@@ -37,6 +48,14 @@ class Precision:
     sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
     exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
     float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32 products.
+
+    For kernels that quantise q, k and v, and are held to exact attention on the quantised values:
+
+    p_dtype: what P, as a part of its row's largest, is rounded to where that is not the workload's dtype.
+    p_step: P is rounded to multiples of this part of its row's largest.
+    v_dtype: what V, scaled so that each column just fits, is rounded to once more.
+    qk_error: standard deviation of what is left unknown of every element of q and k, as a part of its head's largest.
+    half_sum_keys: P v is summed in float16 over this many keys at a time.
     """
 
     name: str
@@ -48,6 +67,21 @@ class Precision:
     sums_query_blocks: bool = False
     exponential_unit: float = 2.0**-23
     float32_unit: float = UNIT["float32"]
+    p_dtype: str | None = None
+    p_step: float = 0.0
+    v_dtype: str | None = None
+    qk_error: float = 0.0
+    half_sum_keys: int = 0
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether P has fewer bits than the workload's dtype: a profile for approximate kernels."""
+        return bool(self.p_step or self.p_dtype)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether P has so few steps that roundings of many keys may go the same way."""
+        return bool(self.p_step) or self.p_dtype == "float8_e4m3fn"
 
     def unit(self, dtype: str) -> float:
         """Return the unit roundoff of one rounding in this profile."""
@@ -79,7 +113,22 @@ PRECISIONS = {
     "cudnn": Precision("cudnn", rounds_scaled_ds=True),
     # whichever of its kernels SDPA chooses
     "sdpa": Precision("sdpa", ds_from_rounded_p=True, rounds_scaled_ds=True, sums_rounded_heads=True, float32_unit=2.0**-23),
+    # P in int8 or fp8, for inputs that are quantised values already (as they are after dequantisation): only what a kernel
+    # does to P is excused, not what it does to q, k and v
+    "int8": Precision("int8", p_step=INT8_STEP),
+    "fp8": Precision("fp8", p_dtype="float8_e4m3fn"),
+    # SageAttention 1.0.6, its quantisation known but for ties: float16 P, and float16 sums over 64 keys.
+    # Source: attn_qk_int8_per_block.py (p.to(tl.float16), out_dtype=tl.float16, BLOCK_N = 64).
+    "sage": Precision("sage", p_dtype="float16", half_sum_keys=64, qk_error=TIES_ERROR),
+    # SageAttention 2: int8 steps of q and k unknown but for their size; float16 P, float32 sums
+    "sage_fp16": Precision("sage_fp16", p_dtype="float16", qk_error=INT8_ERROR),
+    # ... and P and V in fp8
+    "sage_fp8": Precision("sage_fp8", p_dtype="float8_e4m3fn", v_dtype="float8_e4m3fn", qk_error=INT8_ERROR),
 }
+
+
+#: those of kernels that are exact but for rounding
+EXACT_PRECISIONS = {name: precision for name, precision in PRECISIONS.items() if not precision.is_quantised}
 
 
 def precision_named(name: str) -> Precision:

@@ -30,12 +30,19 @@ _SAMPLED_ROWS = 2048
 class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
-    Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry.
+    Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
+    inputs before a backend quantised them to `inputs`, None where it does not.
     """
 
     inputs: Inputs
     precision: Precision
     tensors: dict[str, Expected] = field(default_factory=dict)
+    given: Inputs | None = None
+
+    @property
+    def called_with(self) -> Inputs:
+        """The inputs that the callable is given."""
+        return self.given or self.inputs
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,8 @@ def summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
     if verbose:
         yield from _rows(records)
     yield from _problems(records)
+    if verbose:
+        yield from _compilations(records)
     yield from _not_run(records)
     yield _closing(records)
 
@@ -26,7 +28,7 @@ def _rows(records: Sequence[Record]) -> Iterator[Line]:
     table = [("verdict", "backend", "workload", "pass", "worst", "z", "row", "head")]
     table += [
         (
-            r["verdict"],
+            r["verdict"] + (" approximate" if r["is_approximate"] else ""),
             r["subject"],
             r["workload"] + (" (sampled)" if r["is_sampled"] else ""),
             "bwd" if r["backward"] else "fwd",
@@ -67,6 +69,19 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
 
 
+def _compilations(records: Sequence[Record]) -> Iterator[Line]:
+    """One line per compiled backend: how long its first calls took, which no latency contains, and its graph breaks."""
+    compiled: dict[str, list[Record]] = {}
+    for r in records:
+        if r["compile_seconds"] is not None:
+            compiled.setdefault(r["subject"], []).append(r)
+    for name, cases in compiled.items():
+        seconds = sorted(r["compile_seconds"] for r in cases)
+        breaks = max(r["graph_breaks"] for r in cases)
+        times = f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most"
+        yield f"compiled      {name}: {_count(len(cases), 'case')}, {times}, {_count(breaks, 'graph break')} at most", {}
+
+
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:
     """One line per reason for which nothing of a backend ran at all; refused workloads are only counted."""
     ran = {r["subject"] for r in records if r["verdict"] != "skipped"}
@@ -85,11 +100,11 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
 
 
 def _closing(records: Sequence[Record]) -> Line:
-    counts = Counter(r["verdict"] for r in records)
+    counts = Counter("approximate" if r["verdict"] == "passed" and r["is_approximate"] else r["verdict"] for r in records)
     backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
     workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}
     parts = [f"{counts[v]:,} {text}" for v, text in _WORDS.items() if counts[v]]
-    good = [r for r in records if r["verdict"] == "passed" and r["z_element"] is not None]
+    good = [r for r in records if r["verdict"] == "passed" and r["z_element"] is not None and not r["is_approximate"]]
     text = ", ".join(parts)
     if backends:
         text += f"; {_count(len(backends), 'kernel')} on {_count(len(workloads), 'workload')}"
@@ -98,12 +113,19 @@ def _closing(records: Sequence[Record]) -> Line:
         text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
     if counts["skipped"]:
         text += "; -rs lists the reasons of skips"
-    markup = {"red": True} if counts["mismatch"] or counts["raised"] else {"green": True} if counts["passed"] else {}
+    markup = (
+        {"red": True}
+        if counts["mismatch"] or counts["raised"]
+        else {"green": True}
+        if counts["passed"] or counts["approximate"]
+        else {}
+    )
     return text, markup
 
 
 _WORDS = {
     "passed": "right",
+    "approximate": "right as approximate",
     "mismatch": "wrong",
     "raised": "raised",
     "known defect": "known defects",
@@ -116,12 +138,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listing(backends: Sequence[Sequence[str]], workloads: Sequence[Sequence[str]], closing: str) -> Iterator[Line]:
-    """Yield the tables of --attn-list: rows (name, version, available or why not) and (name, group, shape, source)."""
-    for title, rows in (
-        (("backend", "version", "variants", "status"), backends),
-        (("workload", "group", "shape", "source"), workloads),
-    ):
+def listing(tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], closing: str) -> Iterator[Line]:
+    """Yield the tables of --attn-list, each a header and its rows, and the closing sentence."""
+    for title, rows in tables:
         header, *lines = aligned([title, *rows])
         yield header, {"bold": True}
         for line in lines:

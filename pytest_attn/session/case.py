@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.check import Question
     from pytest_attn.correctness.compare import Comparison
     from pytest_attn.correctness.reference import Reference
+    from pytest_attn.profiling.profiler import Profile
     from pytest_attn.workloads.inputs import Inputs
     from pytest_attn.workloads.workload import Workload
 
@@ -46,6 +48,7 @@ class AttentionCase:
         self.workload: Workload = parameter.workload
         self.backend: Backend | None = session.registry[parameter.backend] if parameter.backend else None
         self._item, self._mark, self._session = item, mark, session
+        self._checked: Any = None
 
     # -- what the case is ----------------------------------------------------------------------------------------------
 
@@ -145,6 +148,7 @@ class AttentionCase:
             subject = self._session.registry[fn]
             self._skip_unless_runnable(subject)
         name = subject_name(subject)
+        self._checked = subject
         failure = None
         try:
             comparison = judge(
@@ -162,6 +166,8 @@ class AttentionCase:
         defects = self._known_defects(subject)
         if comparison.passed:
             self._record(name, "passed", comparison, "; ".join(f"{d.issue} did not show: {d.summary}" for d in defects))
+            if self._session.settings.profile:
+                self._add_profiles(subject)
             return comparison
         for defect in (d for d in defects if d.explains(comparison)):
             reason = f"known defect {defect.issue}: {defect.summary}"
@@ -187,6 +193,28 @@ class AttentionCase:
         self._record("out", "passed" if comparison.passed else "mismatch", comparison)
         if not comparison.passed:
             raise AssertionError(comparison.message)
+
+    def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | None = None) -> list[Profile]:
+        """Assert that `fn`, by default what `check` was last given, launches a kernel that answers to all of `words`.
+
+        Words are parts of what --attn-profile prints or of the kernel's symbol, whatever the case: "sm90", "flash".
+        Copies and elementwise kernels do not count. Returns the profiles; raises AssertionError listing what ran instead.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.profiling.kernels import is_launched
+
+        subject = self._checked if fn is None else fn
+        if not words or subject is None:
+            raise ValueError("assert_launched needs words, and a callable: call attn.check(fn) first or say fn=...")
+        profiles = self._profiles(subject, with_ceilings=False)
+        for profile in profiles:
+            if not is_launched(words, profile.symbols):
+                wanted = ", ".join(map(repr, words))
+                raise AssertionError(
+                    f"no kernel that answers to {wanted} was launched in the {profile.direction} pass; these were:\n"
+                    + "\n".join(f"  {launch.words}: {launch.symbol[:120]}" for launch in profile.launches)
+                )
+        return profiles
 
     def command(self) -> str:
         """Return the shell command that runs exactly this case again."""
@@ -222,6 +250,16 @@ class AttentionCase:
             seed=settings.seed,
             limits=settings.limits,
         )
+
+    def _profiles(self, subject: Callable[..., Any] | Backend, with_ceilings: bool = True) -> list[Profile]:
+        from pytest_attn.profiling.subject import profile_subject
+
+        return profile_subject(subject, self._question, with_ceilings)
+
+    def _add_profiles(self, subject: Callable[..., Any] | Backend) -> None:
+        """Put the profiles of the case on its last record."""
+        records = self._item.stash[RECORD]
+        records[-1] = replace(records[-1], profiles=tuple(profile.to_dict() for profile in self._profiles(subject)))
 
     @property
     def _reference(self) -> Reference:
@@ -269,8 +307,8 @@ class AttentionCase:
         """Whether the case looks at what the defect spoils: a gradient only shows in a backward case."""
         from pytest_attn.workloads.inputs import distribution_names
 
-        shown = self._mark.backward or not all(name.startswith("d") for name in defect.tensors)
-        return shown and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
+        shown = self._mark.backward or defect.changes_input or not all(name.startswith("d") for name in defect.tensors)
+        return bool(shown) and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
 
     def _record(self, subject: str, verdict: str, comparison: Comparison | None = None, reason: str | None = None) -> None:
         record = CaseRecord.from_comparison(
@@ -292,7 +330,9 @@ def _wrong(comparison: Comparison) -> str:
     """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
     from pytest_attn.correctness.check import verdict
 
-    row = next(t for t in comparison.tensors if not t.passed)
+    row = next((t for t in comparison.tensors if not t.passed), None)
+    if row is None:
+        return f"changed its input {comparison.changed[0]} in place"
     return f"{row.name} {verdict(row)} (inputs {row.distribution})"
 
 
@@ -301,7 +341,7 @@ def _runnable(item: pytest.Item) -> str:
     import os
     from pathlib import Path
 
-    _, separator, rest = item.nodeid.partition("::")
+    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     shown = str(item.path) if path.startswith("..") else str(Path(path).as_posix())
-    return f"{shown}{separator}{rest}"
+    return "::".join([shown, *names])  # not item.nodeid, to which xdist may have added a group

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_attn.backends.backend import obstacle
+from pytest_attn.backends.backend import LibraryBackend, obstacle
+from pytest_attn.backends.capabilities import COLUMNS
+from pytest_attn.backends.library import try_imports
+from pytest_attn.backends.registry import Registry
+from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.marker import AttentionMark, RequiresMark
@@ -34,6 +40,14 @@ def deselect_unselected(config: pytest.Config, items: list[pytest.Item]) -> None
     if unselected:
         config.hook.pytest_deselected(items=unselected)
         items[:] = [item for item in items if not is_unselected(item)]
+
+
+def group_by_workload(items: list[pytest.Item]) -> None:
+    """Keep the cases of one workload and test in one xdist worker, which then computes each reference once."""
+    for item in items:
+        if _is_case(item) and item.get_closest_marker("xdist_group") is None:
+            parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.xdist_group(f"{item.nodeid.partition('[')[0]}[{parameter.workload.id}]"))
 
 
 def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
@@ -75,7 +89,36 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     wrong = any(record["verdict"] in ("mismatch", "raised") for record in session.records)
     if verbosity < 0 and not wrong:
         return
+    if session.settings.profile:
+        from pytest_attn.reports.profile import profile_tables
+
+        _print(reporter, profile_tables(session.records), "attention kernels")
     _print(reporter, summary(session.records, verbose=verbosity > 0))
+
+
+def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
+    """Write the page of --attn-support, whole or not at all, in the order of registry and catalog."""
+    machine = session.machine()
+    names, groups = session.registry.names, {entry.workload.id: entry.group for entry in session.catalog}
+    columns = list(dict.fromkeys(groups.values()))
+
+    def place(record: dict[str, Any]) -> tuple[int, str, int]:
+        name, group = record["subject"], groups.get(record["workload"])
+        base = name.partition("+")[0]
+        return (names.index(base) if base in names else len(names), name, columns.index(group) if group else len(columns))
+
+    records = sorted(session.records, key=place)
+    ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
+    versions = [f"{name} {session.registry[name].version()}" for name in ran if session.registry.is_known(name)]
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
+    target = Path(path)
+    unfinished = target.with_name(f"{target.name}.part")
+    try:
+        unfinished.write_text(support_page(records, groups, title), encoding="utf-8")
+        unfinished.replace(target)
+    except OSError as error:
+        reporter.write_line(f"--attn-support: cannot write {path}: {error}", red=True)
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -99,22 +142,42 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     except (ValueError, NoTorchError) as error:
         _print(reporter, [(str(error), {"red": True})])
         return
-    backends = []
+    backends = [session.registry[name] for name in session.registry.names]
+    try_imports([one.source for one in backends if isinstance(one, LibraryBackend) and not one.unavailable_because(machine)])
+    statuses = []
     for name in session.registry.names:
         backend = session.registry[name]
-        reason = backend.unavailable_because(machine)
+        reason = backend.unavailable_because(machine) or backend.broken_because()
         version = backend.version() if reason is None else "-"
         variants = " ".join(f"+{variant}" for variant in backend.variants)
-        backends.append((name, version, variants or "-", reason or "available"))
-    workloads = [(e.workload.id, e.group, e.workload.shape_id, e.source) for e in session.catalog]
+        statuses.append((name, version, variants or "-", reason or "available"))
+    tables = (
+        (("backend", "version", "variants", "status"), statuses),
+        capability_table(session.registry),
+        (
+            ("workload", "group", "shape", "source"),
+            [(e.workload.id, e.group, e.workload.shape_id, e.source) for e in session.catalog],
+        ),
+    )
     closing = (
         f"{session.runnable:,} of {session.cases:,} cases would run on {machine.name}"
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
-    _print(reporter, listing(backends, workloads, closing))
+    _print(reporter, listing(tables, closing))
 
 
-def _print(reporter: Any, lines: Iterable[Line]) -> None:
-    reporter.section("attention")
+def capability_table(registry: Registry) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return header and rows of what each backend can do, wherever it runs; docs/backends.md shows the built-in ones."""
+    rows = []
+    for name in registry.names:
+        backend = registry[name]
+        if backend.capabilities is not None:
+            kind = "approximate" if backend.is_approximate else backend.precision
+            rows.append((name, backend.needs, kind, *backend.capabilities.row()))
+    return ("backend", "needs", "precision", *COLUMNS), rows
+
+
+def _print(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:
+    reporter.section(title)
     for text, markup in lines:
         reporter.write_line(text, **markup)

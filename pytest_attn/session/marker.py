@@ -49,6 +49,7 @@ class AttentionMark:
             values["backends"] = _name_tuple("backends", values["backends"])
             for name in values["backends"]:
                 registry.require(name)
+            values["backends"] = tuple(registry.canonical(name) for name in values["backends"])
         if values.get("dtypes") is not None:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:

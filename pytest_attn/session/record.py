@@ -27,6 +27,10 @@ class CaseRecord:
     z_row: float | None = None
     z_head: float | None = None
     is_sampled: bool = False
+    is_approximate: bool = False
+    compile_seconds: float | None = None
+    graph_breaks: int = 0
+    profiles: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def from_comparison(cls, comparison: Comparison | None, **known: Any) -> CaseRecord:
@@ -42,6 +46,9 @@ class CaseRecord:
             z_row=worst.z_row,
             z_head=worst.z_head,
             is_sampled=comparison.is_sampled,
+            is_approximate=comparison.is_approximate,
+            compile_seconds=comparison.compilation.seconds if comparison.compilation else None,
+            graph_breaks=comparison.compilation.graph_breaks if comparison.compilation else 0,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -130,6 +131,8 @@ class Settings:
     timeout: float
     memory: int
     list_only: bool
+    profile: bool
+    support: str | None
     given: dict[str, str]
 
     @classmethod
@@ -145,7 +148,12 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if text != option.default:
                 given[option.stem] = text
-        return cls(**values, list_only=bool(config.getoption("attn_list")), given=given)
+        actions: dict[str, Any] = {
+            "list_only": bool(config.getoption("attn_list")),
+            "profile": bool(config.getoption("attn_profile")),
+            "support": _writable_file("--attn-support", config.getoption("attn_support")),
+        }
+        return cls(**values, **actions, given=given)
 
     def as_options(self) -> str:
         """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""
@@ -159,13 +167,30 @@ def add_options(parser: pytest.Parser) -> None:
     for option in OPTIONS:
         group.addoption(option.flag, dest=f"attn_{option.stem}", metavar=option.metavar, default=None, help=option.help)
         parser.addini(f"attn_{option.stem}", option.help, type="string", default=option.default)
+    for flag, text in (
+        ("list", "List backends, what they can do, and workloads; what would run and why the rest would not; run nothing"),
+        (
+            "profile",
+            "Print which kernels each case that is right really launches, with time, memory and share of roofline",
+        ),
+    ):
+        group.addoption(f"--attn-{flag}", dest=f"attn_{flag}", action="store_true", default=False, help=text)
     group.addoption(
-        "--attn-list",
-        dest="attn_list",
-        action="store_true",
-        default=False,
-        help="List backends and workloads, what would run and why the rest would not; run nothing",
+        "--attn-support",
+        dest="attn_support",
+        metavar="FILE.md",
+        default=None,
+        help="Write which backend passed, refused or failed which group of workloads, as a table",
     )
+
+
+def _writable_file(flag: str, text: str | None) -> str | None:
+    """Return a file's path as given; raise pytest.UsageError, before anything runs, where its folder is not there."""
+    if text is not None:
+        folder = os.path.dirname(os.path.abspath(text))
+        if os.path.isdir(text) or not os.path.isdir(folder):
+            raise pytest.UsageError(f"{flag}: must be a file in a folder that exists, got {text!r}")
+    return text
 
 
 def _text(config: pytest.Config, option: Option) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ class AttentionSession:
 
     def backend_names(self, device: str | None = None) -> list[str]:
         """Return the selected backends; asks the machine only where "available" is part of the selection."""
-        tokens = self.settings.backends
+        tokens = tuple(_signed(token, self.registry.canonical) for token in self.settings.backends)
         needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
         available = self._available(device) if needs_machine else []
         chosen = choose(tuple(t for t in tokens if t != "available"), self.registry.names, available)
@@ -160,6 +161,11 @@ class AttentionSession:
     def default_groups(self, device: str | None = None) -> tuple[str, ...]:
         """Return the groups that a test without named workloads runs."""
         return CPU_GROUPS if self.device(device).type == "cpu" else ("all",)
+
+
+def _signed(token: str, change: Callable[[str], str]) -> str:
+    """Change the name in a token that may begin with a minus sign."""
+    return f"-{change(token[1:])}" if token.startswith("-") else change(token)
 
 
 SESSION = pytest.StashKey[AttentionSession]()

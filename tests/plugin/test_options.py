@@ -12,9 +12,12 @@ def test_list_shows_backends_workloads_and_what_would_run(run, kernel_test):
     result.stdout.re_match_lines_random(
         [
             r"backend +version +variants +status",
-            r"math +\d+\.\d+.* \+compile \+max_autotune +available",
-            r"sdpa_cudnn +- +\+compile \+max_autotune +needs a CUDA device",
+            r"math +\d+\.\d+.* \+compile \+max_autotune \+graph +available",
+            r"sdpa_cudnn +- +\+compile \+max_autotune \+graph +needs a CUDA device",
             r"flex_decode +- +- +is a Triton kernel: needs a GPU",
+            r"flash2 +- +.* flash-attn is not installed; pip install flash-attn --no-build-isolation",
+            r"backend +needs +precision +dtypes +head_dim +masks +takes",
+            r"flash2 +CUDA, sm80 to sm121 +flash2 +bf16 fp16 +<=256 %8 +bottom-right, window, documents +softcap, alibi, .*",
             r"workload +group +shape +source",
             r"flux-L512 +flux +h24-s4608-d128 +HF kernels-benchmarks.*",
             r"1 of 2 cases would run on .* \(cpu, torch \d.*\); leave out --attn-list to run them",

@@ -58,14 +58,15 @@ def test_one_item_per_backend_and_verbose_rows(run, kernel_test):
 def test_all_backends_skip_the_missing_with_their_reason(run, kernel_test):
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
     result = run("--attn-backends=all,-flex,-sdpa", "-rs")
-    result.assert_outcomes(passed=3, skipped=5)
+    result.assert_outcomes(passed=4, skipped=24)
     result.stdout.fnmatch_lines_random(
         [
             "SKIPPED * sdpa_cudnn: needs a CUDA device",
             "SKIPPED * kv_cache: decodes causally: *",
             "not run       sdpa_efficient, sdpa_cudnn, varlen: needs a CUDA device",
             "not run       flex_decode: is a Triton kernel: needs a GPU",
-            "3 right, 5 skipped; 3 kernels on 1 workload, *; -rs lists the reasons of skips",
+            "not run       natten: natten is not installed; pip install natten",
+            "3 right, 1 right as approximate, 24 skipped; 4 kernels on 1 workload, *; -rs lists the reasons of skips",
         ]
     )
 

@@ -1,0 +1,139 @@
+"""What a library's interface can say, declared once: its refusals and its row of the table in docs/backends.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
+from pytest_attn.workloads.workload import DTYPES, Workload
+
+#: What a mask argument may mean, in the order of the table. "top-left" and "bottom-right" are causal alignments; "any" is
+#: an arbitrary boolean tensor or mask_mod, which can express every other.
+MASKS = ("top-left", "bottom-right", "window", "documents", "neighborhood", "any")
+#: Changes of the score, options of the softmax, layouts and results, in the words of `Workload`.
+FEATURES = (
+    "softcap",
+    "bias",
+    "alibi",
+    "sinks",
+    "score_mod",
+    "scale",
+    "grouped heads",
+    "packed",
+    "padded",
+    "paged",
+    "backward",
+)
+COLUMNS = ("dtypes", "head_dim", "masks", "takes")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The limits of one backend's interface.
+
+    masks and features are parts of MASKS and FEATURES; no mask at all is always taken. head_dim is the largest, which
+    must be a multiple of head_dim_step; head_dims lists the only ones instead. v_head_dim says whether values may differ
+    in it. square: a causal or windowed mask needs q_len == kv_len.
+    """
+
+    masks: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    head_dim: int | None = 256
+    head_dim_step: int = 8
+    head_dims: tuple[int, ...] | None = None
+    v_head_dim: bool = False
+    square: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = (self.masks - set(MASKS)) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
+        assert not unknown, f"unknown capabilities: {unknown}"
+
+    def refusals(self, w: Workload, backward: bool = False) -> list[str]:
+        """Return a reason for everything in the workload that the interface cannot say."""
+        reasons = []
+        if w.dtype not in self.dtypes:
+            reasons.append(f"takes {_listed(self.dtypes)} only, not {w.dtype}")
+        reasons += self._dimension_refusals(w)
+        mask = _mask_words(w)
+        if mask is not None and "any" not in self.masks:
+            needed, text = mask
+            if not needed & self.masks:
+                reasons.append(f"has no {text}")
+            elif self.square and w.q_len != w.kv_len:
+                reasons.append(f"takes a {text} for q_len == kv_len only")
+        reasons += [text for feature, text in _features_of(w, backward) if feature not in self.features]
+        if isinstance(w.mask, Document) and w.kv_lens is not None and "any" not in self.masks:
+            reasons.append("takes documents or padded keys, not both")
+        return reasons
+
+    def _dimension_refusals(self, w: Workload) -> list[str]:
+        found = f"head_dim {w.head_dim}"
+        if w.v_head_dim != w.head_dim:
+            found += f", v_head_dim {w.v_head_dim}"
+            if not self.v_head_dim:
+                return ["needs v_head_dim equal to head_dim"]
+        dims = (w.head_dim, w.v_head_dim)
+        if self.head_dims is not None:
+            fits = all(dim in self.head_dims for dim in dims)
+            return [] if fits else [f"takes head_dim {_listed(self.head_dims)} only, not {found}"]
+        if any(dim % self.head_dim_step for dim in dims):
+            return [f"needs a head_dim that is a multiple of {self.head_dim_step}, not {found}"]
+        if self.head_dim is not None and max(dims) > self.head_dim:
+            return [f"takes a head_dim of at most {self.head_dim}, not {found}"]
+        return []
+
+    def row(self) -> tuple[str, ...]:
+        """Return the table's cells under COLUMNS, in the order of MASKS and FEATURES."""
+        if self.head_dims is not None:
+            dims = "/".join(map(str, self.head_dims))
+        else:
+            dims = "any" if self.head_dim is None else f"<={self.head_dim}"
+            dims += f" %{self.head_dim_step}" if self.head_dim_step > 1 else ""
+        dims += ", v differs" if self.v_head_dim else ""
+        masks = ["all"] if "any" in self.masks else [mask for mask in MASKS if mask in self.masks]
+        masks += ["if q_len == kv_len"] if self.square else []
+        features = [feature for feature in FEATURES if feature in self.features]
+        return (" ".join(DTYPES[d][0] for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
+
+
+def _mask_words(w: Workload) -> tuple[frozenset[str], str] | None:
+    """Return which of MASKS would express the workload's mask, and what to call it; None where there is no mask."""
+    mask = w.plain_mask
+    if mask is None:
+        return None
+    if isinstance(mask, Causal):
+        if w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len and w.kv_lens is None:
+            return frozenset(("top-left", "bottom-right")), "causal mask"
+        alignment = "bottom-right" if mask.bottom_right else "top-left"
+        return frozenset((alignment,)), f"causal mask aligned {alignment}"
+    if isinstance(mask, Window):
+        return frozenset(("window",)), "sliding window"
+    if isinstance(mask, Document):
+        return frozenset(("documents",)), "mask of documents"
+    if isinstance(mask, Neighborhood):
+        return frozenset(("neighborhood",)), "neighborhood mask"
+    return frozenset(("any",)), "mask given as a tensor or function"
+
+
+def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
+    """Return the features that the workload needs, each with the words of its refusal."""
+    needed = (
+        ("softcap", w.softcap is not None, "has no softcap"),
+        ("bias", w.bias is not None, "has no additive bias"),
+        ("alibi", w.alibi, "has no ALiBi"),
+        ("sinks", w.sinks, "has no sinks"),
+        ("score_mod", w.score_mod is not None, "has no score_mod"),
+        ("scale", w.scale is not None, "has no scale of its own"),
+        ("grouped heads", w.group > 1, "takes no grouped heads"),
+        ("packed", w.is_packed, "takes no packed sequences"),
+        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "takes no padded keys"),
+        ("paged", w.kv_pages is not None, "reads no page table"),
+        ("backward", backward, "has no backward pass"),
+    )
+    return [(feature, text) for feature, is_needed, text in needed if is_needed]
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,98 @@
+"""flash-attn 2: dense, packed (varlen) and paged sequences, and decoding with a growing cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Kernel
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.flash_attention import FlashAttention
+from pytest_attn.backends.layouts import in_bshd, not_decoding_because
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+_SCORE = frozenset(("softcap", "alibi", "scale", "grouped heads"))
+_PAGE_STEP = 256
+
+
+class Flash2(FlashAttention):
+    """flash_attn_func; flash_attn_varlen_func for packed sequences, documents and padding; the kv-cache for pages."""
+
+    name = "flash2"
+    source = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
+    precision = "flash2"
+    paged_words = ("flash_attn_with_kvcache", "cache_seqlens", "block_table")
+    variants: tuple[str, ...] = ("compile", "max_autotune", "graph")
+    launches = ("FlashAttention-2",)
+    needs = "CUDA, sm80 to sm121"
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window", "documents")),
+        features=_SCORE | {"packed", "padded", "paged", "backward"},
+    )
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse what this build was made without, in its own words, and pages of another size."""
+        if workload.kv_pages and workload.kv_pages.size % _PAGE_STEP:
+            return [f"takes pages of a multiple of {_PAGE_STEP} tokens, not {workload.kv_pages.size}"]
+        reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
+        return [reason] if reason else []
+
+    def options(self, inputs: Inputs) -> dict[str, Any]:
+        """Add ALiBi's slopes."""
+        return {**super().options(inputs), "alibi_slopes": inputs.alibi_slopes}
+
+
+class Flash2KvCache(Flash2):
+    """flash_attn_with_kvcache as a language model generates: each call appends one token and attends with one query."""
+
+    name = "flash2_kvcache"
+    variants = ()
+    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_SCORE)
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse all that does not happen in decoding."""
+        reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
+        return not_decoding_because(workload) or ([reason] if reason else [])
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Fill the cache with the prompt, all keys before the first query's own."""
+        import torch
+
+        function, options, w = self.source.load().flash_attn_with_kvcache, self.options(inputs), inputs.workload
+        prompt = w.kv_len - w.q_len
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
+            cache_k[:, :prompt], cache_v[:, :prompt] = k[:, :prompt], v[:, :prompt]
+            rows = []
+            for step in range(w.q_len):
+                now = slice(prompt + step, prompt + step + 1)
+                query = q[:, step : step + 1]
+                rows.append(function(query, cache_k, cache_v, k[:, now], v[:, now], cache_seqlens=now.start, **options))
+            return torch.cat(rows, 1)
+
+        return in_bshd(call)
+
+
+@cache
+def _refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
+    """Ask with one token whether this build has kernels for a head dimension: builds for a few of them are common."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return None
+    one = torch.zeros(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
+    try:
+        Flash2.source.load().flash_attn_func(one, one, one)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if "head" in text or "build" in text:
+            return text
+        raise
+    return None

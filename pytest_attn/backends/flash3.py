@@ -1,0 +1,106 @@
+"""flash-attn 3, both generations of its interface. Not run on hardware: tested against stand-ins of its modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.flash_attention import FlashAttention
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.masks import Document, Window
+from pytest_attn.workloads.workload import Workload
+
+_INSTALL = "build it from the folder hopper of Dao-AILab/flash-attention"
+_GENERATIONS = (
+    Library(("flash-attn-3",), "flash_attn_3.flash_attn_interface", _INSTALL),
+    Library(("flash-attn-3",), "flash_attn_interface", _INSTALL),
+)
+#: what a build says where it was made without a feature or a head dimension
+_BUILD_WORDS = ("build does not support", "only supports head dimension")
+
+
+class Flash3(FlashAttention):
+    """flash_attn_func; flash_attn_varlen_func for packed sequences, documents and padding; the kv-cache for pages."""
+
+    name = "flash3"
+    variants = ("compile", "max_autotune", "graph")
+    full_graph = False  # builds before torch.library.custom_op break
+    launches = ("FlashAttention-3",)
+    needs = "CUDA, sm90"
+    capability_range = ((9, 0), (9, 0))
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window", "documents")),
+        features=frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "backward")),
+        v_head_dim=True,
+    )
+
+    @property
+    def source(self) -> Library:  # type: ignore[override]
+        """The generation that is installed; the older one, whose module torch looks for as well, where none is."""
+        return next((library for library in _GENERATIONS if library.missing_because() is None), _GENERATIONS[-1])
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Short keys may have values of up to 512 in the forward pass; everything else as declared."""
+        declared = self.capabilities
+        if workload.head_dim <= 64 and not backward:
+            declared = dataclasses.replace(declared, head_dim=512)
+        return declared.refusals(workload, backward) or self.native_refusals(workload, machine, backward)
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse pairs of head dimensions without a kernel, then what this build was made without, in its own words."""
+        if not _has_kernels_for(workload.head_dim, workload.v_head_dim):
+            return [
+                "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"
+                f" not head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+            ]
+        reason = _refused_by_build(_smallest_like(workload), machine.device, backward)
+        return [reason] if reason else []
+
+
+def _has_kernels_for(head_dim: int, v_head_dim: int) -> bool:
+    if head_dim == v_head_dim or head_dim <= 64:
+        return True
+    return 128 < head_dim <= 192 and 96 < v_head_dim <= 128
+
+
+def _smallest_like(w: Workload) -> Workload:
+    """Return eight tokens that need the same kernel as the workload: a build may lack any of its features."""
+    lengths: dict[str, Any] = {"q_len": 8}
+    if w.kv_pages:
+        lengths["kv_pages"] = w.kv_pages
+    elif w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document):
+        lengths = {"q_lens": (8,)}
+    return Workload(
+        **lengths,
+        heads=w.group,
+        kv_heads=1,
+        head_dim=w.head_dim,
+        v_head_dim=w.v_head_dim,
+        dtype=w.dtype,
+        mask=Window(1, 1) if isinstance(w.mask, Window) else None,
+        softcap=w.softcap,
+    )
+
+
+@cache
+def _refused_by_build(trial: Workload, device: str, backward: bool) -> str | None:
+    """Ask with a few tokens whether this build has the kernels: builds for a few of them are common."""
+    import torch
+
+    inputs = draw_inputs(trial, "flat", device=device)
+    kernel = Flash3().prepare(inputs, backward)
+    leaves = [t.requires_grad_(backward) for t in (inputs.q, inputs.k, inputs.v)]
+    try:
+        out = kernel(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, inputs.dout)
+    except RuntimeError as error:
+        words = str(error).partition("\n")[0]
+        if any(phrase in words for phrase in _BUILD_WORDS):
+            return words
+        raise
+    return None

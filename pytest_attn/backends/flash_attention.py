@@ -1,0 +1,76 @@
+"""What the interfaces of flash-attn 2, 3 and 4 share: one function for dense, one for packed, one for paged tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Kernel, LibraryBackend
+from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Document
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FlashAttention(LibraryBackend):
+    """flash_attn_func, flash_attn_varlen_func for packed sequences, documents and padding, and a function for pages.
+
+    All align causal masks and windows to the last key, take (batch, rows, heads, dim), and return out or a tuple that
+    begins with it. Subclasses say in which words theirs differs.
+    """
+
+    #: the function that reads pages, and what it calls the number of keys in use and the page table
+    paged_words: tuple[str, str, str] = ("flash_attn_with_kvcache", "cache_seqlens", "page_table")
+    #: what stands for an open side of a window
+    open_side: int | None = -1
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Choose the function that takes the workload's layout."""
+        w = inputs.workload
+        if w.kv_pages:
+            return self._paged(inputs)
+        if w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document):
+            return self._packed(inputs)
+        function, options = self.source.load().flash_attn_func, self.options(inputs)
+        return in_bshd(lambda q, k, v: without_lse(function(q, k, v, **options)))
+
+    def options(self, inputs: Inputs) -> dict[str, Any]:
+        """Return the arguments that all three functions take."""
+        w = inputs.workload
+        window = bottom_right_window(w)
+        assert window is not None
+        causal = window == (-1, 0)
+        left, right = (self.open_side if side < 0 or causal else side for side in window)
+        return {
+            "softmax_scale": w.softmax_scale,
+            "causal": causal,
+            "window_size": (left, right),
+            "softcap": w.softcap or 0.0,
+        }
+
+    def _packed(self, inputs: Inputs) -> Kernel:
+        function, options = self.source.load().flash_attn_varlen_func, self.options(inputs)
+        inputs, kernel_of = without_padding(inputs)
+        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
+        options.update(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return without_lse(function(q, k, v, **options))
+
+        return kernel_of(as_packed(call, inputs.workload))
+
+    def _paged(self, inputs: Inputs) -> Kernel:
+        name, lengths, table = self.paged_words
+        function = getattr(self.source.load(), name)
+        options = {**self.options(inputs), lengths: inputs.kv_lens, table: inputs.page_table}
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return without_lse(function(q.transpose(1, 2), k, v, **options)).transpose(1, 2)
+
+        return call
+
+
+def without_lse(returned: Any) -> Any:
+    """Return out: some builds return (out, lse), others out alone. Never index what may be the tensor itself."""
+    return returned[0] if isinstance(returned, tuple) else returned

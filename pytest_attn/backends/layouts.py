@@ -1,0 +1,114 @@
+"""From the native layout, (batch, heads, rows, dim), to those of the libraries, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Kernel
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Document, Window
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+def in_bshd(kernel: Kernel) -> Kernel:
+    """Wrap a kernel that takes and returns (batch, rows, heads, dim); only strides change, nothing is copied."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return out.transpose(1, 2)
+
+    return call
+
+
+def as_packed(kernel: Kernel, w: Workload) -> Kernel:
+    """Wrap a kernel of packed sequences, (tokens, heads, dim): a dense batch is handed over as sequences of equal length."""
+    if w.is_packed:
+        return kernel
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out = kernel(*(t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)))
+        return out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
+
+    return call
+
+
+def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return cu_seqlens of queries and keys, int32, and the longest of each: of packed sequences, documents or a batch."""
+    import torch
+
+    w = inputs.workload
+    if inputs.cu_seqlens is not None and inputs.cu_seqlens_kv is not None:
+        return inputs.cu_seqlens, inputs.cu_seqlens_kv, w.q_len, w.kv_len
+    if isinstance(w.mask, Document):
+        lengths = torch.tensor([0, *(w.mask.lengths * w.batch)]).cumsum(0).to(inputs.device, torch.int32)
+        return lengths, lengths, max(w.mask.lengths), max(w.mask.lengths)
+    steps = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32)
+    return steps * w.q_len, steps * w.kv_len, w.q_len, w.kv_len
+
+
+def bottom_right_window(w: Workload) -> tuple[int, int] | None:
+    """Return (left, right), -1 for open, aligned to the last key as in flash-attention; None for a mask of another kind.
+
+    A causal mask is (-1, 0). A document mask's own boundaries are not part of it, only whether it is causal.
+    """
+    mask = w.plain_mask
+    if mask is None:
+        return (-1, -1)
+    if isinstance(mask, Causal):
+        square = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len
+        return (-1, 0) if mask.bottom_right or square else None
+    if isinstance(mask, Document):
+        return (-1, 0) if mask.causal else (-1, -1)
+    if isinstance(mask, Window):
+        return (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+    return None
+
+
+def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[Kernel], Kernel]]:
+    """Turn padded keys into packed sequences: return the packed inputs, and what wraps their kernel for padded tensors.
+
+    Inputs that are not padded come back as they are. Query rows stay as many as they were.
+    """
+    import torch
+
+    w = inputs.workload
+    if w.kv_lens is None or w.is_packed or w.kv_pages:
+        return inputs, lambda kernel: kernel
+    packed = w.replace(q_lens=(w.q_len,) * w.batch, kv_lens=w.kv_lens, q_len=None, kv_len=None, batch=None)
+    assert inputs.kv_lens is not None
+    lengths = inputs.kv_lens.to(torch.int32)
+    cu_kv = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(torch.int32)])
+    cu_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
+    is_key = torch.arange(w.kv_len, device=inputs.device) < lengths[:, None]
+    used = is_key.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
+
+    def wrap(kernel: Kernel) -> Kernel:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            keys, values = (t.transpose(1, 2).flatten(0, 1)[used] for t in (k, v))
+            out = kernel(q.transpose(1, 2).flatten(0, 1), keys, values)
+            return out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
+
+        return call
+
+    return dataclasses.replace(inputs, workload=packed, cu_seqlens=cu_q, cu_seqlens_kv=cu_kv), wrap
+
+
+#: Decoding token by token is slow by nature: longer workloads are left to prefill.
+MOST_DECODING_STEPS = 512
+
+
+def not_decoding_because(w: Workload) -> list[str]:
+    """List why a workload cannot be decoded token by token with a growing cache; empty where it can."""
+    reasons = []
+    aligned = isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len)
+    windowed = isinstance(w.mask, Window) and w.mask.right == 0
+    if not (aligned or windowed) or w.q_len > w.kv_len:
+        reasons.append("decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len")
+    if w.q_len > MOST_DECODING_STEPS:
+        reasons.append(f"decodes token by token: at most {MOST_DECODING_STEPS}, not {w.q_len}")
+    return reasons

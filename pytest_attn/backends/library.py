@@ -1,0 +1,255 @@
+"""Optional libraries: found without importing them, tried out in a process of their own, imported when a case needs them.
+
+An installed library can fail in any way when it is imported: with any exception, or by ending the process. Nothing of
+that may reach another backend, so the first import happens in a child process, which reports what the library said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+_IMPORT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional library: its distribution, and the module that its adapter needs.
+
+    A module alone proves nothing (flash-attn-4 installs a folder of flash-attn), and neither does a distribution alone
+    (transformer-engine is a shell around its extension), so both must be there. `install` is what a user types.
+    `environment` makes variables that the import needs, set for its time only.
+    """
+
+    distributions: tuple[str, ...]
+    module: str
+    install: str
+    environment: Callable[[], dict[str, str]] = dict
+
+    @property
+    def name(self) -> str:
+        """The distribution that is installed, or the first that would do."""
+        return self._installed() or self.distributions[0]
+
+    def version(self) -> str:
+        """Return the installed version, "?" where there is none."""
+        name = self._installed()
+        return metadata.version(name) if name else "?"
+
+    def missing_because(self) -> str | None:
+        """Say that the library is not installed, or which part of it is missing; None where it is. Imports nothing."""
+        name = self._installed()
+        if name is None:
+            return f"{self.distributions[0]} is not installed; {self.install}"
+        top, _, rest = self.module.partition(".")
+        try:
+            there = _has_file(top, rest)
+        except (ImportError, ValueError) as error:
+            return f"{name} is installed, but {self.module} cannot be looked up: {error}"
+        return None if there else f"{name} is installed, but has no module {self.module}; {self.install}"
+
+    def broken_because(self) -> str | None:
+        """Import the library's module, first in a child process; say in its own words why it cannot be, or None."""
+        with environment(self.environment()):
+            return _import_failure(self.module)
+
+    def load(self) -> ModuleType:
+        """Return the module. Raises RuntimeError, in the library's own words, where it cannot be imported."""
+        reason = self.broken_because()
+        if reason is not None:
+            raise RuntimeError(reason)
+        return importlib.import_module(self.module)
+
+    def _installed(self) -> str | None:
+        return next((name for name in self.distributions if _is_installed(name)), None)
+
+
+@functools.cache
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: a folder that an uninstallation left, without a version
+        return False
+
+
+def _has_file(top: str, rest: str) -> bool:
+    """Whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
+    spec = find_spec(top)
+    if spec is None or not rest:
+        return spec is not None
+    part = os.path.join(*rest.split("."))
+    suffixes = ("", ".py", *importlib.machinery.EXTENSION_SUFFIXES)
+    folders = spec.submodule_search_locations or ()
+    return any(os.path.exists(os.path.join(folder, part + suffix)) for folder in folders for suffix in suffixes)
+
+
+@functools.cache
+def _import_failure(module: str) -> str | None:
+    if module in sys.modules:
+        return None
+    tried = _mark_of(module)
+    reason = None if tried.exists() else _try_in_child(module)
+    if reason is None:
+        _unmark(tried)  # should the import end this process after all, the next one tries it in a child again
+        try:
+            with quiet():
+                importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
+            reason = words(error)
+        else:
+            _mark(tried)
+    return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
+
+
+def _mark_of(module: str) -> Path:
+    """Return the empty file that stands for "imported without harm", by this interpreter with these paths and packages."""
+    top = module.partition(".")[0]
+    spec = find_spec(top)
+    folders = [*(spec.submodule_search_locations or [])] if spec else []
+    states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
+    known = repr((module, sys.executable, sys.path, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "pytest-attn" / "imports" / hashlib.sha256(known.encode()).hexdigest()[:32]
+
+
+def _installed_packages() -> list[str]:
+    found = []
+    for distribution in metadata.distributions():
+        with contextlib.suppress(Exception):  # a folder that an uninstallation left has no name
+            found.append(f"{distribution.name} {distribution.version}")
+    return sorted(found)
+
+
+def _mark(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written to: it is tried in a child every time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def _unmark(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def words(error: BaseException) -> str:
+    """Return an exception's type and text in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+_CHILD = """
+import importlib, json, os, sys
+result, module = int(sys.argv[1]), sys.argv[2]
+sys.path[:] = json.loads(sys.argv[3])
+try:
+    importlib.import_module(module)
+    reason = ""
+except BaseException as error:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+os.write(result, json.dumps(reason).encode())
+os._exit(0)
+"""
+
+
+def _try_in_child(module: str) -> str | None:
+    """Import `module` in a new interpreter; return why it failed, also where it took the interpreter down."""
+    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
+        command = [sys.executable, "-c", _CHILD, str(result.fileno()), module, json.dumps(sys.path)]
+        code = _exit_code(command, result.fileno(), errors.fileno())
+        if code is None:
+            return f"its import took longer than {_IMPORT_SECONDS} s"
+        result.seek(0)
+        errors.seek(0)
+        said, last = result.read(), errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if said:
+        return json.loads(said) or None
+    return f"its import ends the process with {_exit_name(code)}: {last[0].strip()[:300] if last else 'it said nothing'}"
+
+
+def _exit_code(command: list[str], result: int, errors: int) -> int | None:
+    """Run a command in a process group of its own, which is killed, with None returned, where it does not end in time."""
+    child = subprocess.Popen(
+        command,
+        pass_fds=(result,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        return child.wait(_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _exit_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the warnings of libraries from failing a run under -W error, and torch's compiler trace out of captured logs."""
+    trace = logging.getLogger("torch.__trace")
+    propagated, trace.propagate = trace.propagate, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trace.propagate = propagated
+
+
+def try_imports(libraries: Sequence[Library]) -> None:
+    """Try several libraries at the same time, each in its child process, so that `broken_because` then answers at once."""
+    untried = [one for one in libraries if one.missing_because() is None and one.module not in sys.modules]
+    needed = {name: value for one in untried for name, value in one.environment().items()}
+    with environment(needed), ThreadPoolExecutor() as threads:
+        list(threads.map(_try_and_mark, {one.module for one in untried}))
+
+
+def _try_and_mark(module: str) -> None:
+    mark = _mark_of(module)
+    if not mark.exists() and _try_in_child(module) is None:
+        _mark(mark)
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for a while; what was there before comes back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def forget() -> None:
+    """Forget what was found; for tests that change what is installed."""
+    _is_installed.cache_clear()
+    _import_failure.cache_clear()

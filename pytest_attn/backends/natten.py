@@ -1,0 +1,142 @@
+"""NATTEN: neighbourhood attention over 1-, 2- and 3-D token layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Kernel, LibraryBackend, scores_bytes
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.layouts import in_bshd
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Neighborhood
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+_INSTALL = "pip install natten"
+#: The extension with NATTEN's own kernels, which the source distribution leaves out.
+_LIBNATTEN = Library(("natten",), "natten.libnatten", _INSTALL)
+#: Its own choices, in its order: of neighbourhood attention, and of full windows, which it hands to plain attention.
+_CHECKS = (
+    "can_run_cutlass_blackwell_fna",
+    "can_run_cutlass_hopper_fna",
+    "can_run_cutlass_fna",
+)
+_FULL_CHECKS = (
+    "can_run_cutlass_blackwell_fmha",
+    "can_run_cutlass_hopper_fmha",
+    "can_run_cutlass_fmha",
+)
+
+
+class Natten(LibraryBackend):
+    """na1d, na2d and na3d with the kernel that NATTEN chooses.
+
+    Without its compiled library, libnatten, that is `flex-fna`: torch's flex_attention without torch.compile, which
+    writes out all scores and builds its block mask at every call. The version says so.
+    """
+
+    name = "natten"
+    source = Library(("natten",), "natten.functional", _INSTALL)
+    # cutlass-fna is CUTLASS's fmha; flex-fna and the repeated heads of the others round dk and dv per query head.
+    precision = "sdpa"
+    needs = "CUDA, sm80 to sm121"
+    capabilities = Capabilities(
+        masks=frozenset(("neighborhood",)),
+        features=frozenset(("scale", "grouped heads", "backward")),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_dim=None,
+        v_head_dim=True,
+    )
+
+    def version(self) -> str:
+        """Say where NATTEN runs without kernels of its own."""
+        missing = _LIBNATTEN.missing_because() is not None
+        return f"{super().version()} (without libnatten)" if missing else super().version()
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse all but neighbourhoods, then say in NATTEN's own words why none of its kernels can run."""
+        mask = workload.plain_mask
+        if not isinstance(mask, Neighborhood):
+            return ["takes neighborhood masks only"]
+        if len(mask.shape) > 3:
+            return [f"takes token layouts of at most 3 dimensions, not {len(mask.shape)}"]
+        if min(mask.kernel) < 2:
+            return [f"takes kernels of at least 2 tokens in each dimension, not {mask.kernel}"]
+        self.source.load()
+        return _refusals_of_all_kernels(workload, mask, machine, backward)
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """Without libnatten the scores, in float32, and the indices that its mask is made of."""
+        if _LIBNATTEN.missing_because() is None:
+            return 0
+        indices = 8 * workload.q_len * workload.kv_len
+        return scores_bytes(workload, backward, copies=5) + 8 * indices
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Lay the tokens out in the mask's shape, heads behind it."""
+        w = inputs.workload
+        mask = w.plain_mask
+        assert isinstance(mask, Neighborhood)
+        shape = mask.shape
+        function = getattr(self.source.load(), f"na{len(shape)}d")
+        options = {
+            "kernel_size": mask.kernel,
+            "stride": mask.stride,
+            "dilation": mask.dilation,
+            "is_causal": _causal_flags(mask),
+            "scale": w.softmax_scale,
+        }
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            with unlimited_recompiles():  # flex_attention traces each workload's mask even where it does not compile
+                out = function(*(t.view(len(t), *shape, *t.shape[2:]) for t in (q, k, v)), **options)
+            return out.flatten(1, len(shape))
+
+        return in_bshd(call)
+
+
+def _causal_flags(mask: Neighborhood) -> tuple[bool, ...]:
+    assert isinstance(mask.causal, tuple)
+    return tuple(bool(flag) for flag in mask.causal)
+
+
+def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, backward: bool) -> list[str]:
+    """Ask every kernel; empty where one of them can run. NATTEN looks at shapes only, so the tensors hold no memory."""
+    import torch
+
+    kernels = import_module("natten.backends")
+
+    def tensor(heads: int, dim: int) -> torch.Tensor:
+        one = torch.zeros((), dtype=getattr(torch, w.dtype), device=machine.device, requires_grad=backward)
+        return one.expand(w.batch, *mask.shape, heads, dim)
+
+    tensors = [tensor(w.heads, w.head_dim), tensor(w.kv_heads, w.head_dim), tensor(w.kv_heads, w.v_head_dim)]
+    checks, options = _CHECKS, dict[str, bool]()
+    if _is_handed_to_plain_attention(mask):
+        tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
+        checks, options = _FULL_CHECKS, {"is_causal": _causal_flags(mask)[0], "is_varlen": False}
+    asked = [(check, options) for check in checks]
+    asked.append(("can_run_flex_attention", {**options, "torch_compile": False}))
+    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in asked]
+    return [] if None in reasons else [reason for reason in reasons if reason]
+
+
+def _refusal_of(check: Callable[..., bool], tensors: list[torch.Tensor], options: dict[str, bool]) -> str | None:
+    try:
+        check(*tensors, raise_error=True, **options)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _is_handed_to_plain_attention(mask: Neighborhood) -> bool:
+    """Whether every window is full: NATTEN then calls its plain attention, in one dimension also where it is causal."""
+    full = mask.kernel == mask.shape
+    return full and (len(mask.shape) == 1 or not any(_causal_flags(mask)))

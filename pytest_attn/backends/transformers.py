@@ -1,0 +1,284 @@
+"""The attention functions of transformers, as its models call them: "transformers:NAME" with a name of its interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, LibraryBackend
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal
+from pytest_attn.backends.layouts import bottom_right_window, sequence_boundaries
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Document, Window, interval
+from pytest_attn.workloads.workload import DTYPES, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _may_say(*words: str, masks: tuple[str, ...]) -> Capabilities:
+    """Declare what a function may be told; dtypes and sizes are the matter of the kernel behind it."""
+    features = frozenset(("scale", "grouped heads", "padded", "backward", *words))
+    return Capabilities(frozenset(masks), features, tuple(DTYPES), head_dim=None, head_dim_step=1, v_head_dim=True)
+
+
+_FLASH_MASKS = ("bottom-right", "window", "documents")
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A name of transformers: our own backend of the same kernel, which knows its limits and rounding, and what it is told."""
+
+    kernel: str
+    capabilities: Capabilities
+
+
+_NAMES = {
+    "eager": _Function("eager", _may_say("bias", "alibi", masks=("top-left", "any"))),
+    "sdpa": _Function("sdpa", _may_say("bias", "alibi", masks=("top-left", "any"))),
+    "flex_attention": _Function("flex", _may_say("bias", "alibi", "softcap", "sinks", masks=("top-left", "any"))),
+    # what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
+    "flash_attention_2": _Function("flash2", _may_say("softcap", "packed", masks=_FLASH_MASKS)),
+    "flash_attention_3": _Function("flash3", _may_say("softcap", "packed", masks=_FLASH_MASKS)),
+    "flash_attention_4": _Function("flash4", _may_say("softcap", "packed", "sinks", masks=_FLASH_MASKS)),
+}
+#: for names that `broken_because` refuses, which only transformers can tell from unknown ones
+_NOT_JUDGED = _Function("math", Capabilities())
+
+_SINKS_FROM_ROUNDED_LSE = KnownDefect(
+    issue="transformers flex_attention rounds lse before it applies sinks (no report found)",
+    summary="the share of the sink is computed from an lse in the workload's dtype",
+    applies=lambda workload, _machine: workload.sinks and workload.dtype != "float32",
+    tensors=("out", "dq", "dk", "dv"),
+)
+
+
+class TransformersDispatch(LibraryBackend):
+    """ALL_ATTENTION_FUNCTIONS[NAME], and Llama's eager_attention_forward as "eager".
+
+    Masks, windows and padding are handed over as the models hand them to that function.
+    """
+
+    source = Library(("transformers",), "transformers.modeling_utils", "pip install transformers")
+    needs = "what the kernel needs"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.function = f"transformers:{name}", name
+        known = _NAMES.get(name, _NOT_JUDGED)
+        self.kernel, self.capabilities = known.kernel, known.capabilities
+        self.variants = ("compile", "max_autotune") if name in ("eager", "sdpa") else ()
+        self.precision = self._kernel.precision
+        self.known_defects = (*self._kernel.known_defects, *([_SINKS_FROM_ROUNDED_LSE] if name == "flex_attention" else []))
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse where transformers or the kernel that it calls is not there."""
+        return self.source.missing_because() or self._kernel.unavailable_because(machine)
+
+    def broken_because(self) -> str | None:
+        """Import transformers and the kernel's library, and ask the one whether it sees the other."""
+        reason = self.source.broken_because()
+        if reason is not None:
+            return reason
+        names = ["eager", *self.source.load().ALL_ATTENTION_FUNCTIONS.keys()]
+        if self.function not in names:
+            return f"transformers has no attention function {self.function!r}; it has {', '.join(names)}"
+        if self.function not in _NAMES:
+            return f"{self.function} takes masks or a cache of its own: not judged; judged are {', '.join(_NAMES)}"
+        return self._kernel.broken_because() or self._unseen_because()
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse what the function's arguments cannot say, then what the kernel refuses."""
+        if self._is_flash:
+            return _beyond_flash(workload) or self._kernel.unsupported_because(_as_padded(workload), machine, backward)
+        if self.function == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
+            return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
+        if self.function == "eager" and _has_blind_rows(workload):
+            return ["averages all values in rows that see no key"]
+        if self.function == "flex_attention":
+            return _beyond_flex(workload, machine) or self._kernel.unsupported_because(workload, machine, backward)
+        return self._kernel.unsupported_because(workload, machine, backward)
+
+    def precision_on(self, kind: str) -> str:
+        """The kernel's."""
+        return self._kernel.precision_on(kind)
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """The kernel's."""
+        return self._kernel.workspace(workload, backward)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+        """Build the mask and the module that the function reads its heads and flags from."""
+        function, module, packed = self._load(), self._module(inputs.workload), inputs.workload.is_packed
+        arguments = self._arguments(inputs)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if packed:
+                q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+            out, _ = function(module, q, k, v, **arguments)
+            return out[0] if packed else out.transpose(1, 2)
+
+        return _compiling_by_shape(call) if self.function == "flex_attention" else call
+
+    def _load(self) -> Any:
+        if self.function != "eager":
+            return self.source.load().ALL_ATTENTION_FUNCTIONS[self.function]
+        from importlib import import_module
+
+        return import_module("transformers.models.llama.modeling_llama").eager_attention_forward
+
+    def _module(self, w: Workload) -> Any:
+        """Return what the functions read of an attention layer; is_causal they are told."""
+        import torch
+
+        module: Any = torch.nn.Module()
+        module.num_key_value_groups = w.group
+        module.is_causal = False
+        module.config = SimpleNamespace(_attn_implementation=self.function)
+        return module.eval()
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        w = inputs.workload
+        shared = {"scaling": w.softmax_scale, "dropout": 0.0}
+        if self._is_flash:
+            return {**shared, **_flash_arguments(inputs)}
+        if self.function == "flex_attention":
+            return {**shared, **_flex_arguments(inputs)}
+        if self.function == "eager":
+            return {**shared, "attention_mask": _additive_mask(inputs)}
+        # one query is taken for decoding: is_causal then hides nothing
+        flagged = is_plain_causal(w) and w.q_len > 1
+        return {**shared, "is_causal": flagged, "attention_mask": None if flagged else additive_or_boolean_mask(inputs)}
+
+    @property
+    def _is_flash(self) -> bool:
+        return self.function.startswith("flash_attention_")
+
+    def _unseen_because(self) -> str | None:
+        """Ask transformers whether it would use the kernel's library; else it looks for another on the Hub."""
+        if not self._is_flash:
+            return None
+        from importlib import import_module
+
+        versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
+        seen = versions[int(self.function[-1])]["general_availability_check"]()
+        return None if seen else f"transformers does not find the library of {self.function}"
+
+    @cached_property
+    def _kernel(self) -> Backend:
+        """Our own backend of the kernel behind the name."""
+        from pytest_attn.backends.registry import Registry
+
+        return Registry()[self.kernel]
+
+
+def _compiling_by_shape(kernel: Kernel) -> Kernel:
+    """Let transformers compile flex_attention for each shape, as for a model's first: cases do not depend on their order."""
+    import torch._dynamo.config as config
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with unlimited_recompiles(), config.patch(automatic_dynamic_shapes=False):
+            return kernel(q, k, v)
+
+    return call
+
+
+def _as_padded(w: Workload) -> Workload:
+    """Return the workload that reaches FlashAttention: transformers pads values up to the head dimension of the keys."""
+    return w.replace(v_head_dim=w.head_dim)
+
+
+def _beyond_flash(w: Workload) -> list[str]:
+    """Refuse what a sliding_window, a padding mask and padded values cannot say."""
+    if w.v_head_dim > w.head_dim:
+        return ["pads values up to head_dim: takes no larger v_head_dim"]
+    if w.kv_lens is not None and not w.is_packed and w.q_len > 1:
+        return ["drops queries along with padded keys: takes padded keys for q_len == 1 only"]
+    mask = w.mask
+    if isinstance(mask, Window) and mask.right != 0 and mask != Window():
+        if mask.left is None or mask.left != mask.right:
+            return ["takes windows (left, 0) and (n, n) only"]
+        if w.q_len > w.kv_len or (w.is_packed and w.q_lens != w.kv_lens):
+            return ["leaves out a window as long as the keys: takes (n, n) for q_len <= kv_len only"]
+    return []
+
+
+def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
+    w = inputs.workload
+    window = bottom_right_window(w)
+    assert window is not None
+    arguments: dict[str, Any] = {
+        "attention_mask": _is_key(inputs),
+        "is_causal": window[1] == 0,
+        "sliding_window": None if window[0] == -1 else window[0] + 1,  # counts the query's own key
+        "softcap": w.softcap,
+        "s_aux": inputs.sinks,
+    }
+    if w.is_packed or isinstance(w.mask, Document):
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        arguments.update(zip(names, sequence_boundaries(inputs), strict=True))
+    return arguments
+
+
+def _is_key(inputs: Inputs) -> torch.Tensor | None:
+    """Return which keys there are, (batch, kv_len), None where there is no padding."""
+    import torch
+
+    if inputs.kv_lens is None:
+        return None
+    return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
+
+
+def _beyond_flex(w: Workload, machine: Machine) -> list[str]:
+    """Refuse what transformers and torch refuse where nobody names a kernel."""
+    if w.is_packed:
+        return ["takes no packed sequences"]
+    if w.sinks and machine.kind == "cpu":
+        return ["Attention sinks cannot be run on CPU with flex attention"]
+    if machine.kind != "cpu" and w.q_len < 128 < w.q_len * w.group:
+        return [f"finds no kernel for q_len * group = {w.q_len * w.group} rows"]
+    return []
+
+
+def _flex_arguments(inputs: Inputs) -> dict[str, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w = inputs.workload
+    mask_mod = inputs.mask_mod()
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, w.batch, w.heads, w.q_len, w.kv_len, device=str(inputs.device))
+    bias = inputs.bias
+    if w.alibi:
+        bias = alibi_bias(inputs) if bias is None else bias + alibi_bias(inputs)
+    if bias is not None:
+        bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
+    return {"attention_mask": block_mask, "position_bias": bias, "softcap": w.softcap, "s_aux": inputs.sinks}
+
+
+def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
+    """Return the mask of eager attention: the dtype's lowest number, not infinity, where a key is hidden."""
+    import torch
+
+    mask = additive_or_boolean_mask(inputs)
+    if mask is None:
+        return None
+    lowest = torch.finfo(inputs.q.dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=inputs.q.dtype).masked_fill_(~mask, lowest)
+    return mask.clamp(min=lowest)
+
+
+def _has_blind_rows(w: Workload) -> bool:
+    """Whether a query of a causal, windowed or padded workload sees no key at all."""
+    for length in w.kv_lens or (w.kv_len,):
+        rows = range(w.q_len) if isinstance(w.mask, Causal | Window) else range(1)
+        spans = (interval(w.plain_mask, row, w.q_len, length) for row in rows)
+        if length == 0 or any(span is not None and span[0] == span[1] for span in spans):
+            return True
+    return False

@@ -1,0 +1,155 @@
+"""What a kernel's symbol says: framework, category, architecture and operation, in words that people use.
+
+Symbols are those that torch's profiler shows. A rule names them by a regular expression; the first that is found decides.
+Kernels that no rule knows are shown as they are. Sources: traces of an H200 (docs/backends.md says of which versions), and
+for NATTEN and FlashAttention-3, which could not be run there, the names in their sources.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class KernelName(NamedTuple):
+    """One kernel in words; architecture is "" where the symbol does not tell, category one of CATEGORIES."""
+
+    framework: str
+    category: str
+    architecture: str
+    operation: str
+
+
+ATTENTION, MATMUL, SOFTMAX, COPY, OTHER = "attention", "matmul", "softmax", "copy", "other"
+CATEGORIES = (ATTENTION, MATMUL, SOFTMAX, "quantisation", COPY, "reduction", "elementwise", OTHER)
+
+
+class _Rule(NamedTuple):
+    """`operation` may hold {0}, which the pattern's first group fills."""
+
+    pattern: str
+    framework: str
+    category: str
+    operation: str
+    architecture: str = ""
+
+
+def _flash2(prefix: str, framework: str) -> list[_Rule]:
+    """FlashAttention 2's kernels, in its own namespace or in that of torch's copy."""
+    parts = (
+        ("flash_fwd_splitkv_combine_kernel", "flash forward, combine splits"),
+        ("flash_fwd_splitkv_kernel", "flash forward, split keys"),
+        ("flash_fwd_kernel", "flash forward"),
+        ("flash_bwd_dot_do_o_kernel", "flash backward, sum of dO * O"),
+        ("flash_bwd_dq_dk_dv_loop", "flash backward"),
+        ("flash_bwd_convert_d[qkv]+_kernel", "flash backward, convert dq"),
+        ("flash_bwd_clear_dkvaccum", "flash backward, clear"),
+    )
+    return [_Rule(rf"\b{prefix}::{symbol}", framework, ATTENTION, operation, "sm80") for symbol, operation in parts]
+
+
+_RULES = (
+    # FlashAttention 4 (CuTe DSL): its module and class are part of the symbol
+    _Rule(r"flash_bwd_preprocess", "FlashAttention-4", ATTENTION, "flash backward, sum of dO * O"),
+    _Rule(r"flash_bwd_postprocess", "FlashAttention-4", ATTENTION, "flash backward, convert"),
+    _Rule(r"flash_fwd_combine|FlashAttentionForwardCombine", "FlashAttention-4", ATTENTION, "flash forward, combine splits"),
+    _Rule(r"flash_fwd_sm|FlashAttentionForwardSm", "FlashAttention-4", ATTENTION, "flash forward"),
+    _Rule(r"flash_bwd_sm|FlashAttentionBackwardSm", "FlashAttention-4", ATTENTION, "flash backward"),
+    # FlashAttention 3 (hopper/)
+    _Rule(r"flash::FlashAttnFwdCombine", "FlashAttention-3", ATTENTION, "flash forward, combine splits"),
+    _Rule(r"flash::FlashAttnBwdPreprocess", "FlashAttention-3", ATTENTION, "flash backward, sum of dO * O"),
+    _Rule(r"flash::FlashAttnBwdPostprocess", "FlashAttention-3", ATTENTION, "flash backward, convert dq"),
+    _Rule(r"flash::FlashAttnFwd", "FlashAttention-3", ATTENTION, "flash forward"),
+    _Rule(r"flash::FlashAttnBwd", "FlashAttention-3", ATTENTION, "flash backward"),
+    *_flash2("pytorch_flash", "PyTorch (flash)"),
+    *_flash2("flash", "FlashAttention-2"),
+    # cuDNN's generated graphs, and what they are surrounded by
+    _Rule(r"cudnn.*_flash_fprop", "cuDNN", ATTENTION, "flash forward"),
+    _Rule(r"cudnn.*_flash_bprop", "cuDNN", ATTENTION, "flash backward"),
+    _Rule(r"cudnn::fusion::compute_dot_do_o", "cuDNN", ATTENTION, "flash backward, sum of dO * O"),
+    _Rule(r"cudnn::fusion::convert_dq", "cuDNN", ATTENTION, "flash backward, convert dq"),
+    # NATTEN, then CUTLASS's fmha: SDPA's memory-efficient kernel, in torch and in xFormers
+    _Rule(r"natten::tokperm", "NATTEN", COPY, "token permute"),
+    _Rule(r"natten::cuda::reduction|FmhaKernelBwdSumOdO", "NATTEN", ATTENTION, "sum of dO * O"),
+    _Rule(r"natten.*fna.*[Bb]ackward|FnaBwd", "NATTEN", ATTENTION, "FnaBackward"),
+    _Rule(r"natten.*fna|fna::", "NATTEN", ATTENTION, "FnaForward"),
+    _Rule(r"natten.*fmha.*[Bb]ackward|cutlass::fmha.*Bwd", "NATTEN", ATTENTION, "FmhaBackward"),
+    _Rule(r"natten.*fmha|cutlass::fmha", "NATTEN", ATTENTION, "FmhaForward"),
+    _Rule(r"fmha_cutlassF", "CUTLASS", ATTENTION, "fmha forward"),
+    _Rule(r"fmha_cutlassB", "CUTLASS", ATTENTION, "fmha backward"),
+    _Rule(r"flashinfer::.*MergeStates", "FlashInfer", ATTENTION, "merge partial results"),
+    _Rule(r"flashinfer::.*CollectiveMainloop", "FlashInfer", ATTENTION, "fa3 prefill", "sm90"),
+    _Rule(r"flashinfer::.*Decode", "FlashInfer", ATTENTION, "decode", "sm80"),
+    _Rule(r"flashinfer::.*Prefill", "FlashInfer", ATTENTION, "fa2 prefill", "sm80"),
+    _Rule(r"transformer_engine::.*softmax.*backward", "Transformer Engine", SOFTMAX, "softmax backward"),
+    _Rule(r"transformer_engine::.*softmax", "Transformer Engine", SOFTMAX, "softmax forward"),
+    # Triton: what torch.compile generates, then kernels that libraries wrote
+    _Rule(r"triton_tem_.*flex_attention_backward", "Triton (FlexAttention)", ATTENTION, "flex backward"),
+    _Rule(r"triton_tem_.*flex_attention", "Triton (FlexAttention)", ATTENTION, "flex forward"),
+    _Rule(r"triton_tem_.*(mm|bmm|addmm)", "Triton (Inductor)", MATMUL, "matmul"),
+    _Rule(r"triton_(per|red)_.*softmax", "Triton (Inductor)", SOFTMAX, "softmax"),
+    _Rule(r"triton_(per|red)_", "Triton (Inductor)", "reduction", "fused reduction"),
+    _Rule(r"triton_(poi|for)_", "Triton (Inductor)", "elementwise", "fused elementwise"),
+    _Rule(r"quant_per_block_int8|^quant_|quantize", "Triton", "quantisation", "quantise to int8"),
+    _Rule(r"_fwd_kernel_splitK", "Triton (xFormers)", ATTENTION, "split-K forward"),
+    _Rule(r"_splitK_reduce", "Triton (xFormers)", ATTENTION, "split-K reduce"),
+    _Rule(r"^_attn_fwd", "Triton", ATTENTION, "attention forward"),
+    _Rule(r"qk_int8_sv_f(8|16)|qattn|sageattn", "SageAttention", ATTENTION, "attention forward"),
+    # the building blocks of attention written out
+    _Rule(r"nvjet|_xmma_gemm|gemm|cutlass_\d+_(simt|tensorop|wmma)|cublas|::gemv", "cuBLAS", MATMUL, "matmul"),
+    _Rule(r"(cunn_SoftMax|softmax_warp_|SoftMax).*[Bb]ackward", "PyTorch", SOFTMAX, "softmax backward"),
+    _Rule(r"cunn_SoftMax|softmax_warp_|SoftMax", "PyTorch", SOFTMAX, "softmax forward"),
+    _Rule(r"Memcpy", "CUDA", COPY, "copy"),
+    _Rule(r"Memset", "CUDA", OTHER, "set memory"),
+    _Rule(
+        r"direct_copy_kernel|(bfloat16|float16|float8\w*)_copy_kernel|CatArray|copy_device", "PyTorch", COPY, "copy, transpose"
+    ),
+    _Rule(r"index_elementwise_kernel|indexSelect|_scatter_gather", "PyTorch", COPY, "gather"),
+    _Rule(r"reduce_kernel", "PyTorch", "reduction", "reduction"),
+    _Rule(r"elementwise_kernel.*?(\w+?)(?:Functor|_kernel_cuda|_kernel_impl)", "PyTorch", "elementwise", "{0}"),
+    _Rule(r"elementwise_kernel|distribution_", "PyTorch", "elementwise", "elementwise"),
+    # operators, as a CPU's profile shows them
+    _Rule(r"aten::.*flash_attention_for_cpu_backward", "PyTorch", ATTENTION, "flash backward", "cpu"),
+    _Rule(r"aten::.*flash_attention_for_cpu", "PyTorch", ATTENTION, "flash forward", "cpu"),
+    _Rule(r"aten::_scaled_dot_product_attention_math", "PyTorch", ATTENTION, "math", "cpu"),
+    _Rule(
+        r"^aten::(matmul|_?reshape\w*|\w*view|expand|transpose|t|as_strided|empty\w*|contiguous)$",
+        "PyTorch",
+        OTHER,
+        "{0}",
+        "cpu",
+    ),
+    _Rule(r"^aten::(bmm|baddbmm|mm|addmm|_int_mm)", "PyTorch", MATMUL, "matmul", "cpu"),
+    _Rule(r"^aten::_softmax_backward", "PyTorch", SOFTMAX, "softmax backward", "cpu"),
+    _Rule(r"^aten::(_softmax|_safe_softmax)", "PyTorch", SOFTMAX, "softmax forward", "cpu"),
+    _Rule(r"^aten::(copy_|clone|cat|_to_copy|index|gather)", "PyTorch", COPY, "copy, transpose", "cpu"),
+    _Rule(r"^aten::(sum|mean|amax|any|all|max|min)", "PyTorch", "reduction", "reduction", "cpu"),
+    _Rule(r"(cpp_)?fused_.*flex_attention|cpp_flex", "C++ (Inductor)", ATTENTION, "flex forward", "cpu"),
+    _Rule(r"^cpp_fused|Torch-Compiled Region|CompiledFunction", "C++ (Inductor)", OTHER, "compiled region", "cpu"),
+    _Rule(r"^aten::(\w+)", "PyTorch", "elementwise", "{0}", "cpu"),
+)
+_COMPILED = [(re.compile(rule.pattern), rule) for rule in _RULES]
+
+
+def name_of(symbol: str) -> KernelName:
+    """Return what is known of a kernel's symbol; one that no rule knows keeps its symbol as its operation."""
+    for pattern, rule in _COMPILED:
+        if found := pattern.search(symbol):
+            operation = rule.operation.format(*found.groups())
+            return KernelName(rule.framework, rule.category, architecture_of(symbol) or rule.architecture, operation)
+    return KernelName("", OTHER, architecture_of(symbol), symbol[:60])
+
+
+def architecture_of(symbol: str) -> str:
+    """Return "sm90" where a symbol names an architecture, the newest where it names several; "" where it names none."""
+    found = [int(number) for number in re.findall(r"[Ss]m_?(\d{2,3})(?!\d)", symbol)]
+    return f"sm{max(found)}" if found else ""
+
+
+def is_launched(words: tuple[str, ...], symbols: list[str]) -> bool:
+    """Whether one kernel of the attention itself answers to every word, in its words or its symbol, whatever the case."""
+    return any(
+        all(word.lower() in f"{' '.join(name)} {symbol}".lower() for word in words)
+        for symbol, name in ((symbol, name_of(symbol)) for symbol in symbols)
+        if name.category not in (COPY, "elementwise")
+    )

@@ -1,0 +1,63 @@
+"""The table of --attn-support: which backend passed, refused or failed which group of workloads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+#: how a cell says what became of its cases, the gravest first
+_WORDS = {
+    "mismatch": "wrong",
+    "raised": "raised",
+    "known defect": "known defect",
+    "expected": "wrong as expected",
+    "passed": "right",
+    "skipped": "refused",
+}
+
+
+def support_page(records: Sequence[Record], groups: Mapping[str, str], title: str) -> str:
+    """Return a Markdown page: a table of backend x group, then every reason of a refusal, defect or failure.
+
+    groups: the group of each workload's id; workloads of no group stand for themselves. title: machine, date, versions.
+    """
+    cells: dict[str, dict[str, Counter[str]]] = {}
+    for record in records:
+        group = groups.get(record["workload"], record["workload"])
+        verdicts = cells.setdefault(record["subject"], {}).setdefault(group, Counter())
+        verdicts[record["verdict"]] += 1
+    columns = list(dict.fromkeys(group for row in cells.values() for group in row))
+    lines = [title, "", _row(["backend", *columns]), _row(["---"] * (len(columns) + 1))]
+    for backend, row in cells.items():
+        lines.append(_row([f"`{backend}`", *(_cell(row.get(group, Counter())) for group in columns)]))
+    return "\n".join([*lines, *_reasons(records)]) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{verdicts[v]} {word}" for v, word in _WORDS.items() if verdicts[v]) or "-"
+
+
+def _reasons(records: Sequence[Record]) -> list[str]:
+    """List, for each backend, its reasons with how many cases each holds, the gravest first."""
+    lines = []
+    for verdict, word in _WORDS.items():
+        reasons: dict[str, Counter[str]] = {}
+        for record in records:
+            if record["verdict"] == verdict and record["reason"]:
+                reasons.setdefault(record["subject"], Counter())[record["reason"]] += 1
+        if reasons and verdict != "passed":
+            lines += ["", f"## {word.capitalize()} because"]
+            for backend, counts in reasons.items():
+                lines += ["", f"`{backend}`:", ""]
+                lines += [f"- {reason} ({_cases(number)})" for reason, number in counts.most_common()]
+    return lines
+
+
+def _cases(number: int) -> str:
+    return "1 case" if number == 1 else f"{number} cases"
