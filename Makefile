@@ -21,12 +21,12 @@ suite: $(VENV)/ready
 	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS)
 
 test: $(VENV)/ready
-	$(BIN)/pytest tests -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n 2
 
 # the oldest pytest that is supported, laid over the environment: everything serial, the stories under xdist too
 test-oldest: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest tests/plugin -n 2 -k "not xdist or stories"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest tests/plugin -n 2 -k "not xdist or stories"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

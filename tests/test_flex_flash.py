@@ -95,3 +95,10 @@ def test_what_flex_declares_is_what_it_claims(name):
         Workload(16, 64, heads=4, kv_heads=2, softcap=2.0, bias="k", alibi=True, sinks=True, kv_lens=(60,)),
     ):
         assert backend.capabilities.refusals(workload) == backend.unsupported_because(workload, H200) == []
+
+
+def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
+    backend = Registry()["flex_flash"]
+    error = RuntimeError("CuteDSL template failed: ===\nUNSUPPORTED CUTEDSL OPERATION: 'minimum'\n===")
+    assert backend.refusal_in(error) == "inductor puts no 'minimum' of a mask_mod or score_mod into this kernel"
+    assert backend.refusal_in(RuntimeError("out of memory")) is None

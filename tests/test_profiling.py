@@ -86,6 +86,13 @@ SYMBOLS = {
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >": (
         *("PyTorch", "elementwise", "", "Fill"),
     ),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::AUnaryFunctor<float, float, float,"
+    " at::native::binary_internal::MulFunctor<float> >": ("PyTorch", "elementwise", "", "Mul"),
+    "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::CUDAFunctor_add<int> >": (
+        *("PyTorch", "elementwise", "", "add"),
+    ),
+    "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::(anonymous namespace)::"
+    "where_kernel_impl(at::TensorIterator&)::{lambda()#1}": ("PyTorch", "elementwise", "", "where"),
     "Memcpy DtoD (Device -> Device)": ("CUDA", "copy", "", "copy"),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ("PyTorch", "attention", "cpu", "flash forward"),
     "aten::exp": ("PyTorch", "elementwise", "cpu", "exp"),
@@ -149,6 +156,10 @@ def test_the_table_sums_up_and_compares_with_the_first_backend():
     assert text[10] == (
         "  total 1 ms, 10% of it copies and transposes, 2.00x as fast as one, peak memory 3.0 MiB, 2.00 TFLOP/s"
     )
+
+
+def test_a_forward_pass_that_two_tests_profiled_is_shown_once():
+    assert sum("one on w" in line for line, _ in profile_tables([record("one", 1e-3), record("one", 1e-3)])) == 1
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.00123456, "1.235 ms"), (7e-6, "7 us"), (5e-8, "0.05 us")])

@@ -7,6 +7,7 @@ import torch
 from fakes import HERE, install, uninstall
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
+from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 from pytest_attn.workloads.inputs import draw_inputs
@@ -62,9 +63,10 @@ CLAIMED = [
     (W.replace(mask=Window()), ("te_fused",), False),
     (W.replace(v_head_dim=32), ALL, False),
     (W.replace(sinks=True, mask="causal-bottom-right"), ("te_fused", "te_unfused"), True),
-    (W.replace(bias="hqk"), ("te_fused", "te_unfused"), False),
+    (W.replace(bias="hqk"), ("te_fused",), False),
+    (W.replace(bias="hqk", dtype="fp32"), ("te_unfused",), False),
     (W.replace(bias="bk"), ("te_fused",), False),
-    (W.replace(bias="bq", kv_lens=(40, 33)), ("te_unfused",), False),
+    (W.replace(bias="bq", kv_lens=(40, 33), dtype="fp32"), ("te_unfused",), False),
     (W.replace(alibi=True, mask="causal-bottom-right"), ("te_flash",), True),
     (W.replace(alibi=True, kv_lens=(40, 33)), ("te_flash",), False),
     (W.replace(alibi=True, dtype="fp32"), ("te_unfused",), False),
@@ -119,6 +121,7 @@ BLIND = "gives queries that see no key other results than zeros"
         ("te_flash", W.replace(mask=Window(9, None)), ["takes no window that is open on one side"]),
         ("te_unfused", PACKED.replace(mask=any_mod), ["takes no mask of its own for packed sequences"]),
         ("te_unfused", W.replace(alibi=True), ["would round the scores with ALiBi to bfloat16"]),
+        ("te_unfused", W.replace(bias="k"), ["would round the scores with a bias to bfloat16"]),
         ("te_unfused", W.replace(softcap=3.0), ["would round each step of softcap to bfloat16"]),
         (
             "te_unfused",
@@ -226,3 +229,15 @@ def test_the_shell_alone_is_not_the_library(monkeypatch, tmp_path):
         " pip install --no-build-isolation transformer-engine[pytorch]"
     )
     uninstall(files)
+
+
+def test_causal_masks_through_flash_attn_4_are_a_known_defect(put, monkeypatch):
+    (defect,) = put("te_flash").known_defects
+    causal = W.replace(mask="causal-bottom-right")
+    monkeypatch.setattr("pytest_attn.backends.te._FLASH4", Library(("absent",), "absent", ""))
+    assert not defect.applies(causal, H200), "flash-attn 2 takes -1 for an open side"
+    monkeypatch.setattr("pytest_attn.backends.te._FLASH4", Library(("torch",), "torch", ""))
+    assert defect.applies(causal, H200)
+    assert defect.applies(SQUARE.replace(mask=Document((13, 11), causal=True)), H200)
+    for other in (W, W.replace(mask=Window(9, 0)), causal.replace(softcap=3.0), causal.replace(alibi=True)):
+        assert not defect.applies(other, H200), other.id

@@ -4,6 +4,7 @@ from fakes import HERE, install, uninstall
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.xformers import XformersCutlass
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 
 CPU = torch.device("cpu")
@@ -191,3 +192,11 @@ def test_an_import_that_fails_is_reported(put):
 def test_cutlass_ends_at_sm90(put):
     b200 = Machine("cuda:0", "NVIDIA B200", (10, 0), "sm100", 150 << 30, 1, "2.11.0+cu130")
     assert put("xformers_cutlass").unavailable_because(b200) == "needs sm50 to sm90, this device is sm100"
+
+
+def test_gradients_of_rows_without_a_key_are_a_known_defect_of_cutlass():
+    (defect,) = XformersCutlass.known_defects
+    assert defect.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
+    assert defect.applies(Workload(q_lens=(9, 4), kv_lens=(3, 4), mask="causal-bottom-right"), H200)
+    assert not defect.applies(Workload(129, 257, mask="causal-bottom-right"), H200)
+    assert not defect.applies(Workload(257, 129), H200)

@@ -43,6 +43,10 @@ class KnownDefect:
         return unchanged and all(t.name in self.tensors and (t.wrong_positions or not self.only_nan) for t in failed)
 
 
+class RefusedError(Exception):
+    """A backend refused a workload that it had claimed, when it compiled; the text is its reason."""
+
+
 class Backend(ABC):
     """Something that computes attention.
 
@@ -102,6 +106,11 @@ class Backend(ABC):
         after it is not.
         """
         return inputs
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return the library's reason where an exception of the callable is a refusal that only its compiler knew."""
+        del error
+        return None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Estimate the bytes that a call needs beyond inputs, outputs and gradients."""

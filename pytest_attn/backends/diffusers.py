@@ -86,7 +86,7 @@ class DiffusersDispatch(LibraryBackend):
         known = _NAMES.get(name, _NOT_JUDGED)
         self.kernel, self.capabilities = known.kernel, known.capabilities
         self.variants = ("compile", "max_autotune") if name == "flex" or "_native" in f"_{name}" else ()
-        self.precision = "flash2" if name == "flex" else self._kernel.precision
+        self.precision = "sdpa" if name == "flex" else self._kernel.precision  # uncompiled flex rounds scale * dS
         self.known_defects = (_FLEX_IGNORES_CAUSAL,) if name == "flex" else self._kernel.known_defects
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,11 @@ class FlexFlash(Flex):
         if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
             reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
         return reasons
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
+        missing = re.search(r"UNSUPPORTED CUTEDSL OPERATION: '(\w+)'", str(error))
+        return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel" if missing else None
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""

@@ -37,6 +37,10 @@ class Variant(Backend):
         """The inner backend's reasons."""
         return self.inner.unsupported_because(workload, machine, backward)
 
+    def refusal_in(self, error: Exception) -> str | None:
+        """The inner backend's."""
+        return self.inner.refusal_in(error)
+
     def dequantised(self, inputs: Inputs) -> Inputs:
         """The inner backend's."""
         return self.inner.dequantised(inputs)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, obstacle
+from pytest_attn.backends.backend import Backend, RefusedError, obstacle
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import machine_of, resolve_device
@@ -126,7 +126,8 @@ def judge(
     """Hold `subject` against exact attention on every input distribution of the question.
 
     Returns the comparison, with a message where it did not pass. Raises ContractError for a result that cannot be
-    compared or for changed inputs; exceptions of the callable pass through. `guard` makes a context that surrounds each
+    compared or for changed inputs, and RefusedError where a backend refuses as late as in its first call; other exceptions
+    of the callable pass through. `guard` makes a context that surrounds each
     call; `reproduce` is the command that a failure's message ends with.
     """
     __tracebackhide__ = True
@@ -147,9 +148,9 @@ def judge(
         is_sampled = is_sampled or reference.is_sampled
         is_approximate = is_approximate or reference.given is not None
         with guard(), quiet() if isinstance(subject, Backend) else nullcontext():
-            if kernel is None:
-                kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
             try:
+                if kernel is None:
+                    kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
                 tensors, changes = _call(kernel, question, reference)
                 changed |= changes
                 if changes and not _is_known_to_change(subject, changes):
@@ -157,6 +158,10 @@ def judge(
             except ContractError as error:
                 where = f"{name} on {question.workload.id}, inputs {distribution}"
                 raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
+            except Exception as error:
+                if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
+                    raise RefusedError(reason) from error
+                raise
         out_limits, gradient_limits = limits_named(question.limits)
         for tensor_name, tensor in tensors.items():
             limits = gradient_limits if tensor_name.startswith("d") else out_limits

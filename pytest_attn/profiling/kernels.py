@@ -48,6 +48,11 @@ def _flash2(prefix: str, framework: str) -> list[_Rule]:
     return [_Rule(rf"\b{prefix}::{symbol}", framework, ATTENTION, operation, "sm80") for symbol, operation in parts]
 
 
+#: the innermost functor of a templated kernel, or the operator that it was written for
+_ELEMENTWISE = (
+    r"elementwise_kernel.*native::(?:\(anonymous namespace\)::|binary_internal::)?(?:CUDAFunctor\w*?_)?"
+    r"(?!gpu_kernel)([a-zA-Z]\w*?)(?:Functor<|_kernel_cuda|_kernel_impl\b|_kernel<|<)"
+)
 _RULES = (
     # FlashAttention 4 (CuTe DSL): its module and class are part of the symbol
     _Rule(r"flash_bwd_preprocess", "FlashAttention-4", ATTENTION, "flash backward, sum of dO * O"),
@@ -106,7 +111,7 @@ _RULES = (
     ),
     _Rule(r"index_elementwise_kernel|indexSelect|_scatter_gather", "PyTorch", COPY, "gather"),
     _Rule(r"reduce_kernel", "PyTorch", "reduction", "reduction"),
-    _Rule(r"elementwise_kernel.*?(\w+?)(?:Functor|_kernel_cuda|_kernel_impl)", "PyTorch", "elementwise", "{0}"),
+    _Rule(_ELEMENTWISE, "PyTorch", "elementwise", "{0}"),
     _Rule(r"elementwise_kernel|distribution_", "PyTorch", "elementwise", "elementwise"),
     # operators, as a CPU's profile shows them
     _Rule(r"aten::.*flash_attention_for_cpu_backward", "PyTorch", ATTENTION, "flash backward", "cpu"),

@@ -14,9 +14,13 @@ _MOST_ROWS = 12
 def profile_tables(records: Sequence[Record]) -> Iterator[Line]:
     """Yield a table per case and direction, and under it what the case amounts to, against the workload's first backend."""
     first: dict[tuple[str, str], tuple[str, float]] = {}
+    shown: set[tuple[str, str, str]] = set()
     for record in records:
         for profile in record["profiles"]:
             place = (record["workload"], profile["direction"])
+            if (record["subject"], *place) in shown:
+                continue  # the forward pass of a test with gradients, beside that of one without
+            shown.add((record["subject"], *place))
             baseline = first.setdefault(place, (record["subject"], profile["seconds"]))
             yield f"{record['subject']} on {record['workload']}, {profile['direction']}", {"bold": True}
             for line in aligned([_HEADER, *_rows(profile)], right=(4, 5, 6)):

@@ -139,6 +139,7 @@ class AttentionCase:
         Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text.
         """
         __tracebackhide__ = True
+        from pytest_attn.backends.backend import RefusedError
         from pytest_attn.correctness.check import judge, subject_name
         from pytest_attn.correctness.compare import ContractError
         from pytest_attn.session.deadline import DeadlineError
@@ -149,7 +150,7 @@ class AttentionCase:
             self._skip_unless_runnable(subject)
         name = subject_name(subject)
         self._checked = subject
-        failure = None
+        failure = refusal = None
         try:
             comparison = judge(
                 subject,
@@ -160,6 +161,11 @@ class AttentionCase:
             )
         except (ContractError, DeadlineError) as error:
             failure = str(error)
+        except RefusedError as error:
+            refusal = str(error)
+        if refusal is not None:
+            self._record(name, "skipped", reason=refusal)
+            pytest.skip(f"{name}: {refusal}")
         if failure is not None:
             self._record(name, "mismatch", reason=failure.splitlines()[0])
             raise AssertionError(failure)

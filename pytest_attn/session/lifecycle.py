@@ -47,7 +47,8 @@ def group_by_workload(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_case(item) and item.get_closest_marker("xdist_group") is None:
             parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.xdist_group(f"{item.nodeid.partition('[')[0]}[{parameter.workload.id}]"))
+            test = item.name.partition("[")[0]
+            item.add_marker(pytest.mark.xdist_group(f"{test}-{parameter.workload.id}"))  # "]" would end the group's name
 
 
 def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,8 @@ class AttentionSession:
             from pytest_attn.backends.machine import resolve_device
 
             self._devices[wanted] = resolve_device(wanted)
+            if self._devices[wanted].type == "cpu":
+                _share_cores()
         return self._devices[wanted]
 
     def machine(self, wanted: str | None = None) -> Machine:
@@ -181,6 +184,15 @@ def require_torch() -> None:
         raise NoTorchError(_broken(error)) from None
     except Exception as error:
         raise NoTorchError(_broken(error)) from None
+
+
+def _share_cores() -> None:
+    """Give each xdist worker its share of the cores: threads of several workers on one core wait for one another, busily."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def _broken(error: Exception) -> str:

@@ -1,3 +1,4 @@
+import os
 import re
 
 import pytest
@@ -139,3 +140,57 @@ def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
     fixtures = pytester.runpytest_inprocess("--fixtures").stdout.str()
     for name in ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"):
         assert re.search(rf"^{name} -- ", fixtures, re.MULTILINE)
+
+
+def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_test):
+    body = "print('group', request.node.get_closest_marker('xdist_group').args[0])"
+    kernel_test(body, marker='"smoke-full", "smoke-half", device="cpu"', fixtures="request, attn, attn_backend")
+    result = pytester.runpytest_subprocess("-n", "2", "--dist", "loadgroup", "-rP", "--attn-backends=math,eager")
+    groups = re.findall(r"^group (.+)$", result.stdout.str(), re.MULTILINE)
+    # a name with "]" would be none to xdist
+    assert sorted(groups) == 2 * ["test_kernel-smoke-full"] + 2 * ["test_kernel-smoke-half-fp16"]
+
+
+def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: v)")
+    result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup")
+    result.stdout.fnmatch_lines(["*reproduce  pytest '*::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
+
+
+def test_xdist_workers_share_the_cores_of_a_cpu(pytester, kernel_test, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    kernel_test("print(f'{torch.get_num_threads()} threads')")
+    threads = max(1, os.cpu_count() // 2)
+    pytester.runpytest_subprocess("-n", "2", "-rP").stdout.fnmatch_lines([f"{threads} threads"])
+
+
+def test_a_refusal_at_the_first_call_is_a_skip(run, kernel_test, pytester):
+    pytester.makeconftest(
+        """
+from pytest_attn import Backend
+
+
+class Late(Backend):
+    name = "late"
+
+    def prepare(self, inputs, backward=False):
+        def call(q, k, v):
+            raise RuntimeError("OPERATION 'minimum' is not implemented" if inputs.workload.q_len == 32 else "a fault")
+
+        return call
+
+    def refusal_in(self, error):
+        return "compiles no 'minimum'" if "minimum" in str(error) else None
+
+
+def pytest_attn_backends(registry):
+    registry.add(Late())
+"""
+    )
+    kernel_test(**BACKENDS, marker='Workload(32), Workload(33), device="cpu"')
+    result = run("--attn-backends=late", "-rs")
+    result.assert_outcomes(skipped=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["raised        late on s33-d64: RuntimeError: a fault", "SKIPPED * late: compiles no 'minimum'"]
+    )
