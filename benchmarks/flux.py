@@ -40,11 +40,11 @@ from pytest_attn import draw_inputs
 def test_flux(attn, attn_backend):
     with torch.inference_mode():
         kernel = attn_backend.prepare(draw_inputs(attn.workload, "randn", 0, attn.device))
-        attn.check(attn_backend if attn_backend.is_approximate else kernel)
         FOUND[attn.workload.name, attn_backend.name] = (
-            *errors(attn.workload.q_len, lambda q, k, v: kernel(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)),
+            *errors(attn.workload.q_len, lambda *qkv: kernel(*(t.transpose(1, 2).contiguous() for t in qkv)).transpose(1, 2)),
             triton.testing.do_bench(lambda: kernel(attn.q, attn.k, attn.v), warmup=3, rep=10, return_mode="median"),
         )
+        attn.check(attn_backend if attn_backend.is_approximate else kernel)  # last: a known defect ends the test
 """
 FOUND: dict[tuple[str, str], tuple[float, float, float]] = {}
 
@@ -142,6 +142,7 @@ def errors(rows: int, fn: Callable[..., Any]) -> tuple[float, float]:
 
 def run_script(names: list[str]) -> None:
     """Check and time every function, workload by workload, as a script does."""
+    torch._dynamo.config.recompile_limit = 10_000
     functions = script_functions()
     functions = {name: compiled(name, functions) for name in names if name.partition("+")[0] in functions}
     with torch.inference_mode():
