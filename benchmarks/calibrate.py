@@ -70,8 +70,8 @@ def main() -> int:
                     levels = (tensor.z_element, tensor.z_row, tensor.z_head)
                     so_far = largest.get(key, [0.0, 0.0, 0.0])
                     largest[key] = [max(pair) for pair in zip(so_far, levels, strict=True)]
-                defects = (d for d in backend.known_defects if d.applies(workload, machine) and d.explains(comparison))
-                defect = next(defects, None)
+                reaching = (d for d in backend.known_defects if d.applies(workload, machine))
+                defect = next((d for d in reaching if d.explains(comparison, workload)), None)
                 if not comparison.passed and defect is not None:
                     known.append(f"{name} {workload.id} {distribution}: {defect.issue}")
                 elif not comparison.passed:

@@ -1,5 +1,6 @@
 """The judgement: honest kernels pass, and each planted fault is seen and named."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
-from pytest_attn import Window, Workload
+from pytest_attn import Backend, Window, Workload
+from pytest_attn.backends.defects import CUDNN_BLIND_ROWS
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 from pytest_attn.correctness.compare import LIMITS
@@ -406,3 +408,32 @@ def test_a_score_mod_without_the_score_has_no_gradient_for_q_and_k():
         return (p @ v.float()).to(q.dtype) + 0 * q + 0 * k
 
     assert pytest_attn.check(positions_only, workload, backward=True, device="cpu").passed
+
+
+def test_dequantised_values_of_another_shape_are_refused():
+    class Shortened(Backend):
+        name, precision, is_approximate = "shortened", "int8", True
+
+        def dequantised(self, inputs):
+            return dataclasses.replace(inputs, q=inputs.q[..., :10])
+
+        def prepare(self, inputs, backward=False):
+            return lambda q, k, v: q
+
+    with pytest.raises(AssertionError, match=r"shortened.dequantised returned q of shape \(.*, 10\); expected \(.*, 64\)"):
+        judge(Shortened(), Question(FULL, torch.device("cpu")), ReferenceCache())
+
+
+def test_a_defect_of_blind_rows_explains_only_these():
+    workload = Workload(24, 8, mask="causal-bottom-right")  # rows 0 to 15 see no key
+
+    def spoiling(row):
+        def kernel(q, k, v):
+            out = explicit(q, k, v, mask=positions(24, 8)[1] <= positions(24, 8)[0] - 16).nan_to_num()
+            out[:, :, row] += 1
+            return out
+
+        return judge(kernel, question(workload), ReferenceCache())
+
+    assert CUDNN_BLIND_ROWS.explains(spoiling(3), workload)
+    assert not CUDNN_BLIND_ROWS.explains(spoiling(20), workload)

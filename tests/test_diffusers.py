@@ -65,7 +65,7 @@ def test_flex_ignores_is_causal_and_that_is_known(diffusers, workload):
     assert not comparison.passed
     (defect,) = backend.known_defects
     assert defect.applies(workload, H200)
-    assert defect.explains(comparison)
+    assert defect.explains(comparison, workload)
     assert not any(defect.applies(other, H200) for other in (W, W.replace(mask="causal-bottom-right"), MASKED[2]))
 
 

@@ -244,3 +244,17 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     assert sorted(tried) == ["first", "second"], "one that was imported without harm is not tried again"
     assert second.broken_because() == "second is installed but cannot be imported: broken"
     uninstall(files)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refusal"),
+    [
+        ("this flash-attn build has head_dim 64 and 128 only", True),
+        ("FlashAttention only support fp16 and bf16 data type", True),
+        ("CUDA error: an illegal memory access was encountered in flash_fwd_kernel, head 3", False),
+        ("CUDA out of memory. Tried to allocate 2 GiB to support", False),
+        ("expected a tensor", False),
+    ],
+)
+def test_only_what_a_build_lacks_is_a_refusal(text, is_refusal):
+    assert (library.refusal_of_build(RuntimeError(text)) is not None) == is_refusal

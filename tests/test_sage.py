@@ -58,7 +58,7 @@ def test_version_1_computes_exact_attention_on_its_int8_values_and_changes_k(ins
     assert comparison.changed == ("k",)
     in_place, padding = backend.known_defects
     assert in_place.applies(workload, H200)
-    assert in_place.explains(comparison)
+    assert in_place.explains(comparison, workload)
     assert not padding.applies(workload, H200)
 
 
@@ -67,9 +67,9 @@ def test_keys_of_padding_that_version_1_counts_are_a_defect_of_their_own(install
     comparison = judged(backend, PADDED)
     assert not values_pass(comparison)
     in_place, padding = backend.known_defects
-    assert not in_place.explains(comparison)
+    assert not in_place.explains(comparison, PADDED)
     assert padding.applies(PADDED, H200)
-    assert padding.explains(comparison)
+    assert padding.explains(comparison, PADDED)
 
 
 def test_a_version_1_that_leaves_k_alone_passes(installed):

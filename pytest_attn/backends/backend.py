@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.library import Library, quiet
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, current
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import DTYPES, Workload
 
@@ -25,7 +25,8 @@ class KnownDefect:
 
     applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
-    changes_input: inputs ("q", "k", "v") that it changes in place.
+    changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
+    without, every failure of these tensors does.
     """
 
     issue: str
@@ -35,12 +36,15 @@ class KnownDefect:
     only_nan: bool = False
     inputs: str | None = None
     changes_input: tuple[str, ...] = ()
+    shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
 
-    def explains(self, comparison: Any) -> bool:
-        """Whether everything that failed in a `Comparison` is what the defect spoils."""
+    def explains(self, comparison: Any, workload: Workload) -> bool:
+        """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""
         failed = [t for t in comparison.tensors if not t.passed]
         unchanged = set(comparison.changed) <= set(self.changes_input)
-        return unchanged and all(t.name in self.tensors and (t.wrong_positions or not self.only_nan) for t in failed)
+        return unchanged and all(
+            t.name in self.tensors and (t.wrong_positions or not self.only_nan) and self.shows(t, workload) for t in failed
+        )
 
 
 class RefusedError(Exception):
@@ -190,6 +194,8 @@ class FunctionBackend(Backend):
     """A user's own function `fn(q, k, v, workload=workload)` as a backend; see `Registry.add_function`."""
 
     library = "own"
+    variants = ("compile", "max_autotune", "graph")
+    full_graph = False
 
     def __init__(
         self,
@@ -208,7 +214,8 @@ class FunctionBackend(Backend):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Ask the function given at registration."""
-        return list(self._reasons(workload)) if self._reasons else []
+        reasons = self._reasons(workload) if self._reasons else ()
+        return [reasons] if isinstance(reasons, str) else list(reasons)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Close over the workload and turn the layout."""
@@ -218,7 +225,7 @@ class FunctionBackend(Backend):
             if not swap:
                 return self.fn(q, k, v, workload=inputs.workload)
             out = self.fn(*(t.transpose(1, 2) for t in (q, k, v)), workload=inputs.workload)
-            return out.transpose(1, 2)
+            return out.transpose(1, 2) if hasattr(out, "transpose") else out  # what is no tensor is refused by the check
 
         return call
 
@@ -251,5 +258,6 @@ def obstacle(backend: Backend | None, workload: Workload, machine: Machine, back
         return f"{workload.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {there:,.0f} GiB"
     if backend is None:
         return None
-    with quiet():
-        return backend.broken_because() or "; ".join(backend.unsupported_because(workload, machine, backward)) or None
+    with quiet(), current(machine.device):
+        reasons = backend.broken_because() or backend.unsupported_because(workload, machine, backward) or ()
+    return reasons if isinstance(reasons, str) else "; ".join(reasons) or None

@@ -9,7 +9,7 @@ from pytest_attn.backends.backend import Kernel
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.flash_attention import FlashAttention
 from pytest_attn.backends.layouts import in_bshd, not_decoding_because
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -91,8 +91,7 @@ def _refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
     try:
         Flash2.source.load().flash_attn_func(one, one, one)
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        if "head" in text or "build" in text:
-            return text
-        raise
+        if (reason := refusal_of_build(error)) is None:
+            raise
+        return reason
     return None

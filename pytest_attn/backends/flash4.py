@@ -6,8 +6,7 @@ from typing import Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import FLASH4_DQ
-from pytest_attn.backends.flash_attention import FlashAttention
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.flash_attention import FLASH4, FlashAttention
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -20,7 +19,7 @@ class Flash4(FlashAttention):
     """
 
     name = "flash4"
-    source = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
+    source = FLASH4
     paged_words = ("flash_attn_varlen_func", "seqused_k", "page_table")
     open_side = None
     variants = ("graph",)

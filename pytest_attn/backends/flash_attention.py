@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, LibraryBackend
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.backends.library import Library
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document
 
 if TYPE_CHECKING:
     import torch
+
+
+#: what flash4, flex_flash and, where it is installed, te_flash run on
+FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
 
 
 class FlashAttention(LibraryBackend):

@@ -12,7 +12,7 @@ from pytest_attn.backends.backend import Backend, Kernel, needs_cuda
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.compiled import compile_kernel
 from pytest_attn.backends.defects import FLASH4_DQ
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, ScoreMod, bind
@@ -132,7 +132,7 @@ class FlexFlash(Flex):
     launches = ("FlashAttention-4",)
     needs = "CUDA, sm90 to sm110, torch 2.10, flash-attn-4"
     capabilities = dataclasses.replace(_ALL_BUT_PAGES, dtypes=("bfloat16", "float16"), head_dim=256, head_dim_step=8)
-    kernels = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
+    kernels = FLASH4
     known_defects = (FLASH4_DQ,)
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Kernel, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library, words
+from pytest_attn.backends.library import Library, refusal_of_build, words
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document, Window
@@ -149,6 +149,8 @@ class HubKernel(LibraryBackend):
         try:
             out = self.prepare(inputs, backward)(one, one, one)
         except (RuntimeError, AssertionError) as error:
+            if refusal_of_build(error) is None:
+                raise
             return [f"refuses one token: {words(error)}"]
         return ["its output carries no gradient"] if backward and not out.requires_grad else []
 

@@ -14,6 +14,7 @@ import importlib.machinery
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def _mark_of(module: str) -> Path:
     folders = [*(spec.submodule_search_locations or [])] if spec else []
     states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
     known = repr((module, sys.executable, sys.path, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
     return base / "pytest-attn" / "imports" / hashlib.sha256(known.encode()).hexdigest()[:32]
 
 
@@ -147,6 +148,13 @@ def _mark(path: Path) -> None:
 def _unmark(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
+
+
+def refusal_of_build(error: Exception) -> str | None:
+    """Return what a library's build says it was made without (a head dimension, a dtype); None for any other fault."""
+    text = " ".join(str(error).split())
+    is_fault = re.search(r"CUDA (driver )?error|out of memory", text)
+    return None if is_fault or not re.search(r"head|build|support|dtype|fp16", text) else text
 
 
 def words(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,14 @@ def _devices() -> list[str]:
     if torch.backends.mps.is_available():
         found.append("mps")
     return [*found, "cpu"]
+
+
+def current(device: torch.device | str) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one for a while: many libraries launch on that one, whatever their tensors' device."""
+    import torch
+
+    device = torch.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def machine_of(device: torch.device) -> Machine:

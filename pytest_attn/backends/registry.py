@@ -43,11 +43,11 @@ _BUILTIN = {
     "sage_fp8": ("sage", "SageFp8"),
     "int8_dynamic": ("int8_dynamic", "Int8Dynamic"),
 }
-#: prefix of a name -> (module, class): "hub:REPO" makes class(REPO)
+#: prefix of a name -> (module, class, what follows the colon, what it stands for): "hub:REPO" makes class(REPO)
 _FAMILIES = {
-    "hub": ("hub", "HubKernel"),
-    "diffusers": ("diffusers", "DiffusersDispatch"),
-    "transformers": ("transformers", "TransformersDispatch"),
+    "hub": ("hub", "HubKernel", "REPO", "a kernel of the Hugging Face Hub"),
+    "diffusers": ("diffusers", "DiffusersDispatch", "NAME", "what diffusers' dispatcher makes of one of its names"),
+    "transformers": ("transformers", "TransformersDispatch", "NAME", "what transformers makes of one of its names"),
 }
 VARIANTS = ("compile", "max_autotune", "graph")
 #: the names of diffusers, transformers and vLLM for what we have under our own; their dispatchers are other backends
@@ -94,9 +94,9 @@ class Registry:
             self._loaders[name] = _loader(module, cls)
 
     @property
-    def families(self) -> list[str]:
-        """Names with a part that users fill in, as they are shown: "hub:NAME"."""
-        return [f"{prefix}:NAME" for prefix in _FAMILIES]
+    def families(self) -> list[tuple[str, str]]:
+        """Names with a part that users fill in, as they are shown ("hub:REPO"), and what they stand for."""
+        return [(f"{prefix}:{part}", about) for prefix, (_, _, part, about) in _FAMILIES.items()]
 
     @property
     def names(self) -> list[str]:
@@ -104,8 +104,10 @@ class Registry:
         return list(self._loaders)
 
     def add(self, backend: Backend) -> None:
-        """Register a backend of your own; raise ValueError where its name is taken or not a plain word."""
-        self._require_free(backend.name)
+        """Register a backend of your own; raise ValueError where it is none, or its name is taken or not a plain word."""
+        if not isinstance(backend, Backend):
+            raise ValueError(f"add takes an instance of pytest_attn.Backend, got {backend!r}; add_function takes functions")
+        self._require_free(getattr(backend, "name", None))
         self._loaders[backend.name] = lambda: backend
 
     def add_function(
@@ -122,13 +124,19 @@ class Registry:
         layout: "bhsd" or "bshd", in which fn takes and returns tensors. precision: the rounding that it declares.
         unsupported_because: a function of the workload that returns reasons to refuse it, none where fn claims it.
         """
+        if not callable(fn):
+            raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"backend {name!r}: layout must be 'bhsd' or 'bshd', got {layout!r}")
         self.add(FunctionBackend(name, fn, layout, precision, unsupported_because))
 
-    def _require_free(self, name: str) -> None:
-        if not name.replace("_", "").replace(":", "").replace("/", "").replace(".", "").isalnum():
-            raise ValueError(f"backend name {name!r} must consist of letters, digits and underscores")
+    def _require_free(self, name: object) -> None:
+        if not isinstance(name, str):
+            raise ValueError(f"a backend must have a name, text without spaces, got {name!r}")
+        if name in ("all", "available"):
+            raise ValueError(f"backend name {name!r} means a selection in --attn-backends; rename yours")
+        if not name.replace("_", "").replace(".", "").isalnum():
+            raise ValueError(f"backend name {name!r} must consist of letters, digits, underscores and dots")
         if name in self._loaders:
             raise ValueError(f"two backends are named {name!r}; rename one")
         if name in ALIASES:
@@ -157,8 +165,8 @@ class Registry:
         prefix, colon, rest = base.partition(":")
         if base not in self._loaders and not (prefix in _FAMILIES and rest):
             if colon and prefix in _FAMILIES:
-                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:NAME")
-            raise ValueError(f"unknown backend {base!r}; known: {', '.join([*self._loaders, *self.families])}")
+                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{_FAMILIES[prefix][2]}")
+            raise ValueError(f"unknown backend {base!r}; known: {', '.join([*self._loaders, *dict(self.families)])}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
 
@@ -174,7 +182,8 @@ class Registry:
         if base in self._loaders:
             return self._loaders[base]()
         prefix, _, rest = base.partition(":")
-        return _loader(*_FAMILIES[prefix], rest)()
+        module, cls, *_ = _FAMILIES[prefix]
+        return _loader(module, cls, rest)()
 
 
 def _varied(backend: Backend, variant: str) -> Backend:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.defects import sees_nothing
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library, environment
+from pytest_attn.backends.library import Library, environment, refusal_of_build
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.inputs import Inputs, draw_inputs, sequence_lengths
-from pytest_attn.workloads.masks import Causal, Document, Window, interval
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.masks import Causal, Document, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -158,12 +160,9 @@ class TeFused(TransformerEngine):
         return tuple(t.contiguous() for t in tensors)
 
 
-_FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
-
-
 def _causal_through_flash4(workload: Workload, machine: Machine) -> bool:
     """Whether flash-attn 4, which is preferred where it takes the workload, is told a causal mask."""
-    prefers_four = _FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
+    prefers_four = FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
     return prefers_four and bottom_right_window(workload) == (-1, 0)
 
 
@@ -180,6 +179,7 @@ class TeFlash(TransformerEngine):
             summary="a causal mask goes to flash-attn 4 as a window (-1, 0), in which -1 is no open side: out is zero",
             applies=_causal_through_flash4,
             tensors=("out", "dq", "dk", "dv"),
+            shows=lambda comparison, workload: comparison.found == 0,
         ),
     )
 
@@ -321,12 +321,11 @@ def _mask_type(w: Workload) -> tuple[str, tuple[int, int]]:
 
 def _rows_without_a_key(w: Workload, device: str) -> list[str]:
     """Refuse queries that see no key: they get the mean of the values, or zeros, as the shape has it."""
-    spans = [interval(w.plain_mask, 0, q_len, kv_len) for q_len, kv_len in sequence_lengths(w) if q_len]
     if _needs_tensor(w):
         visible = boolean_mask(_unfilled(w, device))
         blind = visible is not None and not bool(visible.any(-1).all())
     else:
-        blind = any(span is not None and span[0] == span[1] for span in spans)
+        blind = sees_nothing(w)
     return ["gives queries that see no key other results than zeros"] if blind else []
 
 
@@ -400,8 +399,7 @@ def _refused_by_build(token: Workload, device: str) -> str | None:
     try:
         TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v)
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        if "head" in text or "build" in text:
-            return text
-        raise
+        if (reason := refusal_of_build(error)) is None:
+            raise
+        return reason
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel, half_precision_only
+from pytest_attn.backends.backend import Backend, Kernel
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries
 from pytest_attn.backends.machine import Machine
@@ -41,20 +41,12 @@ class Varlen(Backend):
         return None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what varlen_attn's signature cannot say."""
-        w = workload
-        reasons = half_precision_only(w)
-        if w.head_dim != w.v_head_dim or w.head_dim > 256 or w.head_dim % 8:
-            reasons.append("needs v_head_dim equal to head_dim, a multiple of 8, at most 256")
-        if w.group > 1 and not _takes("enable_gqa"):
+        """Refuse what varlen_attn's signature cannot say, and what it cannot say yet in this torch."""
+        reasons = self.capabilities.refusals(workload, backward)
+        if workload.group > 1 and not _takes("enable_gqa"):
             reasons.append("takes no grouped heads in this torch")
-        if w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
-            reasons.append("takes no changes of the score")
-        if w.kv_pages or (w.kv_lens and not w.is_packed):
-            reasons.append("takes packed sequences, not padded or paged ones")
-        if bottom_right_window(w) is None:
-            reasons.append("takes causal (bottom-right), sliding-window and document masks only")
-        elif bottom_right_window(w) != (-1, -1) and not (_takes("window_size") or _takes("is_causal")):
+        is_masked = bottom_right_window(workload) not in (None, (-1, -1))
+        if is_masked and not (_takes("window_size") or _takes("is_causal")):
             reasons.append("takes no mask in this torch")
         return reasons
 

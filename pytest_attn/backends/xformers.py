@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.defects import in_blind_rows, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.inputs import Inputs, sequence_lengths
-from pytest_attn.workloads.masks import Causal, Document, Window, interval
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Document, Window
 from pytest_attn.workloads.workload import DTYPES, Workload
 
 if TYPE_CHECKING:
@@ -105,11 +106,6 @@ class Xformers(LibraryBackend):
         return kernel_of(as_packed(lambda q, k, v: call(q[None], k[None], v[None])[0], inputs.workload))
 
 
-def _rows_without_a_key(workload: Workload, machine: Machine) -> bool:
-    spans = (interval(workload.plain_mask, 0, q_len, kv_len) for q_len, kv_len in sequence_lengths(workload) if q_len)
-    return any(span is not None and span[0] == span[1] for span in spans)
-
-
 class XformersCutlass(Xformers):
     """memory_efficient_attention with the operators of CUTLASS."""
 
@@ -122,8 +118,9 @@ class XformersCutlass(Xformers):
         KnownDefect(
             issue="seen on an H200 with xformers 0.0.35, no report found",
             summary="dq of rows that see no key is not zero, but anything",
-            applies=_rows_without_a_key,
+            applies=lambda workload, machine: sees_nothing(workload),
             tensors=("dq",),
+            shows=in_blind_rows,
         ),
     )
 
@@ -275,7 +272,8 @@ def _torch_device(device: torch.device | str) -> torch.device:
 def _each_operator(message: str) -> list[str]:
     """Return the operators' reasons, each behind its operator's name, out of the message that lists them."""
     found = re.findall(r"`(\S+)` is not supported because:\n((?:    .+\n?)+)", message)
-    return [f"{name}: {'; '.join(line.strip() for line in lines.splitlines())}" for name, lines in found]
+    reasons = [f"{name}: {'; '.join(line.strip() for line in lines.splitlines())}" for name, lines in found]
+    return reasons or [_one_line(message)]
 
 
 @cache
@@ -288,10 +286,9 @@ def _refused_by_build(operator: Any, head_dim: int, v_head_dim: int, dtype: torc
     try:
         fmha.memory_efficient_attention(q, q, v, op=(operator, None))
     except RuntimeError as error:
-        text = _one_line(str(error))
-        if "head" in text or "build" in text:
-            return text
-        raise
+        if (reason := refusal_of_build(error)) is None:
+            raise
+        return reason
     return None
 
 

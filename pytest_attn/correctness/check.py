@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend, RefusedError, obstacle
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.library import quiet
-from pytest_attn.backends.machine import machine_of, resolve_device
+from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.compare import (
     Comparison,
@@ -23,10 +23,10 @@ from pytest_attn.correctness.compare import (
     limits_named,
 )
 from pytest_attn.correctness.diagnose import explain
-from pytest_attn.correctness.precision import Precision, precision_named
+from pytest_attn.correctness.precision import PRECISIONS, Precision, precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.inputs import distribution_names, draw_inputs
+from pytest_attn.workloads.inputs import Inputs, distribution_names, draw_inputs
 from pytest_attn.workloads.masks import function_label
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
@@ -111,7 +111,7 @@ class Question:
             if not isinstance(subject, Backend) or not subject.is_approximate:
                 return cache.get(self.workload, distribution, self.seed, self.device, precision, self.backward)
             given = draw_inputs(self.workload, distribution, self.seed, self.device)
-            reference = compute_reference(subject.dequantised(given), precision, self.backward)
+            reference = compute_reference(_quantised_by(subject, given), precision, self.backward)
             reference.given = given
             return reference
 
@@ -133,6 +133,8 @@ def judge(
     __tracebackhide__ = True
     if isinstance(subject, Backend):
         precision = subject.precision_on(question.device.type)
+        if precision not in PRECISIONS:
+            raise ValueError(f"backend {subject.name!r}: unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
         layout = "thd" if question.workload.is_packed else "bhsd"
         question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse, layout=layout)
     name = subject_name(subject)
@@ -143,33 +145,34 @@ def judge(
     message = ""
     is_sampled = is_approximate = False
     changed: dict[str, float] = {}
-    for distribution in question.inputs:
-        reference = question.reference(cache, distribution, subject)
-        is_sampled = is_sampled or reference.is_sampled
-        is_approximate = is_approximate or reference.given is not None
-        with guard(), quiet() if isinstance(subject, Backend) else nullcontext():
-            try:
-                if kernel is None:
-                    kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
-                tensors, changes = _call(kernel, question, reference)
-                changed |= changes
-                if changes and not _is_known_to_change(subject, changes):
-                    raise ContractError(_changed_text(changes))
-            except ContractError as error:
-                where = f"{name} on {question.workload.id}, inputs {distribution}"
-                raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
-            except Exception as error:
-                if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
-                    raise RefusedError(reason) from error
-                raise
-        out_limits, gradient_limits = limits_named(question.limits)
-        for tensor_name, tensor in tensors.items():
-            limits = gradient_limits if tensor_name.startswith("d") else out_limits
-            row = compare_tensor(tensor_name, distribution, tensor, reference, question.workload, limits)
-            found.append(row)
-            if not row.passed and not message:
-                lines = explain(row, tensor, reference, question.workload)
-                message = _with_command(failure_text(row, name, question.workload, lines), reproduce)
+    with current(question.device):
+        for distribution in question.inputs:
+            reference = question.reference(cache, distribution, subject)
+            is_sampled = is_sampled or reference.is_sampled
+            is_approximate = is_approximate or reference.given is not None
+            with guard(), quiet() if isinstance(subject, Backend) else nullcontext():
+                try:
+                    if kernel is None:
+                        kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
+                    tensors, changes = _call(kernel, question, reference)
+                    changed |= changes
+                    if changes and not _is_known_to_change(subject, changes):
+                        raise ContractError(_changed_text(changes))
+                except ContractError as error:
+                    where = f"{name} on {question.workload.id}, inputs {distribution}"
+                    raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
+                except Exception as error:
+                    if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
+                        raise RefusedError(reason) from error
+                    raise
+            out_limits, gradient_limits = limits_named(question.limits)
+            for tensor_name, tensor in tensors.items():
+                limits = gradient_limits if tensor_name.startswith("d") else out_limits
+                row = compare_tensor(tensor_name, distribution, tensor, reference, question.workload, limits)
+                found.append(row)
+                if not row.passed and not message:
+                    lines = explain(row, tensor, reference, question.workload)
+                    message = _with_command(failure_text(row, name, question.workload, lines), reproduce)
     if changed and not message:
         message = _with_command(f"{_changed_text(changed)}\n  by         {name} on {question.workload.id}", reproduce)
     return Comparison(
@@ -182,6 +185,17 @@ def judge(
         tuple(changed),
         compilation_of(kernel) if kernel else None,
     )
+
+
+def _quantised_by(subject: Backend, given: Inputs) -> Inputs:
+    """Return what the backend makes of its inputs; raise ContractError where that has other shapes."""
+    made = subject.dequantised(given)
+    for name in "qkv":
+        shape = getattr(getattr(made, name, None), "shape", None)
+        if shape != getattr(given, name).shape:
+            found = type(made).__name__ if shape is None else f"{name} of shape {tuple(shape)}"
+            raise ContractError(f"{subject.name}.dequantised returned {found}; expected {tuple(getattr(given, name).shape)}")
+    return made
 
 
 def _is_known_to_change(subject: object, changes: dict[str, float]) -> bool:
@@ -362,7 +376,10 @@ def check(
         reason = obstacle(subject, workload, machine_of(where), backward)
         if reason:
             raise ValueError(f"backend {fn!r} cannot take {workload.id}: {reason}")
-    comparison = judge(subject, question, ReferenceCache())
+    try:
+        comparison = judge(subject, question, ReferenceCache())
+    except RefusedError as error:
+        raise ValueError(f"backend {fn!r} cannot take {workload.id}: {error}") from None
     if not comparison.passed:
         raise AssertionError(comparison.message)
     return comparison

@@ -151,10 +151,13 @@ def architecture_of(symbol: str) -> str:
     return f"sm{max(found)}" if found else ""
 
 
-def is_launched(words: tuple[str, ...], symbols: list[str]) -> bool:
-    """Whether one kernel of the attention itself answers to every word, in its words or its symbol, whatever the case."""
-    return any(
-        all(word.lower() in f"{' '.join(name)} {symbol}".lower() for word in words)
-        for symbol, name in ((symbol, name_of(symbol)) for symbol in symbols)
-        if name.category not in (COPY, "elementwise")
-    )
+def may_answer(symbol: str) -> bool:
+    """Whether a kernel belongs to the attention itself: copies, elementwise kernels and bookkeeping do not."""
+    name = name_of(symbol)
+    return name.category not in (COPY, "elementwise") and not (name.category == OTHER and name.framework == "PyTorch")
+
+
+def answers_to(words: tuple[str, ...], symbol: str) -> bool:
+    """Whether a kernel of the attention itself has every word among its words or in its symbol, whatever the case."""
+    known = f"{' '.join(name_of(symbol))} {symbol}".lower()
+    return may_answer(symbol) and all(word.lower() in known for word in words)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.library import quiet
+from pytest_attn.backends.machine import current
 from pytest_attn.correctness.check import Question, in_layout
 from pytest_attn.profiling.ceilings import ceilings_of
 from pytest_attn.profiling.profiler import Profile, profile_call
@@ -23,34 +24,38 @@ def profile_subject(subject: Callable[..., Any] | Backend, question: Question, w
 
     with_ceilings: measure the device's ceilings, once per run, for the share of the roofline.
     """
-    import torch
-
     inputs = draw_inputs(question.workload, question.inputs[0], question.seed, question.device)
+    tensors = [in_layout(inputs.q, question), *(in_layout(t, question, is_kv=True) for t in (inputs.k, inputs.v))]
     if isinstance(subject, Backend):
-        with quiet():
-            kernel: Callable[..., Any] = subject.prepare(inputs, question.backward)
         tensors = [inputs.q, inputs.k, inputs.v]
-        dout = inputs.dout
-    else:
-        kernel = subject
-        tensors = [in_layout(inputs.q, question), *(in_layout(t, question, is_kv=True) for t in (inputs.k, inputs.v))]
-        dout = in_layout(inputs.dout, question)
     ceilings = ceilings_of(question.device, question.workload.dtype) if with_ceilings else None
-
-    def forward() -> object:
-        with torch.no_grad():
-            return kernel(*tensors)
-
-    with quiet():
+    with quiet(), current(question.device):
+        kernel = subject.prepare(inputs) if isinstance(subject, Backend) else subject
+        forward = _forward_of(kernel, tensors)
         for _ in range(_WARM_UPS):
             forward()
         profiles = [profile_call(forward, question.device, question.workload, "forward", ceilings)]
         if question.backward:
+            kernel = subject.prepare(inputs, backward=True) if isinstance(subject, Backend) else subject
+            dout = inputs.dout if isinstance(subject, Backend) else in_layout(inputs.dout, question)
             for _ in range(_WARM_UPS):
                 _backward_of(kernel, tensors, dout)()
             backward = _backward_of(kernel, tensors, dout)
             profiles.append(profile_call(backward, question.device, question.workload, "backward", ceilings))
     return profiles
+
+
+def _forward_of(kernel: Callable[..., Any], tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a call without gradients, of tensors of its own: some kernels change theirs."""
+    import torch
+
+    own = [t.clone() for t in tensors]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return kernel(*own)
+
+    return forward
 
 
 def _backward_of(kernel: Callable[..., Any], tensors: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], object]:

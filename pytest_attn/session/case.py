@@ -144,10 +144,7 @@ class AttentionCase:
         from pytest_attn.correctness.compare import ContractError
         from pytest_attn.session.deadline import DeadlineError
 
-        subject: Any = fn
-        if isinstance(fn, str):
-            subject = self._session.registry[fn]
-            self._skip_unless_runnable(subject)
+        subject = self._resolved(fn)
         name = subject_name(subject)
         self._checked = subject
         failure = refusal = None
@@ -175,7 +172,7 @@ class AttentionCase:
             if self._session.settings.profile:
                 self._add_profiles(subject)
             return comparison
-        for defect in (d for d in defects if d.explains(comparison)):
+        for defect in (d for d in defects if d.explains(comparison, self.workload)):
             reason = f"known defect {defect.issue}: {defect.summary}"
             self._record(name, "known defect", comparison, reason)
             pytest.xfail(reason)
@@ -200,27 +197,38 @@ class AttentionCase:
         if not comparison.passed:
             raise AssertionError(comparison.message)
 
-    def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | None = None) -> list[Profile]:
+    def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
         """Assert that `fn`, by default what `check` was last given, launches a kernel that answers to all of `words`.
 
         Words are parts of what --attn-profile prints or of the kernel's symbol, whatever the case: "sm90", "flash".
         Copies and elementwise kernels do not count. Returns the profiles; raises AssertionError listing what ran instead.
         """
         __tracebackhide__ = True
-        from pytest_attn.profiling.kernels import is_launched
+        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.profiling.kernels import answers_to, may_answer
 
-        subject = self._checked if fn is None else fn
-        if not words or subject is None:
-            raise ValueError("assert_launched needs words, and a callable: call attn.check(fn) first or say fn=...")
+        if not words or not all(isinstance(word, str) and word.strip() for word in words):
+            raise ValueError(f'assert_launched needs words: attn.assert_launched("sm90", "flash"), got {words!r}')
+        subject = self._checked if fn is None else self._resolved(fn)
+        if subject is None:
+            raise ValueError("assert_launched needs a callable: call attn.check(fn) first, or say fn=...")
         profiles = self._profiles(subject, with_ceilings=False)
         for profile in profiles:
-            if not is_launched(words, profile.symbols):
+            if not any(answers_to(words, symbol) for symbol in profile.symbols):
                 wanted = ", ".join(map(repr, words))
-                raise AssertionError(
-                    f"no kernel that answers to {wanted} was launched in the {profile.direction} pass; these were:\n"
-                    + "\n".join(f"  {launch.words}: {launch.symbol[:120]}" for launch in profile.launches)
-                )
+                missed = f"no kernel that answers to {wanted} was launched in the {profile.direction} pass"
+                self._record(subject_name(subject), "mismatch", reason=missed)
+                ran = [f"  {x.words}: {x.symbol[:120]}" for x in profile.launches if may_answer(x.symbol)]
+                raise AssertionError("\n".join([f"{missed}; these were:", *ran] if ran else [f"{missed}, and none at all"]))
         return profiles
+
+    def _resolved(self, fn: Callable[..., Any] | Backend | str) -> Any:
+        """Return a callable or backend as it is, and a backend by its name; skips where that cannot take the case."""
+        if not isinstance(fn, str):
+            return fn
+        backend = self._session.registry[fn]
+        self._skip_unless_runnable(backend)
+        return backend
 
     def command(self) -> str:
         """Return the shell command that runs exactly this case again."""
@@ -258,14 +266,22 @@ class AttentionCase:
         )
 
     def _profiles(self, subject: Callable[..., Any] | Backend, with_ceilings: bool = True) -> list[Profile]:
+        from pytest_attn.correctness.check import subject_name
         from pytest_attn.profiling.subject import profile_subject
 
-        return profile_subject(subject, self._question, with_ceilings)
+        with self._session.deadline.around(f"{subject_name(subject)} on {self.workload.id}, {self._item.nodeid}"):
+            return profile_subject(subject, self._question, with_ceilings)
 
     def _add_profiles(self, subject: Callable[..., Any] | Backend) -> None:
         """Put the profiles of the case on its last record."""
         records = self._item.stash[RECORD]
-        records[-1] = replace(records[-1], profiles=tuple(profile.to_dict() for profile in self._profiles(subject)))
+        try:
+            profiles = self._profiles(subject)
+        except Exception as error:
+            reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
+            records[-1] = replace(records[-1], verdict="raised", reason=reason)
+            raise
+        records[-1] = replace(records[-1], profiles=tuple(profile.to_dict() for profile in profiles))
 
     @property
     def _reference(self) -> Reference:
@@ -320,6 +336,7 @@ class AttentionCase:
         record = CaseRecord.from_comparison(
             test=self._item.nodeid,
             workload=self.workload.id,
+            name=self.workload.name or "",
             subject=subject,
             verdict=verdict,
             backward=self._mark.backward,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_attn.backends.backend import LibraryBackend, obstacle
+from pytest_attn.backends.backend import Backend, LibraryBackend, obstacle
 from pytest_attn.backends.capabilities import COLUMNS
 from pytest_attn.backends.library import try_imports
+from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.registry import Registry
 from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
@@ -69,10 +71,12 @@ def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
 def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Move the item's records to its report, as plain dicts; a test that raised without a judgement gets one."""
     records = item.stash.get(RECORD, [])
-    if report.when == "call" and report.failed and not records and call.excinfo is not None and _is_case(item):
+    is_stage = report.when in ("setup", "call")
+    if is_stage and report.failed and not records and call.excinfo is not None and _is_case(item):
         parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
         reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
-        records = [CaseRecord(item.nodeid, parameter.workload.id, parameter.backend or "-", "raised", False, reason)]
+        w = parameter.workload
+        records = [CaseRecord(item.nodeid, w.id, parameter.backend or "-", "raised", False, reason, w.name or "")]
     if records:
         awaited = report.outcome == "passed" or hasattr(report, "wasxfail")  # by pytest.raises, or by an xfail mark
         records = [replace(r, verdict="expected") if awaited and r.verdict == "mismatch" else r for r in records]
@@ -86,31 +90,42 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
-    """Print the summary of the run's cases; nothing under -q unless something is wrong."""
-    wrong = any(record["verdict"] in ("mismatch", "raised") for record in session.records)
-    if verbosity < 0 and not wrong:
-        return
+    """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
     if session.settings.profile:
         from pytest_attn.reports.profile import profile_tables
 
-        _print(reporter, profile_tables(session.records), "attention kernels")
-    _print(reporter, summary(session.records, verbose=verbosity > 0))
+        _print(reporter, profile_tables(sorted(session.records, key=_place_of(session))), "attention kernels")
+    wrong = any(record["verdict"] in ("mismatch", "raised") for record in session.records)
+    if verbosity >= 0 or wrong:
+        _print(reporter, summary(session.records, verbose=verbosity > 0))
+
+
+def _place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
+    """Return the order of backends in the registry, as a key for records, which arrive from workers in any order."""
+    names = session.registry.names
+
+    def place(record: Any) -> tuple[int, str]:
+        base = record["subject"].partition("+")[0]
+        return (names.index(base) if base in names else len(names), record["subject"])
+
+    return place
 
 
 def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
     """Write the page of --attn-support, whole or not at all, in the order of registry and catalog."""
     machine = session.machine()
-    names, groups = session.registry.names, {entry.workload.id: entry.group for entry in session.catalog}
+    groups = {str(entry.workload.name): entry.group for entry in session.catalog}
     columns = list(dict.fromkeys(groups.values()))
+    by_backend = _place_of(session)
 
     def place(record: dict[str, Any]) -> tuple[int, str, int]:
-        name, group = record["subject"], groups.get(record["workload"])
-        base = name.partition("+")[0]
-        return (names.index(base) if base in names else len(names), name, columns.index(group) if group else len(columns))
+        group = groups.get(record["name"])
+        return (*by_backend(record), columns.index(group) if group else len(columns))
 
     records = sorted(session.records, key=place)
     ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
-    versions = [f"{name} {session.registry[name].version()}" for name in ran if session.registry.is_known(name)]
+    backends = [session.registry[name] for name in ran if session.registry.is_known(name)]
+    versions = [f"{backend.name} {_status(backend, machine)[1]}" for backend in backends]
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
     target = Path(path)
@@ -132,8 +147,8 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
         assert marker is not None
         backend = session.registry[parameter.backend] if parameter.backend else None
         machine = session.machine(marker.kwargs.get("device"))
-        if obstacle(backend, parameter.workload, machine, bool(marker.kwargs.get("backward"))) is None:
-            session.runnable += 1
+        with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
+            session.runnable += obstacle(backend, parameter.workload, machine, bool(marker.kwargs.get("backward"))) is None
 
 
 def print_listing(session: AttentionSession, reporter: Any) -> None:
@@ -144,14 +159,14 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         _print(reporter, [(str(error), {"red": True})])
         return
     backends = [session.registry[name] for name in session.registry.names]
-    try_imports([one.source for one in backends if isinstance(one, LibraryBackend) and not one.unavailable_because(machine)])
+    try_imports([one.source for one in backends if isinstance(one, LibraryBackend)])
     statuses = []
     for name in session.registry.names:
         backend = session.registry[name]
-        reason = backend.unavailable_because(machine) or backend.broken_because()
-        version = backend.version() if reason is None else "-"
+        reason, version = _status(backend, machine)
         variants = " ".join(f"+{variant}" for variant in backend.variants)
         statuses.append((name, version, variants or "-", reason or "available"))
+    statuses += [(family, "-", "-", f"{about}; by name only, no part of all") for family, about in session.registry.families]
     tables = (
         (("backend", "version", "variants", "status"), statuses),
         capability_table(session.registry),
@@ -165,6 +180,15 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
     _print(reporter, listing(tables, closing))
+
+
+def _status(backend: Backend, machine: Machine) -> tuple[str | None, str]:
+    """Return why a backend is not available, or None, and its version; a fault of its own code is a reason as well."""
+    try:
+        reason = backend.unavailable_because(machine) or backend.broken_because()
+        return reason, "-" if reason else backend.version()
+    except Exception as error:
+        return f"cannot be asked: {type(error).__name__}: {error}", "-"
 
 
 def capability_table(registry: Registry) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -105,7 +105,7 @@ class RequiresMark:
             return None
         name, operator, wanted = _split_version(self.backend)
         backend = registry[name]
-        reason = backend.unavailable_because(machine)
+        reason = backend.unavailable_because(machine) or backend.broken_because()
         if reason:
             return f"needs backend {name}: {reason}"
         if wanted and not _compares(backend.version(), operator, wanted):

@@ -21,6 +21,7 @@ class CaseRecord:
     verdict: str
     backward: bool
     reason: str = ""
+    name: str = ""  # of the workload, whatever its dtype
     tensor: str = ""
     distribution: str = ""
     z_element: float | None = None

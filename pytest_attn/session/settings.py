@@ -92,7 +92,8 @@ OPTIONS = (
         "available",
         "NAMES",
         "Backends for tests that use attn_backend: all, available, or NAME,NAME; -NAME leaves one out;"
-        " NAME+compile and NAME+max_autotune are variants (default: available)",
+        " NAME+compile, NAME+max_autotune and NAME+graph are variants; hub:REPO, diffusers:NAME, transformers:NAME"
+        " and the names of diffusers, transformers and vLLM work too (default: available)",
         _names,
     ),
     Option(
@@ -185,12 +186,14 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def _writable_file(flag: str, text: str | None) -> str | None:
-    """Return a file's path as given; raise pytest.UsageError, before anything runs, where its folder is not there."""
-    if text is not None:
-        folder = os.path.dirname(os.path.abspath(text))
-        if os.path.isdir(text) or not os.path.isdir(folder):
-            raise pytest.UsageError(f"{flag}: must be a file in a folder that exists, got {text!r}")
-    return text
+    """Return the path of a Markdown file, links followed; raise pytest.UsageError, before anything runs, for any other."""
+    if text is None:
+        return None
+    path = os.path.realpath(os.path.expanduser(text))
+    is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
+    if not is_file or not path.endswith(".md"):
+        raise pytest.UsageError(f"{flag}: must be a file NAME.md in a folder that exists, got {text!r}")
+    return path
 
 
 def _text(config: pytest.Config, option: Option) -> tuple[str, str]:

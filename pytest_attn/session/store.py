@@ -65,7 +65,7 @@ class AttentionSession:
         from pytest_attn.backends.registry import Registry
 
         registry = Registry()
-        self._hook.pytest_attn_backends.call_historic(kwargs={"registry": registry})
+        _call_conftests(self._hook.pytest_attn_backends, registry=registry)
         return registry
 
     @cached_property
@@ -74,7 +74,7 @@ class AttentionSession:
         from pytest_attn.workloads.catalog import builtin_catalog
 
         catalog = builtin_catalog()
-        self._hook.pytest_attn_workloads.call_historic(kwargs={"catalog": catalog})
+        _call_conftests(self._hook.pytest_attn_workloads, catalog=catalog)
         return catalog
 
     @property
@@ -166,6 +166,16 @@ class AttentionSession:
         return CPU_GROUPS if self.device(device).type == "cpu" else ("all",)
 
 
+def _call_conftests(hook: Any, **arguments: object) -> None:
+    """Let conftests register; raise pytest.UsageError with the words of one that raised anything but its own ValueError."""
+    try:
+        hook.call_historic(kwargs=arguments)
+    except (ValueError, pytest.UsageError):
+        raise
+    except Exception as error:
+        raise pytest.UsageError(f"{hook.name} of a conftest raised {type(error).__name__}: {error}") from error
+
+
 def _signed(token: str, change: Callable[[str], str]) -> str:
     """Change the name in a token that may begin with a minus sign."""
     return f"-{change(token[1:])}" if token.startswith("-") else change(token)
@@ -192,7 +202,8 @@ def _share_cores() -> None:
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // workers)))
 
 
 def _broken(error: Exception) -> str:

@@ -202,3 +202,96 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
             assert f"::test_kernel: {message}" in result.stdout.str()
             result.stdout.fnmatch_lines(["*1 error*"])
             assert "INTERNALERROR" not in result.stdout.str()
+
+
+FAULTY = """
+import pytest
+from pytest_attn import Backend
+from pytest_attn.backends.library import Library
+
+
+class Faulty(Backend):
+    name = "faulty"
+
+    def prepare(self, inputs, backward=False):
+        return lambda q, k, v: q
+
+    {method}
+
+
+def pytest_attn_backends(registry):
+    registry.add(Faulty())
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "def unavailable_because(self, machine): raise KeyError('boom')",
+        "def broken_because(self): raise KeyError('boom')",
+        "def unsupported_because(self, workload, machine, backward=False): raise KeyError('boom')",
+        "def version(self): raise KeyError('boom')",
+    ],
+)
+def test_a_faulty_backend_harms_neither_the_listing_nor_the_others(run, kernel_test, pytester, method):
+    pytester.makeconftest(FAULTY.format(method=method))
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
+    listing = run("--attn-list", "--attn-backends=faulty,math")
+    assert listing.ret == 0
+    listing.stdout.fnmatch_lines(["math *available"])
+    result = run("--attn-backends=faulty,math", "--attn-support=out.md")
+    assert "INTERNALERROR" not in result.stdout.str()
+    if "version" in method:
+        result.stdout.fnmatch_lines(["mismatch      faulty on *"])
+    else:
+        result.assert_outcomes(passed=1, errors=1)
+        result.stdout.fnmatch_lines(["raised        faulty on *: KeyError: 'boom'", "1 right, 1 raised; *"])
+        assert "| `faulty` | 1 raised |" in (pytester.path / "out.md").read_text()
+
+
+def test_reasons_may_be_one_text_or_none(run, kernel_test, pytester):
+    method = "def unsupported_because(self, workload, machine, backward=False): return {'a reason': 'a reason'}.get({!r})"
+    for returned, outcome in (("a reason", {"skipped": 1}), ("", {"failed": 1})):
+        pytester.makeconftest(FAULTY.format(method=method.replace("{!r}", repr(returned))))
+        kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
+        result = run("--attn-backends=faulty", "-rs")
+        result.assert_outcomes(**outcome)
+        if returned:
+            result.stdout.fnmatch_lines(["SKIPPED * faulty: a reason"])
+
+
+def test_a_required_backend_that_cannot_be_imported_is_a_skip(run, pytester):
+    pytester.makeconftest(FAULTY.format(method="def broken_because(self): return 'it cannot be imported'"))
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.attention_requires(backend='faulty')\ndef test_it():\n    raise SystemExit('ran')\n"
+    )
+    result = run("-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * needs backend faulty: it cannot be imported"])
+
+
+def test_a_conftest_that_fails_to_register_is_named(run, kernel_test, pytester):
+    pytester.makeconftest("def pytest_attn_backends(registry):\n    1 / 0\n")
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
+    result = run("--attn-backends=math")
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+    assert "pytest_attn_backends of a conftest raised ZeroDivisionError: division by zero" in (
+        result.stdout.str() + result.stderr.str()
+    )
+
+
+@pytest.mark.parametrize(
+    ("registration", "message"),
+    [
+        ("registry.add_function('mine', 5)", "backend 'mine': fn must be a function of (q, k, v, workload), got 5"),
+        ("registry.add(print)", "add takes an instance of pytest_attn.Backend, got <built-in function print>"),
+        ("registry.add_function('all', print)", "backend name 'all' means a selection in --attn-backends; rename yours"),
+        ("registry.add_function('hub:mine', print)", "backend name 'hub:mine' must consist of letters, digits"),
+    ],
+)
+def test_a_backend_is_checked_when_it_is_registered(pytester, kernel_test, registration, message):
+    pytester.makeconftest(f"def pytest_attn_backends(registry):\n    {registration}\n")
+    kernel_test("pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-backends=math")
+    assert message in result.stdout.str() + result.stderr.str()
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()

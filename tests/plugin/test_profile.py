@@ -56,12 +56,6 @@ def test_assert_launched_looks_at_the_backward_pass_too(run, kernel_test):
     run().stdout.fnmatch_lines(["*no kernel that answers to 'flash forward' was launched in the backward pass*"])
 
 
-@pytest.mark.parametrize("call", ['attn.assert_launched("flash")', f"{FLASH}\nattn.assert_launched()"])
-def test_assert_launched_needs_words_and_a_callable(run, kernel_test, call):
-    kernel_test(call)
-    run().stdout.fnmatch_lines(["*assert_launched needs words, and a callable: call attn.check(fn) first or say fn=...*"])
-
-
 def test_support_is_written_as_a_table(run, kernel_test, pytester):
     kernel_test(**BACKENDS, marker='"smoke-full", "smoke-softcap", device="cpu"')
     result = run("--attn-support=support.md", "--attn-backends=sdpa,eager,sdpa_cudnn")
@@ -76,8 +70,72 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
     assert not list(pytester.path.glob("*.part"))
 
 
-def test_support_in_a_folder_that_is_not_there_is_refused_before_anything_runs(run, kernel_test):
+@pytest.mark.parametrize("path", ["nowhere/support.md", "test_kernel.py", "."])
+def test_support_elsewhere_than_in_a_markdown_file_is_refused_before_anything_runs(run, kernel_test, path):
     kernel_test(FLASH)
-    result = run("--attn-support=nowhere/support.md")
+    result = run(f"--attn-support={path}")
     assert result.ret == 4
-    result.stderr.fnmatch_lines(["*--attn-support: must be a file in a folder that exists, got 'nowhere/support.md'*"])
+    result.stderr.fnmatch_lines([f"*--attn-support: must be a file NAME.md in a folder that exists, got '{path}'*"])
+
+
+def test_support_is_written_through_a_link(pytester, kernel_test):
+    kernel_test(FLASH)
+    (pytester.path / "real.md").write_text("old")
+    (pytester.path / "link.md").symlink_to("real.md")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-support=link.md")
+    assert (pytester.path / "link.md").is_symlink()
+    assert "| backend |" in (pytester.path / "real.md").read_text()
+
+
+def test_a_profile_is_printed_under_quiet_too(pytester, kernel_test):
+    kernel_test(FLASH)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q", "--attn-profile")
+    result.stdout.fnmatch_lines(["*attention kernels*", "sdpa_flash on *, forward"])
+
+
+def test_a_kernel_that_was_not_launched_is_wrong_in_the_summary(run, kernel_test):
+    kernel_test(f'{FLASH}\nattn.assert_launched("cudnn")')
+    result = run()
+    result.stdout.fnmatch_lines(
+        ["mismatch * sdpa_flash on *: no kernel that answers to 'cudnn' was launched in the forward pass", "* 1 wrong; *"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ('attn.assert_launched("flash")', "assert_launched needs a callable: call attn.check(fn) first, or say fn=..."),
+        (f"{FLASH}\nattn.assert_launched()", 'assert_launched needs words: attn.assert_launched("sm90", "flash"), got ()'),
+        (f'{FLASH}\nattn.assert_launched("")', "assert_launched needs words: *, got ('',)"),
+        (f'{FLASH}\nattn.assert_launched(["sm90"])', "assert_launched needs words: *, got ([[]'sm90'[]],)"),
+    ],
+)
+def test_assert_launched_says_what_it_needs(pytester, kernel_test, call, message):
+    kernel_test(call)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.fnmatch_lines([f"*ValueError: {message}"])
+
+
+def test_assert_launched_takes_a_backends_name(run, kernel_test):
+    kernel_test('attn.assert_launched("flash", fn="sdpa_flash")\nattn.assert_launched("sm90", fn="flash2")')
+    result = run("-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * flash2: flash-attn is not installed; *"])
+
+
+def test_what_raises_while_it_is_profiled_is_no_right_case(run, kernel_test):
+    kernel_test(
+        """
+calls = []
+
+def flaky(q, k, v):
+    calls.append(q)
+    if len(calls) > 2:
+        raise RuntimeError("third call")
+    return sdpa(q, k, v)
+
+attn.check(flaky)
+"""
+    )
+    result = run("--attn-profile")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["raised * flaky on *: while it was profiled, RuntimeError: third call"])
