@@ -141,6 +141,19 @@ def test_a_quantising_kernel_is_left_to_its_own_backend(diffusers):
     assert reason.startswith("sage quantises or is for another device: not judged; judged are native, _native_math,")
 
 
+def test_a_name_that_is_not_judged_is_not_entered(diffusers):
+    """Entering it would download a kernel of the Hub, only to hear that it is not judged."""
+    entering = (HERE / "diffusers.py").read_text().replace("    old = _Attention", "    raise OSError\n    old = _Attention")
+    backend = diffusers("native", **{"diffusers/models/attention_dispatch.py": entering})
+    assert backend.broken_because() == "OSError: "
+    assert "not judged" in Registry()["diffusers:sage"].broken_because()
+
+
+@pytest.mark.parametrize(("name", "compiles"), [("native", True), ("_native_flash", True), ("flex", True), ("flash", False)])
+def test_names_that_run_torchs_own_kernels_have_compiled_variants(name, compiles):
+    assert Registry()[f"diffusers:{name}"].variants == (("compile", "max_autotune") if compiles else ())
+
+
 def test_a_missing_package_is_refused_before_it_is_called(diffusers):
     backend = diffusers("flash")
     missing = "flash-attn is not installed; pip install flash-attn --no-build-isolation"

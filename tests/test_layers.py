@@ -28,8 +28,8 @@ SIBLINGS = ("reports", "invariants", "latency")
 PYTEST_ALLOWED = ("plugin", "hooks", "session", "suite")
 #: files of backends/ that are no adapter of one library
 FRAME = (
-    *("backend", "capabilities", "compiled", "defects", "dense", "flash_attention", "graphed", "layouts"),
-    *("library", "machine", "registry", "variant"),
+    *("backend", "capabilities", "compiled", "defects", "dense", "dispatcher", "flash_attention", "graphed"),
+    *("layouts", "library", "machine", "registry", "variant"),
 )
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")

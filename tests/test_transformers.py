@@ -7,6 +7,7 @@ from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.workloads.masks import interval
 
 CPU = torch.device("cpu")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
@@ -166,6 +167,25 @@ def test_it_refuses_what_the_function_has_no_words_for(transformers, name, workl
     backend = transformers(name)
     assert backend.unavailable_because(H200) is None
     assert backend.unsupported_because(workload, H200) == [reason]
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 9])
+@pytest.mark.parametrize(
+    "mask", [None, "causal", "causal-bottom-right", *(Window(n, m) for n in (None, 0, 2) for m in (0, 2))]
+)
+@pytest.mark.parametrize("kv_lens", [None, (6, 6), (6, 1), (6, 0)])
+def test_eager_refuses_exactly_the_workloads_with_a_row_that_sees_no_key(q_len, mask, kv_lens):
+    workload = Workload(q_len, 6, batch=2, heads=1, head_dim=8, kv_lens=kv_lens, mask=mask, dtype="fp32")
+    lengths = kv_lens or (6,)
+    spans = [interval(workload.mask, row, q_len, length) for row in range(q_len) for length in lengths]
+    reasons = Registry()["transformers:eager"].unsupported_because(workload, machine_of(CPU))
+    assert reasons == ["averages all values in rows that see no key"] * any(start == end for start, end in spans)
+
+
+def test_eager_refuses_a_sequence_without_keys_under_any_mask():
+    workload = Workload(6, 6, heads=1, head_dim=8, kv_lens=(6, 0), mask=Document((4, 2)))
+    reasons = Registry()["transformers:eager"].unsupported_because(workload, machine_of(CPU))
+    assert reasons == ["averages all values in rows that see no key"]
 
 
 def test_padded_keys_do_drop_queries(transformers):

@@ -69,6 +69,15 @@ def bottom_right_window(w: Workload) -> tuple[int, int] | None:
     return None
 
 
+def is_key(inputs: Inputs) -> torch.Tensor | None:
+    """Return which keys there are, (batch, kv_len), None where there is no padding."""
+    import torch
+
+    if inputs.kv_lens is None:
+        return None
+    return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
+
+
 def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[Kernel], Kernel]]:
     """Turn padded keys into packed sequences: return the packed inputs, and what wraps their kernel for padded tensors.
 
@@ -84,8 +93,9 @@ def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[Kernel], Kernel]]
     lengths = inputs.kv_lens.to(torch.int32)
     cu_kv = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(torch.int32)])
     cu_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
-    is_key = torch.arange(w.kv_len, device=inputs.device) < lengths[:, None]
-    used = is_key.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
+    there = is_key(inputs)
+    assert there is not None
+    used = there.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
 
     def wrap(kernel: Kernel) -> Kernel:
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, LibraryBackend
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.backend import Kernel, KnownDefect
 from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.defects import sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal
-from pytest_attn.backends.layouts import bottom_right_window, sequence_boundaries
+from pytest_attn.backends.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
+from pytest_attn.backends.layouts import bottom_right_window, is_key, sequence_boundaries
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Window, interval
-from pytest_attn.workloads.workload import DTYPES, Workload
+from pytest_attn.workloads.masks import Document, Window
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-
-def _may_say(*words: str, masks: tuple[str, ...]) -> Capabilities:
-    """Declare what a function may be told; dtypes and sizes are the matter of the kernel behind it."""
-    features = frozenset(("scale", "grouped heads", "padded", "backward", *words))
-    return Capabilities(frozenset(masks), features, tuple(DTYPES), head_dim=None, head_dim_step=1, v_head_dim=True)
-
-
-_FLASH_MASKS = ("bottom-right", "window", "documents")
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A name of transformers: our own backend of the same kernel, which knows its limits and rounding, and what it is told."""
-
-    kernel: str
-    capabilities: Capabilities
-
-
-_NAMES = {
-    "eager": _Function("eager", _may_say("bias", "alibi", masks=("top-left", "any"))),
-    "sdpa": _Function("sdpa", _may_say("bias", "alibi", masks=("top-left", "any"))),
-    "flex_attention": _Function("flex", _may_say("bias", "alibi", "softcap", "sinks", masks=("top-left", "any"))),
-    # what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
-    "flash_attention_2": _Function("flash2", _may_say("softcap", "packed", masks=_FLASH_MASKS)),
-    "flash_attention_3": _Function("flash3", _may_say("softcap", "packed", masks=_FLASH_MASKS)),
-    "flash_attention_4": _Function("flash4", _may_say("softcap", "packed", "sinks", masks=_FLASH_MASKS)),
-}
-#: for names that `broken_because` refuses, which only transformers can tell from unknown ones
-_NOT_JUDGED = _Function("math", Capabilities())
 
 _SINKS_FROM_ROUNDED_LSE = KnownDefect(
     issue="transformers flex_attention rounds lse before it applies sinks (no report found)",
@@ -58,59 +28,50 @@ _SINKS_FROM_ROUNDED_LSE = KnownDefect(
     tensors=("out", "dq", "dk", "dv"),
 )
 
+_FLASH_MASKS = ("bottom-right", "window", "documents")
+_FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("top-left", "any"))
+# what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
+_FLASH = may_say("softcap", "packed", "padded", "backward", masks=_FLASH_MASKS)
+_FLASH_WITH_SINKS = may_say("softcap", "sinks", "packed", "padded", "backward", masks=_FLASH_MASKS)
 
-class TransformersDispatch(LibraryBackend):
+_NAMES = {
+    "eager": Dispatched("eager", ANY_MASK, COMPILABLE),
+    "sdpa": Dispatched("sdpa", ANY_MASK, COMPILABLE),
+    "flex_attention": Dispatched("flex", _FLEX, known_defects=(_SINKS_FROM_ROUNDED_LSE,)),
+    "flash_attention_2": Dispatched("flash2", _FLASH),
+    "flash_attention_3": Dispatched("flash3", _FLASH),
+    "flash_attention_4": Dispatched("flash4", _FLASH_WITH_SINKS),
+}
+
+
+class TransformersDispatch(Dispatcher):
     """ALL_ATTENTION_FUNCTIONS[NAME], and Llama's eager_attention_forward as "eager".
 
     Masks, windows and padding are handed over as the models hand them to that function.
     """
 
     source = Library(("transformers",), "transformers.modeling_utils", "pip install transformers")
-    needs = "what the kernel needs"
+    judged, noun, others = _NAMES, "attention function", "takes masks or a cache of its own"
 
-    def __init__(self, name: str) -> None:
-        self.name, self.function = f"transformers:{name}", name
-        known = _NAMES.get(name, _NOT_JUDGED)
-        self.kernel, self.capabilities = known.kernel, known.capabilities
-        self.variants = ("compile", "max_autotune") if name in ("eager", "sdpa") else ()
-        self.precision = self._kernel.precision
-        self.known_defects = (*self._kernel.known_defects, *([_SINKS_FROM_ROUNDED_LSE] if name == "flex_attention" else []))
-
-    def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse where transformers or the kernel that it calls is not there."""
-        return self.source.missing_because() or self._kernel.unavailable_because(machine)
+    def names(self) -> list[str]:
+        """Read its interface, which leaves out what each model has of its own."""
+        return ["eager", *self.source.load().ALL_ATTENTION_FUNCTIONS.keys()]
 
     def broken_because(self) -> str | None:
         """Import transformers and the kernel's library, and ask the one whether it sees the other."""
-        reason = self.source.broken_because()
-        if reason is not None:
-            return reason
-        names = ["eager", *self.source.load().ALL_ATTENTION_FUNCTIONS.keys()]
-        if self.function not in names:
-            return f"transformers has no attention function {self.function!r}; it has {', '.join(names)}"
-        if self.function not in _NAMES:
-            return f"{self.function} takes masks or a cache of its own: not judged; judged are {', '.join(_NAMES)}"
-        return self._kernel.broken_because() or self._unseen_because()
+        return super().broken_because() or self._kernel.broken_because() or self._unseen_because()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what the function's arguments cannot say, then what the kernel refuses."""
         if self._is_flash:
-            return _beyond_flash(workload) or self._kernel.unsupported_because(_as_padded(workload), machine, backward)
-        if self.function == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
+            return _beyond_flash(workload) or super().native_refusals(_as_padded(workload), machine, backward)
+        if self.dispatched == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
             return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
-        if self.function == "eager" and _has_blind_rows(workload):
+        if self.dispatched == "eager" and _has_blind_rows(workload):
             return ["averages all values in rows that see no key"]
-        if self.function == "flex_attention":
-            return _beyond_flex(workload, machine) or self._kernel.unsupported_because(workload, machine, backward)
-        return self._kernel.unsupported_because(workload, machine, backward)
-
-    def precision_on(self, kind: str) -> str:
-        """The kernel's."""
-        return self._kernel.precision_on(kind)
-
-    def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The kernel's."""
-        return self._kernel.workspace(workload, backward)
+        if self.dispatched == "flex_attention":
+            return _beyond_flex(workload, machine) or super().native_refusals(workload, machine, backward)
+        return super().native_refusals(workload, machine, backward)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Build the mask and the module that the function reads its heads and flags from."""
@@ -123,11 +84,11 @@ class TransformersDispatch(LibraryBackend):
             out, _ = function(module, q, k, v, **arguments)
             return out[0] if packed else out.transpose(1, 2)
 
-        return _compiling_by_shape(call) if self.function == "flex_attention" else call
+        return _compiling_by_shape(call) if self.dispatched == "flex_attention" else call
 
     def _load(self) -> Any:
-        if self.function != "eager":
-            return self.source.load().ALL_ATTENTION_FUNCTIONS[self.function]
+        if self.dispatched != "eager":
+            return self.source.load().ALL_ATTENTION_FUNCTIONS[self.dispatched]
         from importlib import import_module
 
         return import_module("transformers.models.llama.modeling_llama").eager_attention_forward
@@ -139,7 +100,7 @@ class TransformersDispatch(LibraryBackend):
         module: Any = torch.nn.Module()
         module.num_key_value_groups = w.group
         module.is_causal = False
-        module.config = SimpleNamespace(_attn_implementation=self.function)
+        module.config = SimpleNamespace(_attn_implementation=self.dispatched)
         return module.eval()
 
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
@@ -147,9 +108,9 @@ class TransformersDispatch(LibraryBackend):
         shared = {"scaling": w.softmax_scale, "dropout": 0.0}
         if self._is_flash:
             return {**shared, **_flash_arguments(inputs)}
-        if self.function == "flex_attention":
+        if self.dispatched == "flex_attention":
             return {**shared, **_flex_arguments(inputs)}
-        if self.function == "eager":
+        if self.dispatched == "eager":
             return {**shared, "attention_mask": _additive_mask(inputs)}
         # one query is taken for decoding: is_causal then hides nothing
         flagged = is_plain_causal(w) and w.q_len > 1
@@ -157,7 +118,7 @@ class TransformersDispatch(LibraryBackend):
 
     @property
     def _is_flash(self) -> bool:
-        return self.function.startswith("flash_attention_")
+        return self.dispatched.startswith("flash_attention_")
 
     def _unseen_because(self) -> str | None:
         """Ask transformers whether it would use the kernel's library; else it looks for another on the Hub."""
@@ -166,15 +127,8 @@ class TransformersDispatch(LibraryBackend):
         from importlib import import_module
 
         versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
-        seen = versions[int(self.function[-1])]["general_availability_check"]()
-        return None if seen else f"transformers does not find the library of {self.function}"
-
-    @cached_property
-    def _kernel(self) -> Backend:
-        """Our own backend of the kernel behind the name."""
-        from pytest_attn.backends.registry import Registry
-
-        return Registry()[self.kernel]
+        seen = versions[int(self.dispatched[-1])]["general_availability_check"]()
+        return None if seen else f"transformers does not find the library of {self.dispatched}"
 
 
 def _compiling_by_shape(kernel: Kernel) -> Kernel:
@@ -213,7 +167,7 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
     window = bottom_right_window(w)
     assert window is not None
     arguments: dict[str, Any] = {
-        "attention_mask": _is_key(inputs),
+        "attention_mask": is_key(inputs),
         "is_causal": window[1] == 0,
         "sliding_window": None if window[0] == -1 else window[0] + 1,  # counts the query's own key
         "softcap": w.softcap,
@@ -223,15 +177,6 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         arguments.update(zip(names, sequence_boundaries(inputs), strict=True))
     return arguments
-
-
-def _is_key(inputs: Inputs) -> torch.Tensor | None:
-    """Return which keys there are, (batch, kv_len), None where there is no padding."""
-    import torch
-
-    if inputs.kv_lens is None:
-        return None
-    return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
 
 
 def _beyond_flex(w: Workload, machine: Machine) -> list[str]:
@@ -275,10 +220,5 @@ def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
 
 
 def _has_blind_rows(w: Workload) -> bool:
-    """Whether a query of a causal, windowed or padded workload sees no key at all."""
-    for length in w.kv_lens or (w.kv_len,):
-        rows = range(w.q_len) if isinstance(w.mask, Causal | Window) else range(1)
-        spans = (interval(w.plain_mask, row, w.q_len, length) for row in rows)
-        if length == 0 or any(span is not None and span[0] == span[1] for span in spans):
-            return True
-    return False
+    """Whether a query sees no key at all: the first of a causal mask or window sees the least, without keys none does."""
+    return sees_nothing(w) or 0 in (w.kv_lens or ())
