@@ -1,6 +1,6 @@
 import pytest
 
-from pytest_attn.backends import diffusers, transformers
+from pytest_attn.backends.adapters import diffusers, transformers
 from pytest_attn.backends.registry import ALIASES, Registry
 
 

@@ -188,7 +188,7 @@ def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
     """On a GPU the words are torch's; here its check is replaced by one that warns as torch does."""
     import warnings
 
-    from pytest_attn.backends import sdpa
+    from pytest_attn.backends.adapters import sdpa
 
     def refuse(params, debug):
         warnings.warn("Flash attention kernel not used because:  no (Triggered internally at sdp.cpp:1.)", stacklevel=1)

@@ -7,7 +7,7 @@ import torch
 from fakes import HERE, install, uninstall
 
 from pytest_attn import Document, Machine, Window, Workload
-from pytest_attn.backends import cudnn as adapter
+from pytest_attn.backends.adapters import cudnn as adapter
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 

@@ -3,7 +3,7 @@ import torch
 from fakes import HERE, install, uninstall
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
-from pytest_attn.backends.flash3 import _refused_by_build
+from pytest_attn.backends.adapters.flash3 import _refused_by_build
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.check import Question, ReferenceCache, judge

@@ -5,7 +5,7 @@ import torch
 from fakes import install, uninstall
 
 from pytest_attn import Machine, Pages, Window, Workload, draw_inputs
-from pytest_attn.backends import flex
+from pytest_attn.backends.adapters import flex
 from pytest_attn.backends.registry import Registry
 
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")

@@ -26,11 +26,6 @@ LAYERS = (
 )
 SIBLINGS = ("reports", "invariants", "latency")
 PYTEST_ALLOWED = ("plugin", "hooks", "session", "suite")
-#: files of backends/ that are no adapter of one library
-FRAME = (
-    *("backend", "capabilities", "compiled", "defects", "dense", "dispatcher", "flash_attention", "graphed"),
-    *("layouts", "library", "machine", "registry", "variant"),
-)
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
@@ -79,8 +74,8 @@ def test_a_file_imports_from_its_own_layer_or_below(path):
         assert LAYERS.index(theirs) >= LAYERS.index(mine), f"{mine} imports {module}, which lies above it"
         if mine in SIBLINGS:
             assert theirs == mine or theirs not in SIBLINGS, f"{mine} imports its sibling {theirs}"
-        if mine == "backends" and path.stem not in FRAME:
-            assert theirs != mine or module.split(".")[-1] in FRAME, f"adapter {path.stem} imports adapter {module}"
+        if mine == "backends":
+            assert ".adapters" not in module, "adapters are found by the registry only, none imports another"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

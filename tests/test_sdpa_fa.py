@@ -7,9 +7,9 @@ from fakes.attention import attention
 from torch.nn import attention as torch_attention
 
 from pytest_attn import Machine, Window, Workload, draw_inputs
+from pytest_attn.backends.adapters.sdpa_fa import _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.sdpa_fa import _failure_of_one_token
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 
 CPU = torch.device("cpu")

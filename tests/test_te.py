@@ -234,9 +234,9 @@ def test_the_shell_alone_is_not_the_library(monkeypatch, tmp_path):
 def test_causal_masks_through_flash_attn_4_are_a_known_defect(put, monkeypatch):
     (defect,) = put("te_flash").known_defects
     causal = W.replace(mask="causal-bottom-right")
-    monkeypatch.setattr("pytest_attn.backends.te.FLASH4", Library(("absent",), "absent", ""))
+    monkeypatch.setattr("pytest_attn.backends.adapters.te.FLASH4", Library(("absent",), "absent", ""))
     assert not defect.applies(causal, H200), "flash-attn 2 takes -1 for an open side"
-    monkeypatch.setattr("pytest_attn.backends.te.FLASH4", Library(("torch",), "torch", ""))
+    monkeypatch.setattr("pytest_attn.backends.adapters.te.FLASH4", Library(("torch",), "torch", ""))
     assert defect.applies(causal, H200)
     assert defect.applies(SQUARE.replace(mask=Document((13, 11), causal=True)), H200)
     for other in (W, W.replace(mask=Window(9, 0)), causal.replace(softcap=3.0), causal.replace(alibi=True)):

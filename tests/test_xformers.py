@@ -3,8 +3,8 @@ import torch
 from fakes import HERE, install, uninstall
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
+from pytest_attn.backends.adapters.xformers import XformersCutlass
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.xformers import XformersCutlass
 from pytest_attn.correctness.check import Question, ReferenceCache, judge
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.graphed import Graphed
 from pytest_attn.workloads.workload import Workload
 
-#: name -> (module of this package, class); the order is the order of tables and of "all"
+#: name -> (module of adapters/, class); the order is the order of tables and of "all"
 _BUILTIN = {
     "math": ("sdpa", "Math"),
     "eager": ("eager", "Eager"),
@@ -194,7 +194,7 @@ def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:
     def load() -> Backend:
         from importlib import import_module
 
-        backend: Backend = getattr(import_module(f"pytest_attn.backends.{module}"), cls)(*arguments)
+        backend: Backend = getattr(import_module(f"pytest_attn.backends.adapters.{module}"), cls)(*arguments)
         return backend
 
     return load
