@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +127,8 @@ def judge(
 
     Returns the comparison, with a message where it did not pass. Raises ContractError for a result that cannot be
     compared or for changed inputs, and RefusedError where a backend refuses as late as in its first call; other exceptions
-    of the callable pass through. `guard` makes a context that surrounds each
-    call; `reproduce` is the command that a failure's message ends with.
+    of the callable pass through. `guard` makes a context that surrounds each call; `reproduce` is the command that a
+    failure's message ends with.
     """
     __tracebackhide__ = True
     if isinstance(subject, Backend):
@@ -150,21 +150,14 @@ def judge(
             reference = question.reference(cache, distribution, subject)
             is_sampled = is_sampled or reference.is_sampled
             is_approximate = is_approximate or reference.given is not None
-            with guard(), quiet() if isinstance(subject, Backend) else nullcontext():
-                try:
-                    if kernel is None:
-                        kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
-                    tensors, changes = _call(kernel, question, reference)
-                    changed |= changes
-                    if changes and not _is_known_to_change(subject, changes):
-                        raise ContractError(_changed_text(changes))
-                except ContractError as error:
-                    where = f"{name} on {question.workload.id}, inputs {distribution}"
-                    raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
-                except Exception as error:
-                    if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
-                        raise RefusedError(reason) from error
-                    raise
+            where = f"{name} on {question.workload.id}, inputs {distribution}"
+            with guard(), _own_words(subject, where, reproduce):
+                if kernel is None:
+                    kernel = subject.prepare(reference.called_with, question.backward)  # type: ignore[union-attr]
+                tensors, changes = _call(kernel, question, reference)
+                changed |= changes
+                if changes and not _is_known_to_change(subject, changes):
+                    raise ContractError(_changed_text(changes))
             out_limits, gradient_limits = limits_named(question.limits)
             for tensor_name, tensor in tensors.items():
                 limits = gradient_limits if tensor_name.startswith("d") else out_limits
@@ -185,6 +178,20 @@ def judge(
         tuple(changed),
         compilation_of(kernel) if kernel else None,
     )
+
+
+@contextmanager
+def _own_words(subject: object, where: str, reproduce: str) -> Iterator[None]:
+    """Silence a library's warnings, say of a broken contract whose it was, and turn a late refusal into RefusedError."""
+    with quiet() if isinstance(subject, Backend) else nullcontext():
+        try:
+            yield
+        except ContractError as error:
+            raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
+        except Exception as error:
+            if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
+                raise RefusedError(reason) from error
+            raise
 
 
 def _quantised_by(subject: Backend, given: Inputs) -> Inputs:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         _print(reporter, [(str(error), {"red": True})])
         return
     backends = [session.registry[name] for name in session.registry.names]
-    try_imports([one.source for one in backends if isinstance(one, LibraryBackend)])
+    libraries = [backend for backend in backends if isinstance(backend, LibraryBackend)]
+    try_imports([one.source for one in libraries if _answer_of(partial(one.unavailable_because, machine)) is None])
     statuses = []
     for name in session.registry.names:
         backend = session.registry[name]
@@ -183,12 +185,17 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
 
 
 def _status(backend: Backend, machine: Machine) -> tuple[str | None, str]:
-    """Return why a backend is not available, or None, and its version; a fault of its own code is a reason as well."""
+    """Return why a backend is not available, or None, and its version."""
+    reason = _answer_of(lambda: backend.unavailable_because(machine) or backend.broken_because())
+    return reason, "-" if reason else _answer_of(backend.version) or "-"
+
+
+def _answer_of(question: Callable[[], str | None]) -> str | None:
+    """Ask a backend something; a fault of its own code is an answer as well, and harms no other."""
     try:
-        reason = backend.unavailable_because(machine) or backend.broken_because()
-        return reason, "-" if reason else backend.version()
+        return question()
     except Exception as error:
-        return f"cannot be asked: {type(error).__name__}: {error}", "-"
+        return f"cannot be asked: {type(error).__name__}: {error}"
 
 
 def capability_table(registry: Registry) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

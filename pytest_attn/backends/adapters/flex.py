@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, needs_cuda
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
-from pytest_attn.backends.compiled import compile_kernel
+from pytest_attn.backends.compiled import compilation_of, compile_kernel
 from pytest_attn.backends.defects import FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.machine import Machine, release
@@ -91,6 +91,7 @@ class Flex(Backend):
             out: torch.Tensor = kernel(q, k, v)
             return out[0].transpose(0, 1) if packed else out
 
+        call.compilation = compilation_of(kernel)  # type: ignore[attr-defined]
         return call
 
 
