@@ -180,6 +180,8 @@ def run_plugin(names: list[str]) -> None:
         options = [
             "-q",
             "-rs",
+            "-Wignore",
+            "--durations=12",
             "-p",
             "no:cacheprovider",
             "-p",

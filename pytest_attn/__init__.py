@@ -1,4 +1,4 @@
-"""pytest-attn: say whether an attention kernel is right.
+"""pytest-attn: say whether an attention kernel is right, and whether it is still fast.
 
 Names are loaded when first used, so that pytest, which imports this package at every start, pays nothing for them.
 """
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.correctness.check import check
     from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.latency.measure import measure
+    from pytest_attn.latency.protocol import Latency
     from pytest_attn.session.case import AttentionCase
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
@@ -27,6 +29,7 @@ __all__ = [
     "Document",
     "Inputs",
     "KnownDefect",
+    "Latency",
     "Machine",
     "Neighborhood",
     "Pages",
@@ -34,6 +37,7 @@ __all__ = [
     "Workload",
     "check",
     "draw_inputs",
+    "measure",
 ]
 
 _HOMES = {
@@ -44,6 +48,7 @@ _HOMES = {
     "Document": "pytest_attn.workloads.masks",
     "Inputs": "pytest_attn.workloads.inputs",
     "KnownDefect": "pytest_attn.backends.backend",
+    "Latency": "pytest_attn.latency.protocol",
     "Machine": "pytest_attn.backends.machine",
     "Neighborhood": "pytest_attn.workloads.masks",
     "Pages": "pytest_attn.workloads.workload",
@@ -51,6 +56,7 @@ _HOMES = {
     "Workload": "pytest_attn.workloads.workload",
     "check": "pytest_attn.correctness.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
+    "measure": "pytest_attn.latency.measure",
 }
 
 

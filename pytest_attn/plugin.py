@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     session = AttentionSession(config)
+    if session.settings.gpu_per_worker:
+        from pytest_attn.session.sharing import take_own_gpu
+
+        take_own_gpu(config)
     session.check_names()
     config.stash[SESSION] = session
     config.pluginmanager.register(Recorder(session), "attn-recorder")
@@ -87,6 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect_unselected(config, items)
         if config.getoption("loadgroup", False):
             group_by_workload(items)
+    if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
+        from pytest_attn.session.bridge import mark_measured
+
+        mark_measured(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,8 +119,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         count_runnable(attention, session.items)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Say in pytest-benchmark's files which GPU and software times belong to."""
+    from pytest_attn.session.bridge import machine_info as add_facts
+
+    add_facts(config, machine_info)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Count a listing without tests as a success."""
+    """Record the baselines that were asked for; count a listing without tests as a success."""
+    attention = _session(session.config)
+    if attention.pending:
+        from pytest_attn.session.recording import record_baselines
+
+        record_baselines(attention, session.config)
     if _session(session.config).settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
@@ -184,7 +206,8 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
 
     attn.workload, .backend, .device, .q, .k, .v, .mask, .bias, .sinks, .alibi_slopes, .cu_seqlens, .kv_lens, .page_table
     and .reference describe the case. attn.check(fn) holds fn against exact attention and raises AssertionError with a
-    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name.
+    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name. attn.measure(fn) does
+    so, times it, and raises AssertionError where its p50 is slower than the baseline of this machine.
     """
     from pytest_attn.session.lifecycle import make_case
 
@@ -227,6 +250,20 @@ def qkv(attn: AttentionCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def attn_reference(attn: AttentionCase) -> ReferenceTensors:
     """Exact results for `qkv` in float64: (out, lse, dq, dk, dv); the gradients are None unless backward=True."""
     return attn.reference
+
+
+@pytest.fixture
+def attn_benchmark(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """A function of samples in seconds, measured elsewhere: hands them to pytest-benchmark, where it is there and enabled.
+
+    Example::
+
+        def test_mine(attn_benchmark):
+            attn_benchmark([0.00041, 0.00040, 0.00042], clock="my profiler")
+    """
+    from pytest_attn.session.bridge import attn_benchmark_recorder
+
+    return attn_benchmark_recorder(request)
 
 
 @pytest.fixture

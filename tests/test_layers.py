@@ -18,9 +18,10 @@ LAYERS = (
     "reports",
     "suite",
     "invariants",
+    "mutants",
     "profiling",
-    "correctness",
     "latency",
+    "correctness",
     "backends",
     "workloads",
 )

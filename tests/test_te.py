@@ -232,7 +232,7 @@ def test_the_shell_alone_is_not_the_library(monkeypatch, tmp_path):
 
 
 def test_causal_masks_through_flash_attn_4_are_a_known_defect(put, monkeypatch):
-    (defect,) = put("te_flash").known_defects
+    defect, of_dq = put("te_flash").known_defects
     causal = W.replace(mask="causal-bottom-right")
     monkeypatch.setattr("pytest_attn.backends.adapters.te.FLASH4", Library(("absent",), "absent", ""))
     assert not defect.applies(causal, H200), "flash-attn 2 takes -1 for an open side"
@@ -241,3 +241,5 @@ def test_causal_masks_through_flash_attn_4_are_a_known_defect(put, monkeypatch):
     assert defect.applies(SQUARE.replace(mask=Document((13, 11), causal=True)), H200)
     for other in (W, W.replace(mask=Window(9, 0)), causal.replace(softcap=3.0), causal.replace(alibi=True)):
         assert not defect.applies(other, H200), other.id
+    assert of_dq.applies(W.replace(head_dim=8), H200)
+    assert not of_dq.applies(W.replace(head_dim=8, softcap=3.0), H200), "flash-attn 4 is not taken there"

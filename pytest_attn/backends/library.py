@@ -121,12 +121,15 @@ def _import_failure(module: str) -> str | None:
 
 
 def _mark_of(module: str) -> Path:
-    """Return the empty file that stands for "imported without harm", by this interpreter with these paths and packages."""
+    """Return the empty file that stands for "imported without harm", by this interpreter from this place with these packages.
+
+    Not of sys.path, which has the folder of each test: an import that it spoils once takes the mark away again.
+    """
     top = module.partition(".")[0]
     spec = find_spec(top)
     folders = [*(spec.submodule_search_locations or [])] if spec else []
     states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
-    known = repr((module, sys.executable, sys.path, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
+    known = repr((module, sys.executable, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
     return base / "pytest-attn" / "imports" / hashlib.sha256(known.encode()).hexdigest()[:32]
 

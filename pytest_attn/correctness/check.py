@@ -369,24 +369,37 @@ def check(
     argument that is not one of the known.
     """
     __tracebackhide__ = True
-    if isinstance(workload, str):
-        found = builtin_catalog().select(workload)
-        if len(found) != 1:
-            names = ", ".join(w.id for w in found)
-            raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {names}")
-        workload = found[0]
     where = resolve_device(device)
-    question = Question(workload, where, backward, distribution_names(inputs), precision, layout, returns_lse, seed, limits)
-    subject: Any = fn
-    if isinstance(fn, str):
-        subject = Registry()[fn]
-        reason = obstacle(subject, workload, machine_of(where), backward)
+    names = distribution_names(inputs)
+    question = Question(named(workload), where, backward, names, precision, layout, returns_lse, seed, limits)
+    return check_question(fn, question)[1]
+
+
+def check_question(
+    fn: Callable[..., Any] | Backend | str, question: Question
+) -> tuple[Callable[..., Any] | Backend, Comparison]:
+    """Judge a callable, or a backend by its name; return it with the comparison. Raises as `check` does."""
+    __tracebackhide__ = True
+    subject: Callable[..., Any] | Backend = Registry()[fn] if isinstance(fn, str) else fn
+    if isinstance(subject, Backend):
+        reason = obstacle(subject, question.workload, machine_of(question.device), question.backward)
         if reason:
-            raise ValueError(f"backend {fn!r} cannot take {workload.id}: {reason}")
+            raise ValueError(f"backend {subject.name!r} cannot take {question.workload.id}: {reason}")
     try:
         comparison = judge(subject, question, ReferenceCache())
     except RefusedError as error:
-        raise ValueError(f"backend {fn!r} cannot take {workload.id}: {error}") from None
+        raise ValueError(f"backend {subject_name(subject)!r} cannot take {question.workload.id}: {error}") from None
     if not comparison.passed:
         raise AssertionError(comparison.message)
-    return comparison
+    return subject, comparison
+
+
+def named(workload: Workload | str) -> Workload:
+    """Return a workload, by its name in the catalog where it is one. Raises ValueError for a name that stands for several."""
+    if not isinstance(workload, str):
+        return workload
+    found = builtin_catalog().select(workload)
+    if len(found) != 1:
+        names = ", ".join(w.id for w in found)
+        raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {names}")
+    return found[0]

@@ -25,11 +25,11 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
     """
     cells: dict[str, dict[str, Counter[str]]] = {}
     for record in records:
-        group = groups.get(record["workload"], record["workload"])
+        group = groups.get(record["name"], record["workload"])
         verdicts = cells.setdefault(record["subject"], {}).setdefault(group, Counter())
         verdicts[record["verdict"]] += 1
     columns = list(dict.fromkeys(group for row in cells.values() for group in row))
-    lines = [title, "", _row(["backend", *columns]), _row(["---"] * (len(columns) + 1))]
+    lines = ["# Which backend runs what", "", title, "", _row(["backend", *columns]), _row(["---"] * (len(columns) + 1))]
     for backend, row in cells.items():
         lines.append(_row([f"`{backend}`", *(_cell(row.get(group, Counter())) for group in columns)]))
     return "\n".join([*lines, *_reasons(records)]) + "\n"

@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 
+from pytest_attn.session.fresh import is_fresh_process
 from pytest_attn.session.marker import AttentionMark
 from pytest_attn.session.parametrize import CaseParameter
 from pytest_attn.session.record import RECORD, CaseRecord
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.check import Question
     from pytest_attn.correctness.compare import Comparison
     from pytest_attn.correctness.reference import Reference
+    from pytest_attn.latency.protocol import Latency
     from pytest_attn.profiling.profiler import Profile
+    from pytest_attn.session.latency import Measurement
     from pytest_attn.workloads.inputs import Inputs
     from pytest_attn.workloads.workload import Workload
 
@@ -44,11 +47,15 @@ class AttentionCase:
     draws every distribution anew and hands each callable its own copy.
     """
 
-    def __init__(self, item: pytest.Item, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession) -> None:
+    def __init__(
+        self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
+    ) -> None:
         self.workload: Workload = parameter.workload
         self.backend: Backend | None = session.registry[parameter.backend] if parameter.backend else None
-        self._item, self._mark, self._session = item, mark, session
+        self._request, self._item, self._mark, self._session = request, request.node, mark, session
         self._checked: Any = None
+        self._comparison: Comparison | None = None
+        self._measured = 0
 
     # -- what the case is ----------------------------------------------------------------------------------------------
 
@@ -139,6 +146,10 @@ class AttentionCase:
         Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text.
         """
         __tracebackhide__ = True
+        return self._check(fn, self._mark.backward)
+
+    def _check(self, fn: Callable[..., Any] | Backend | str, backward: bool) -> Comparison:
+        __tracebackhide__ = True
         from pytest_attn.backends.backend import RefusedError
         from pytest_attn.correctness.check import judge, subject_name
         from pytest_attn.correctness.compare import ContractError
@@ -146,12 +157,13 @@ class AttentionCase:
 
         subject = self._resolved(fn)
         name = subject_name(subject)
-        self._checked = subject
+        question = self._question if backward == self._mark.backward else replace(self._question, backward=backward)
+        self._checked, self._comparison = subject, None
         failure = refusal = None
         try:
             comparison = judge(
                 subject,
-                self._question,
+                question,
                 self._session.references,
                 guard=lambda: self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}"),
                 reproduce=self.command(),
@@ -168,6 +180,7 @@ class AttentionCase:
             raise AssertionError(failure)
         defects = self._known_defects(subject)
         if comparison.passed:
+            self._comparison = comparison
             self._record(name, "passed", comparison, "; ".join(f"{d.issue} did not show: {d.summary}" for d in defects))
             if self._session.settings.profile:
                 self._add_profiles(subject)
@@ -178,6 +191,64 @@ class AttentionCase:
             pytest.xfail(reason)
         self._record(name, "mismatch", comparison)
         raise AssertionError(comparison.message)
+
+    def measure(self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False) -> Latency:
+        """Check `fn`, time it, and hold its p50 against the baseline of this machine.
+
+        backward: False times the forward pass as in inference, True the backward pass alone, "both" one after the other.
+        Returns the latency, whose `verdict` is "passed", "inconclusive" or "no baseline". Raises AssertionError where fn is
+        wrong, where its results are not those of its data when it is called again, and where it became slower, less accurate
+        or takes more memory than recorded. Skips where nothing can be timed.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.latency.measure import direction_of
+        from pytest_attn.session.latency import Measurement
+
+        direction = direction_of(backward)
+        subject = self._resolved(fn, backward=bool(backward))
+        is_checked = self._checked is subject and self._comparison is not None and (self._mark.backward or not backward)
+        if not is_checked and not is_fresh_process():
+            self._check(subject, self._mark.backward or bool(backward))
+        self._measured += 1
+        measurement = Measurement(
+            self._session, self._item, self._question, subject, direction, self._comparison, self._measured
+        )
+        if reason := measurement.untimed_because():
+            self._record_latency(measurement, "untimed", reason)
+            pytest.skip(f"{subject_name(subject)} is right, but was not timed: {reason}")
+        latency, failure = self._timed(measurement)
+        if failure or latency is None:
+            raise AssertionError(failure)
+        return latency
+
+    def _timed(self, measurement: Measurement) -> tuple[Latency | None, str]:
+        """Take a measurement and leave its record; return it, or the text with which the test fails."""
+        from pytest_attn.latency.verdict import regression_text
+        from pytest_attn.latency.work import StaleError
+        from pytest_attn.session.deadline import DeadlineError
+
+        try:
+            latency = measurement.take()
+        except (StaleError, DeadlineError) as error:
+            self._record_latency(measurement, "raised", str(error))
+            return None, f"cannot be timed: {measurement.name}: {error}"
+        decision = latency.decision
+        if is_fresh_process() or decision is None:
+            return latency, ""
+        if self._session.settings.cupti:
+            latency = replace(latency, cupti=self._cupti(measurement))
+        self._record_latency(measurement, decision.verdict, decision.reason, latency)
+        self._show_to_benchmark(latency)
+        if decision.verdict == "regressed" and (baseline := measurement.recorded):
+            return latency, regression_text(decision, baseline, latency, measurement.cases, self.command())
+        if self._session.settings.latency == "require" and decision.verdict in ("no baseline", "inconclusive"):
+            return latency, (
+                f"{decision.verdict}: {measurement.name}: {decision.reason}\n"
+                f'  record     {self.command()} --attn-update-baselines "first recording"\n'
+                "  or         --attn-latency=auto, which only says so"
+            )
+        return latency, ""
 
     def assert_close(self, out: torch.Tensor) -> None:
         """Compare `out`, computed from attn.q, attn.k and attn.v, with the reference; AssertionError where it is wrong."""
@@ -222,13 +293,14 @@ class AttentionCase:
                 raise AssertionError("\n".join([f"{missed}; these were:", *ran] if ran else [f"{missed}, and none at all"]))
         return profiles
 
-    def _resolved(self, fn: Callable[..., Any] | Backend | str) -> Any:
+    def _resolved(self, fn: Callable[..., Any] | Backend | str, backward: bool = False) -> Any:
         """Return a callable or backend as it is, and a backend by its name; skips where that cannot take the case."""
-        if not isinstance(fn, str):
-            return fn
-        backend = self._session.registry[fn]
-        self._skip_unless_runnable(backend)
-        return backend
+        from pytest_attn.backends.backend import Backend
+
+        subject = self._session.registry[fn] if isinstance(fn, str) else fn
+        if isinstance(subject, Backend) and (isinstance(fn, str) or (backward and not self._mark.backward)):
+            self._skip_unless_runnable(subject, backward)
+        return subject
 
     def command(self) -> str:
         """Return the shell command that runs exactly this case again."""
@@ -309,10 +381,10 @@ class AttentionCase:
 
         return in_layout(tensor, self._question, is_kv)
 
-    def _skip_unless_runnable(self, backend: Backend | None) -> None:
+    def _skip_unless_runnable(self, backend: Backend | None, backward: bool = False) -> None:
         from pytest_attn.backends.backend import obstacle
 
-        reason = obstacle(backend, self.workload, self._session.machine(self._mark.device), self._mark.backward)
+        reason = obstacle(backend, self.workload, self._session.machine(self._mark.device), backward or self._mark.backward)
         if reason:
             self._record(backend.name if backend else "-", "skipped", reason=reason)
             pytest.skip(f"{backend.name}: {reason}" if backend else reason)
@@ -331,6 +403,41 @@ class AttentionCase:
 
         shown = self._mark.backward or defect.changes_input or not all(name.startswith("d") for name in defect.tensors)
         return bool(shown) and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
+
+    def _cupti(self, measurement: Measurement) -> float | None:
+        """Return the device seconds of one call by torch's profiler, None where it has no such direction or device."""
+        from pytest_attn.profiling.subject import profile_subject
+
+        if measurement.direction == "forward+backward" or self.device.type != "cuda":
+            return None
+        question = replace(self._question, backward=measurement.direction == "backward", inputs=("randn",))
+        return profile_subject(measurement.subject, question, with_ceilings=False)[-1].seconds
+
+    def _show_to_benchmark(self, latency: Latency) -> None:
+        """Hand the samples to pytest-benchmark, where it is there, enabled, and asked for."""
+        from pytest_attn.session.bridge import is_asked_for, record_samples
+
+        if is_asked_for(self._item.config):
+            facts = {key: value for key, value in latency.to_dict().items() if key != "samples"}
+            record_samples(self._request, latency.samples, facts)
+
+    def _record_latency(self, measurement: Measurement, verdict: str, reason: str, latency: Latency | None = None) -> None:
+        from pytest_attn.correctness.check import subject_name
+
+        subject, direction = subject_name(measurement.subject), measurement.direction
+        record = CaseRecord(
+            test=self._item.nodeid,
+            workload=self.workload.id,
+            name=self.workload.name or "",
+            subject=subject,
+            verdict=verdict,
+            backward=direction != "forward",
+            reason=reason,
+            latency={**(latency.to_dict() if latency else {}), "direction": direction},
+        )
+        self._item.stash.setdefault(RECORD, []).append(record)
+        if latency is not None:
+            self._item.user_properties.append((f"attn_p50_{subject}_{direction}", f"{latency.p50:.6g}"))
 
     def _record(self, subject: str, verdict: str, comparison: Comparison | None = None, reason: str | None = None) -> None:
         record = CaseRecord.from_comparison(

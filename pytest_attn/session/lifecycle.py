@@ -32,7 +32,7 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     session = item.config.stash[SESSION]
     marker = item.get_closest_marker("attention")
     mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
-    case = AttentionCase(item, parameter, mark, session)
+    case = AttentionCase(request, parameter, mark, session)
     case.skip_unless_runnable()
     return case
 
@@ -83,6 +83,11 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
         records = [replace(r, verdict="expected") if awaited and r.verdict == "mismatch" else r for r in records]
         report.attn = [record.to_dict() for record in records]  # type: ignore[attr-defined]
         item.stash[RECORD] = []
+        doubts = [r.reason for r in records if r.verdict == "inconclusive"]
+        if doubts and report.when == "call" and report.passed:
+            path, line, _ = item.location
+            report.outcome = "skipped"  # what could not be decided must not look like a pass
+            report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
 
 
 def _is_case(item: pytest.Item) -> bool:
@@ -96,9 +101,15 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         from pytest_attn.reports.profile import profile_tables
 
         _print(reporter, profile_tables(sorted(session.records, key=_place_of(session))), "attention kernels")
-    wrong = any(record["verdict"] in ("mismatch", "raised") for record in session.records)
-    if verbosity >= 0 or wrong:
-        _print(reporter, summary(session.records, verbose=verbosity > 0))
+    judged = [record for record in session.records if record["latency"] is None]
+    timed = [record for record in session.records if record["latency"] is not None]
+    wrong = any(record["verdict"] in ("mismatch", "raised") for record in judged)
+    if judged and (verbosity >= 0 or wrong):
+        _print(reporter, summary(judged, verbose=verbosity > 0))
+    if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
+        from pytest_attn.reports.latency import latency_summary
+
+        _print(reporter, latency_summary(timed, verbose=verbosity > 0), "attention latency")
 
 
 def _place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
@@ -123,7 +134,7 @@ def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
         group = groups.get(record["name"])
         return (*by_backend(record), columns.index(group) if group else len(columns))
 
-    records = sorted(session.records, key=place)
+    records = sorted((r for r in session.records if r["latency"] is None), key=place)
     ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
     backends = [session.registry[name] for name in ran if session.registry.is_known(name)]
     versions = [f"{backend.name} {_status(backend, machine)[1]}" for backend in backends]

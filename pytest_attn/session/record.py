@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """One callable or backend on one workload. Verdicts: passed, mismatch, known defect, expected, skipped, raised."""
+    """One callable or backend on one workload. Verdicts: passed, mismatch, known defect, expected, skipped, raised.
+
+    A measurement of latency has a record of its own, with the gate's verdict: passed, regressed, inconclusive, no baseline,
+    recorded, untimed.
+    """
 
     test: str
     workload: str
@@ -32,6 +36,7 @@ class CaseRecord:
     compile_seconds: float | None = None
     graph_breaks: int = 0
     profiles: tuple[dict[str, Any], ...] = ()
+    latency: dict[str, Any] | None = None  # of a measurement, whose verdict is the gate's
 
     @classmethod
     def from_comparison(cls, comparison: Comparison | None, **known: Any) -> CaseRecord:

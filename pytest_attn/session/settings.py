@@ -26,6 +26,11 @@ class Option(NamedTuple):
         """The command-line spelling."""
         return f"--attn-{self.stem}"
 
+    @property
+    def name(self) -> str:
+        """The spelling in Python."""
+        return self.stem.replace("-", "_")
+
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in re.split(r"[,\s]+", text.strip()) if name)
@@ -76,6 +81,37 @@ def _timeout(text: str) -> float:
     return seconds
 
 
+def _one_of(*known: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}, got {text!r}")
+        return text
+
+    return parse
+
+
+def _percent(text: str) -> float | None:
+    """Return a share, None for "", which leaves it to the kind of device."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
+    if not match or not 0 < float(match[1]) <= 1000:
+        raise ValueError(f"must be a number of percent above 0, such as 5, got {text!r}")
+    return float(match[1]) / 100
+
+
+def _threads(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"must be a whole number of threads >= 0 (0 leaves them as they are), got {text!r}")
+    return int(text)
+
+
+def _clock(text: str) -> str:
+    if text and text != "max" and not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"must be max or a number of MHz, got {text!r}")
+    return text
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as "4 GiB", "512MiB" or "2GB"; raise ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", str(text).strip())
@@ -116,6 +152,33 @@ OPTIONS = (
     Option("seed", "0", "N", "Seed of the inputs (default: 0)", _seed),
     Option("timeout", "0", "SECONDS", "Stop a callable that takes longer, 0 waits forever (default: 0)", _timeout),
     Option("memory", "4GiB", "SIZE", "Memory for references shared by backends (default: 4GiB)", parse_size),
+    Option(
+        "latency",
+        "auto",
+        "MODE",
+        "attn.measure: off (check only), auto (time, and hold against a baseline where there is one), require (fail where"
+        " there is none, or nothing can be said) (default: auto)",
+        _one_of("off", "auto", "require"),
+    ),
+    Option(
+        "max-slowdown",
+        "",
+        "PERCENT",
+        "Slowdowns below never fail (default: 2 on a GPU, 10 on a CPU)",
+        _percent,
+    ),
+    Option("baselines", "baselines", "DIR", "Folder of the recorded latencies, from rootdir (default: baselines)", str),
+    Option("threads", "0", "N", "Threads of torch on a CPU while it is timed, 0 leaves them (default: 0)", _threads),
+    Option(
+        "l2", "cold", "STATE", "cold or warm: whether a GPU's L2 cache holds the data (default: cold)", _one_of("cold", "warm")
+    ),
+    Option(
+        "lock-clocks",
+        "",
+        "MHZ",
+        "Lock the GPU's clock while it is timed, max or a number of MHz, and undo it; needs permission (default: not)",
+        _clock,
+    ),
 )
 
 
@@ -131,9 +194,18 @@ class Settings:
     seed: int
     timeout: float
     memory: int
+    latency: str
+    max_slowdown: float | None
+    baselines: str
+    threads: int
+    l2: str
+    lock_clocks: str
     list_only: bool
     profile: bool
+    cupti: bool
+    gpu_per_worker: bool
     support: str | None
+    update_baselines: str | None
     given: dict[str, str]
 
     @classmethod
@@ -144,7 +216,7 @@ class Settings:
         for option in OPTIONS:
             text, origin = _text(config, option)
             try:
-                values[option.stem] = option.parse(text)
+                values[option.name] = option.parse(text)
             except ValueError as error:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if text != option.default:
@@ -152,7 +224,10 @@ class Settings:
         actions: dict[str, Any] = {
             "list_only": bool(config.getoption("attn_list")),
             "profile": bool(config.getoption("attn_profile")),
+            "cupti": bool(config.getoption("attn_cupti")),
+            "gpu_per_worker": bool(config.getoption("attn_gpu_per_worker")),
             "support": _writable_file("--attn-support", config.getoption("attn_support")),
+            "update_baselines": _reason(config),
         }
         return cls(**values, **actions, given=given)
 
@@ -166,16 +241,19 @@ def add_options(parser: pytest.Parser) -> None:
     """Declare every option and its ini value."""
     group = parser.getgroup("attn", "attention kernels")
     for option in OPTIONS:
-        group.addoption(option.flag, dest=f"attn_{option.stem}", metavar=option.metavar, default=None, help=option.help)
-        parser.addini(f"attn_{option.stem}", option.help, type="string", default=option.default)
+        group.addoption(option.flag, dest=f"attn_{option.name}", metavar=option.metavar, default=None, help=option.help)
+        parser.addini(f"attn_{option.name}", option.help, type="string", default=option.default)
     for flag, text in (
         ("list", "List backends, what they can do, and workloads; what would run and why the rest would not; run nothing"),
         (
             "profile",
             "Print which kernels each case that is right really launches, with time, memory and share of roofline",
         ),
+        ("cupti", "Print beside each p50 what torch's profiler (CUPTI) says of the same call"),
+        ("gpu-per-worker", "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES"),
     ):
-        group.addoption(f"--attn-{flag}", dest=f"attn_{flag}", action="store_true", default=False, help=text)
+        dest = f"attn_{flag.replace('-', '_')}"
+        group.addoption(f"--attn-{flag}", dest=dest, action="store_true", default=False, help=text)
     group.addoption(
         "--attn-support",
         dest="attn_support",
@@ -183,6 +261,25 @@ def add_options(parser: pytest.Parser) -> None:
         default=None,
         help="Write which backend passed, refused or failed which group of workloads, as a table",
     )
+    group.addoption(
+        "--attn-update-baselines",
+        dest="attn_update_baselines",
+        metavar="REASON",
+        default=None,
+        help="Record the latencies of all selected cases that are right, in ten fresh processes, and why",
+    )
+
+
+def _reason(config: pytest.Config) -> str | None:
+    """Return why baselines are recorded; raise pytest.UsageError for an empty reason, or several processes."""
+    text: str | None = config.getoption("attn_update_baselines")
+    if text is None:
+        return None
+    if not text.strip() or text.startswith("-"):
+        raise pytest.UsageError(f'--attn-update-baselines: must be a reason such as "first recording", got {text!r}')
+    if config.getoption("numprocesses", None) or config.getoption("tx", None):
+        raise pytest.UsageError("--attn-update-baselines: records in processes of its own, one at a time; leave out -n")
+    return text.strip()
 
 
 def _writable_file(flag: str, text: str | None) -> str | None:
@@ -198,14 +295,14 @@ def _writable_file(flag: str, text: str | None) -> str | None:
 
 def _text(config: pytest.Config, option: Option) -> tuple[str, str]:
     """Return an option's text and where it comes from."""
-    given = config.getoption(f"attn_{option.stem}")
+    given = config.getoption(f"attn_{option.name}")
     if given is not None:
         return str(given), option.flag
     where = f" ({config.inipath.name})" if config.inipath else ""
     try:
-        return str(config.getini(f"attn_{option.stem}")), f"attn_{option.stem}{where}"
+        return str(config.getini(f"attn_{option.name}")), f"attn_{option.name}{where}"
     except (TypeError, ValueError) as error:
-        raise pytest.UsageError(f"attn_{option.stem}{where}: must be a string: {error}") from None
+        raise pytest.UsageError(f"attn_{option.name}{where}: must be a string: {error}") from None
 
 
 def choose(tokens: tuple[str, ...], everything: list[str], default: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +52,10 @@ class AttentionSession:
         self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
         self.cases = self.runnable = 0
+        self.latencies: dict[str, Any] = {}  # what session/latency.py knows of each device
+        self.pending: list[Any] = []  # cases whose baselines are recorded at the end
+        self.recorded: dict[str, Any] = {}  # and those that were
+        self.rootpath = config.rootpath
         self.has_attention_tests = False
         self._devices: dict[str, torch.device] = {}
         self._machines: dict[str, Machine] = {}
@@ -123,6 +128,11 @@ class AttentionSession:
 
             self._machines[str(device)] = machine_of(device)
         return self._machines[str(device)]
+
+    @property
+    def baselines_folder(self) -> Path:
+        """The folder of --attn-baselines."""
+        return self.rootpath / self.settings.baselines
 
     @property
     def references(self) -> ReferenceCache:

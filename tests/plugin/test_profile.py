@@ -66,7 +66,7 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
         "## Refused because\n\n`sdpa`:\n\n- has no softcap (1 case)\n\n`sdpa_cudnn`:\n\n- needs a CUDA device (2 cases)\n"
         in text
     )
-    assert text.startswith("Run on 20")
+    assert text.startswith("# Which backend runs what\n\nRun on 20")
     assert not list(pytester.path.glob("*.part"))
 
 

@@ -164,7 +164,10 @@ class FlexFlash(Flex):
     def refusal_in(self, error: Exception) -> str | None:
         """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
         missing = re.search(r"UNSUPPORTED CUTEDSL OPERATION: '(\w+)'", str(error))
-        return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel" if missing else None
+        if missing:
+            return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel"
+        mixed = re.search(r"Type mismatch, store (\w+) .*element type (\w+)", str(error))
+        return f"its compiler stores no {mixed[1]} index of a mask_mod as {mixed[2]}" if mixed else None
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""

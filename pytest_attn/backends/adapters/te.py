@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import sees_nothing
+from pytest_attn.backends.defects import CUDNN_NAN, FLASH4_DQ, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
@@ -154,16 +155,24 @@ class TeFused(TransformerEngine):
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(masks=_MASKS, features=_FEATURES | {"bias", "sinks"}, v_head_dim=True)
+    known_defects = (CUDNN_NAN,)
 
     def as_taken(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copied where they are not contiguous: it takes strides from the format's name, not from the tensor."""
         return tuple(t.contiguous() for t in tensors)
 
 
+def _goes_to_flash4(workload: Workload) -> bool:
+    """Whether flash-attn 4 is there, which is preferred where it takes the workload."""
+    return FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
+
+
 def _causal_through_flash4(workload: Workload, machine: Machine) -> bool:
-    """Whether flash-attn 4, which is preferred where it takes the workload, is told a causal mask."""
-    prefers_four = FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
-    return prefers_four and bottom_right_window(workload) == (-1, 0)
+    return _goes_to_flash4(workload) and bottom_right_window(workload) == (-1, 0)
+
+
+def _dq_through_flash4(workload: Workload, machine: Machine) -> bool:
+    return _goes_to_flash4(workload) and FLASH4_DQ.applies(workload, machine)
 
 
 class TeFlash(TransformerEngine):
@@ -181,6 +190,7 @@ class TeFlash(TransformerEngine):
             tensors=("out", "dq", "dk", "dv"),
             shows=lambda comparison, workload: comparison.found == 0,
         ),
+        replace(FLASH4_DQ, applies=_dq_through_flash4),
     )
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:

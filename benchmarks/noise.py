@@ -1,0 +1,260 @@
+"""How far a p50 can be trusted: many fresh processes time the same kernels, beside triton's do_bench and CUPTI.
+
+    python benchmarks/noise.py --out FILE.json [--processes 30] [--device cuda|cpu] [--disturb process|heat]
+
+Each process measures every case with pytest_attn's protocol, the same case with extra work put behind each call (slowdowns
+of 3 and 5 %; on a CPU 25 %), and, on a GPU, with do_bench; every fifth process also asks CUPTI.
+--disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
+takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py and peers.py resample it. Runs
+are appended, so that several calls make one series.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_attn import Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.latency.protocol import Stopwatch, threads
+from pytest_attn.latency.work import Work, work_of
+
+FLUX = Workload(4608, heads=24, head_dim=128, name="flux-L512")
+LLAMA = Workload(2048, heads=32, kv_heads=8, head_dim=128, mask="causal", name="llama3-8b-prefill")
+GPU_CASES = (
+    (FLUX, "sdpa_cudnn", "forward"),
+    (FLUX, "sdpa_flash", "forward"),
+    (FLUX, "sdpa_cudnn", "backward"),
+    (LLAMA, "sdpa_cudnn", "forward"),
+    (LLAMA, "sdpa_flash", "forward"),
+    (Workload(1024, heads=24, head_dim=128, name="s1024"), "sdpa_cudnn", "forward"),
+    (Workload(512, heads=24, head_dim=128, name="s512"), "sdpa_flash", "forward"),
+    (Workload(128, heads=24, head_dim=128, name="s128"), "sdpa_cudnn", "forward"),
+    (Workload(128, heads=24, head_dim=128, name="s128"), "sdpa_flash", "forward"),
+    (Workload(196, batch=8, heads=12, name="vit-196"), "sdpa_cudnn", "forward"),
+    (Workload(196, batch=8, heads=12, name="vit-196"), "sdpa_flash", "backward"),
+)
+CPU_CASES = (
+    (Workload(256, heads=4, name="s256"), "sdpa", "forward"),
+    (Workload(256, heads=4, name="s256"), "sdpa", "backward"),
+    (Workload(128, heads=2, dtype="float32", name="s128-fp32"), "sdpa", "forward"),
+    (Workload(512, heads=4, dtype="float32", name="s512-fp32"), "sdpa", "forward"),
+    (Workload(128, heads=2, name="s128-eager"), "eager", "forward"),
+)
+SLOWDOWNS = {"cuda": (0.03, 0.05), "cpu": (0.25,)}
+_HEAT_SECONDS = 1.5
+
+
+def slowed(work: Work, seconds: float) -> None:
+    """Put extra work of `seconds` behind each call of a work's kernel."""
+    kernel = work.kernel
+
+    def on_gpu(*tensors: torch.Tensor) -> Any:
+        out = kernel(*tensors)
+        torch.cuda._sleep(int(seconds * 1.98e9))
+        return out
+
+    def on_cpu(*tensors: torch.Tensor) -> Any:
+        out = kernel(*tensors)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        return out
+
+    work.kernel = on_gpu if work.device.type == "cuda" else on_cpu
+
+
+def one_process(device: torch.device, number: int, disturbed: str) -> dict[str, Any]:
+    """Measure every case once."""
+    registry, stopwatch = Registry(), Stopwatch(device)
+    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
+    found: dict[str, Any] = {}
+    for workload, backend, direction in cases:
+        key = f"{workload.name} {backend} {direction}"
+        if disturbed == "heat":
+            heat(device)
+
+        def measure(extra: float = 0.0) -> dict[str, Any]:
+            work = work_of(registry[backend], workload, device, direction)
+            if extra:
+                slowed(work, extra)
+            latency = stopwatch.measure(work, workload.id, backend)
+            size = max(1, len(latency.samples) // latency.blocks)
+            blocks = [statistics.median(latency.samples[i : i + size]) for i in range(0, len(latency.samples), size)]
+            kept = {
+                name: getattr(latency, name) for name in ("p50", "mode", "calls", "host", "spent", "disturbances", "notes")
+            }
+            return {
+                **kept,
+                "anchors": dict(latency.anchors),
+                "blocks": blocks,
+                "interval": latency.interval.half_width / latency.p50,
+            }
+
+        plain = found[key] = {"plain": measure(), "flops": workload.flops(), "bytes": workload.bytes()}
+        if disturbed:
+            continue
+        for share in SLOWDOWNS[device.type]:
+            if direction == "forward" and (device.type == "cpu" or plain["plain"]["p50"] > 80e-6):
+                plain[f"slower {share}"] = measure(share * plain["plain"]["p50"])
+        if device.type == "cuda":
+            plain |= others(registry[backend], workload, device, direction, ask_cupti=number % 5 == 0)
+    return {"process": number, "cases": found}
+
+
+def others(backend: Any, workload: Workload, device: torch.device, direction: Any, ask_cupti: bool) -> dict[str, float]:
+    """Time the same call with do_bench as it comes (25 and 100 ms), and with CUPTI."""
+    from triton.testing import do_bench
+
+    work = work_of(backend, workload, device, direction)
+    found: dict[str, float] = {}
+    with work.context():
+        if direction == "forward":
+            call: Callable[[], object] = functools.partial(work.kernel, *work.sets[0])
+        else:
+            out = work.kernel(*work.sets[0])
+            out = out[0] if isinstance(out, tuple) else out
+            call = functools.partial(torch.autograd.grad, out, work.sets[0], work.dout, retain_graph=True)
+        found["do_bench"] = do_bench(call, return_mode="median") * 1e-3
+        if ask_cupti:
+            found["cupti"] = cupti(work, call, device)
+    return found
+
+
+def cupti(work: Work, call: Callable[[], object], device: torch.device) -> float:
+    """Return the median over calls of the kernels' time, from first begin to last end, the L2 cache flushed before each."""
+    from torch.profiler import ProfilerActivity, profile
+
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    spans = []
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(12):
+            flush.fill_(1)
+            torch.cuda.synchronize()
+            call()
+            torch.cuda.synchronize()
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in profiler.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("aten", "cuda"))
+    )
+    group: list[tuple[float, float]] = []
+    for start, end, name in kernels:
+        if "FillFunctor" in name:
+            if group:
+                spans.append(group[-1][1] - group[0][0])
+            group = []
+        else:
+            group.append((start, end))
+    spans += [group[-1][1] - group[0][0]] if group else []
+    return statistics.median(spans) * 1e-6 if spans else math.nan
+
+
+def heat(device: torch.device) -> None:
+    """Keep the tensor cores busy until the power limiter has acted."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    end = time.perf_counter() + _HEAT_SECONDS
+    while time.perf_counter() < end:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def compete(device: torch.device) -> None:
+    """Compute on the device until the parent ends this process."""
+    a = torch.randn(2048, 2048, device=device)
+    while True:
+        for _ in range(50):
+            a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Start the processes one after the other, and print what they agree on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=30)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--disturb", choices=("process", "heat"), default="")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no process after so long")
+    parser.add_argument("--child", type=int)
+    parser.add_argument("--compete", action="store_true")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    if options.compete:
+        compete(device)
+    if options.child is not None:
+        with threads(options.threads if device.type == "cpu" else None):
+            print(json.dumps(one_process(device, options.child, options.disturb)))
+        return
+    series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    series |= {"device": name, "torch": torch.__version__, "disturb": options.disturb}
+    begun = time.monotonic()
+    command = [sys.executable, __file__, "--out", os.devnull, "--device", options.device, "--threads", str(options.threads)]
+    rival = subprocess.Popen([*command, "--compete"]) if options.disturb == "process" else None
+    try:
+        if rival:
+            time.sleep(8)
+        for _ in range(options.processes):
+            if time.monotonic() - begun > options.seconds:
+                break
+            number = len(series["runs"])
+            disturb = ["--disturb", options.disturb] if options.disturb else []
+            done = subprocess.run([*command, "--child", str(number), *disturb], stdout=subprocess.PIPE, text=True, check=True)
+            series["runs"].append(json.loads(done.stdout.splitlines()[-1]))
+            options.out.write_text(json.dumps(series))
+    finally:
+        if rival:
+            rival.kill()
+            rival.wait()
+    report(series)
+
+
+def report(series: dict[str, Any]) -> None:
+    """Print the run-to-run spread of each case, whoever timed it."""
+    runs = series["runs"]
+    print(f"{series['device']}, torch {series['torch']}, {len(runs)} fresh processes; spread: CV of the p50 over processes")
+    columns = ("do_bench",)
+    print(
+        f"{'case':38} {'p50 us':>9} {'mode':>8} {'spread':>7} {'adjusted':>8} {'CUPTI us':>9}", *(f"{c:>24}" for c in columns)
+    )
+    for key in runs[0]["cases"]:
+        cases = [run["cases"][key] for run in runs]
+        p50 = [case["plain"]["p50"] for case in cases]
+        ratio = [case["plain"]["p50"] / case["plain"]["anchors"]["compute"] for case in cases]
+        seen = [case["cupti"] for case in cases if "cupti" in case]
+        cells = [time_and_spread([case[c] for case in cases if c in case]) for c in columns]
+        print(
+            f"{key:38} {statistics.median(p50) * 1e6:9.2f} {cases[0]['plain']['mode']:>8} {spread(p50):7.2%}"
+            f" {spread(ratio):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
+            *(f"{cell:>24}" for cell in cells),
+        )
+    spent = [case["plain"]["spent"] for run in runs for case in run["cases"].values()]
+    print(f"seconds per measurement: median {statistics.median(spent):.2f}, most {max(spent):.2f}")
+
+
+def time_and_spread(found: list[float]) -> str:
+    return f"{statistics.median(found) * 1e6:.2f} us {spread(found):8.2%}" if found else "-"
+
+
+def spread(found: list[float]) -> float:
+    return statistics.stdev(found) / statistics.mean(found) if len(found) > 1 else math.nan
+
+
+if __name__ == "__main__":
+    main()

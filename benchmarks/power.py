@@ -1,0 +1,211 @@
+"""How often the gate alarms falsely, and how often it finds a slowdown, by resampling the processes of benchmarks/noise.py.
+
+    python benchmarks/power.py SERIES.json [--disturbed SERIES.json ...] [--cases 200] [--suites 400]
+
+A suite draws, for each of its cases, ten processes for the baseline, one for the screen and the fresh ones that confirm, all
+different. A/A suites have no slowdown: the share with an alarm is the false-alarm rate, with its Clopper-Pearson bound.
+Slowdowns are the extra work that noise.py put behind each call, and scaled p50s. Disturbed series are held against baselines
+of the quiet one: they may be inconclusive, never regressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from pytest_attn.latency.gate import (
+    FEWEST_RUNS,
+    Fit,
+    Policy,
+    Run,
+    decide,
+    expected_sensitivity,
+    fit,
+    policy_for,
+    screen,
+    shared_prior,
+)
+from pytest_attn.latency.statistics import Prior, incomplete_beta
+
+Series = Mapping[str, Any]
+
+
+class Draw(NamedTuple):
+    """One case of one suite: which processes recorded it, screened it, and confirmed."""
+
+    key: str
+    baseline: list[int]
+    screen: int
+    fresh: list[int]
+
+
+class Suite(NamedTuple):
+    """Cases that are decided together, with the fits and the prior of their baselines."""
+
+    draws: list[Draw]
+    fits: list[Fit]
+    prior: Prior
+
+
+def run_of(series: Series, process: int, key: str, what: str = "plain", factor: float = 1.0) -> Run:
+    """Return one process's time of a case; factor scales it."""
+    found = series["runs"][process]["cases"][key][what]
+    return Run(found["p50"] * factor, found["anchors"])
+
+
+def suites(series: Series, number: int, cases: int, policy: Policy) -> Iterator[Suite]:
+    """Draw suites. Cases that are drawn together share their processes, as the cases of one real run do."""
+    generator = random.Random(0)
+    keys = list(series["runs"][0]["cases"])
+    for _ in range(number):
+        draws: list[Draw] = []
+        while len(draws) < cases:
+            order = generator.sample(range(len(series["runs"])), FEWEST_RUNS + 1 + policy.runs)
+            baseline, first, fresh = order[:FEWEST_RUNS], order[FEWEST_RUNS], order[FEWEST_RUNS + 1 :]
+            draws += [Draw(key, baseline, first, fresh) for key in keys]
+        draws = draws[:cases]
+        fits = [_fit(series, draw) for draw in draws]
+        yield Suite(draws, fits, shared_prior(fits, kind_of(series)))
+
+
+def _fit(series: Series, draw: Draw) -> Fit:
+    case = series["runs"][draw.baseline[0]]["cases"][draw.key]
+    runs = [run_of(series, process, draw.key) for process in draw.baseline]
+    return fit(runs, expected_sensitivity(case["flops"], case["bytes"], median(r.p50 for r in runs)))
+
+
+def kind_of(series: Series) -> str:
+    """Return the type of device of a series."""
+    return "cpu" if series["device"] == "CPU" else "cuda"
+
+
+def verdict(recorded: Fit, prior: Prior, policy: Policy, cases: int, draw: Draw, take: Callable[[int], Run]) -> str:
+    """Screen, and confirm where that is suspect, as attn.measure does. take: the run of a process."""
+    decision, is_suspect = screen(take(draw.screen), recorded, prior, policy, cases)
+    if is_suspect:
+        decision = decide([take(process) for process in draw.fresh], recorded, prior, policy, cases)
+    return decision.verdict
+
+
+def upper_bound(alarms: int, number: int, confidence: float = 0.95) -> float:
+    """Return the one-sided Clopper-Pearson bound of a rate of which `alarms` of `number` were seen."""
+    low, high = alarms / number, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2  # P(X <= alarms) = I_{1-p}(number - alarms, alarms + 1)
+        low, high = (
+            (middle, high) if incomplete_beta(number - alarms, alarms + 1, 1 - middle) > 1 - confidence else (low, middle)
+        )
+    return high
+
+
+def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
+    """Print how many suites without a slowdown alarm."""
+    alarms, verdicts, by_case = 0, Counter[str](), Counter[str]()
+    for suite in drawn:
+        found = []
+        for draw, recorded in zip(suite.draws, suite.fits, strict=True):
+            found.append(verdict(recorded, suite.prior, policy, cases, draw, lambda p, k=draw.key: run_of(series, p, k)))
+            by_case[draw.key] += found[-1] == "regressed"
+        alarms += "regressed" in found
+        verdicts.update(found)
+    total = sum(verdicts.values())
+    shares = ", ".join(f"{count / total:.2%} {name}" for name, count in verdicts.most_common())
+    bound = upper_bound(alarms, len(drawn))
+    print(
+        f"A/A: {alarms} of {len(drawn)} suites of {cases} cases alarm ({alarms / len(drawn):.2%}, below {bound:.2%} at 95 %)"
+    )
+    print(f"     cases: {shares}")
+    for key, count in by_case.items():
+        if count:
+            print(f"     {count} alarms of {key}")
+
+
+def power(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
+    """Print which share of slowed cases is found, case by case."""
+    slower = [name for name in _slowdowns(series) if name.startswith("slower")]
+    scaled = (1.03, 1.05, 1.10) if kind_of(series) == "cuda" else (1.10, 1.25, 1.5)
+    print(
+        f"{'case':38}", *(f"{'real ' + n.split()[1]:>16}" for n in slower), *(f"{'x ' + format(f, '.2f'):>9}" for f in scaled)
+    )
+    overall: dict[str, list[bool]] = {}
+    for key in series["runs"][0]["cases"]:
+        cells = []
+        for name in slower:
+            if name not in series["runs"][0]["cases"][key]:
+                cells.append(f"{'-':>16}")
+                continue
+            hits = [_is_found(series, s, d, f, policy, cases, name) for s, d, f in _of(drawn, key)]
+            truly = median(
+                run_of(series, p, key, name).p50 / run_of(series, p, key).p50 - 1 for p in range(len(series["runs"]))
+            )
+            cells.append(f"{sum(hits) / len(hits):7.1%} ({truly:+.1%})".rjust(16))
+            overall.setdefault(name, []).extend(hits)
+        for factor in scaled:
+            hits = [_is_found(series, s, d, f, policy, cases, "plain", factor) for s, d, f in _of(drawn, key)]
+            cells.append(f"{sum(hits) / len(hits):9.1%}")
+            overall.setdefault(f"x {factor}", []).extend(hits)
+        print(f"{key:38}", *cells)
+    print("all:", ", ".join(f"{name} {sum(hits) / len(hits):.1%}" for name, hits in overall.items()))
+
+
+def _slowdowns(series: Series) -> list[str]:
+    return list(dict.fromkeys(name for case in series["runs"][0]["cases"].values() for name in case))
+
+
+def _of(drawn: list[Suite], key: str) -> Iterator[tuple[Suite, Draw, Fit]]:
+    for suite in drawn:
+        draw, recorded = next(pair for pair in zip(suite.draws, suite.fits, strict=True) if pair[0].key == key)
+        yield suite, draw, recorded
+
+
+def _is_found(
+    series: Series, suite: Suite, draw: Draw, recorded: Fit, policy: Policy, cases: int, what: str, factor: float = 1.0
+) -> bool:
+    return (
+        verdict(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor)) == "regressed"
+    )
+
+
+def disturbed(series: Series, other: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
+    """Print what becomes of runs on a disturbed device, held against baselines of the quiet one."""
+    found: Counter[str] = Counter()
+    number = len(other["runs"])
+    for index, suite in enumerate(drawn):
+        generator = random.Random(index)
+        for draw, recorded in zip(suite.draws, suite.fits, strict=True):
+            processes = [generator.randrange(number) for _ in range(1 + policy.runs)]
+            if any(other["runs"][p]["cases"][draw.key]["plain"]["disturbances"] for p in processes):
+                found["inconclusive (seen by the guard)"] += 1
+                continue
+            moved = Draw(draw.key, draw.baseline, processes[0], processes[1:])
+            found[verdict(recorded, suite.prior, policy, cases, moved, lambda p, k=draw.key: run_of(other, p, k))] += 1
+    total = sum(found.values())
+    print(f"disturbed by {other['disturb']}: " + ", ".join(f"{n / total:.1%} {name}" for name, n in found.most_common()))
+
+
+def main() -> None:
+    """Print the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("series", type=Path)
+    parser.add_argument("--disturbed", type=Path, nargs="*", default=[])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--suites", type=int, default=400)
+    options = parser.parse_args()
+    series = json.loads(options.series.read_text())
+    policy = policy_for(kind_of(series))
+    drawn = list(suites(series, options.suites, options.cases, policy))
+    print(f"{series['device']}, {len(series['runs'])} processes, {options.suites} suites of {options.cases} cases")
+    false_alarms(series, drawn, policy, options.cases)
+    power(series, drawn[:100], policy, options.cases)
+    for path in options.disturbed:
+        disturbed(series, json.loads(path.read_text()), drawn[:20], policy, options.cases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Anchors: two frozen operations that are timed beside every kernel, so that a slow machine is told from a slow kernel.
+
+One is bound by arithmetic, one by memory. What they do is written down as text, whose hash is kept with every baseline:
+times beside other anchors cannot be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+COMPUTE, MEMORY = "compute", "memory"
+
+
+class Anchor(NamedTuple):
+    """One operation, as it is kept with baselines and as it is called."""
+
+    definition: str
+    call: Callable[[], object]
+
+    @property
+    def hash(self) -> str:
+        """The first hexadecimal digits of the SHA-256 of the definition."""
+        return hash_of(self.definition)
+
+
+DEFINITIONS = {
+    "cuda": {
+        COMPUTE: "torch.mm(a, b, out=c); a, b, c float16 (4096, 4096), randn, seed 0; v1",
+        MEMORY: "target.copy_(source); uint8 (268435456,), zeros; v1",
+    },
+    "cpu": {
+        COMPUTE: "torch.mm(a, b, out=c); a, b, c float32 (384, 384), randn, seed 0; v1",
+        MEMORY: "target.copy_(source); uint8 (33554432,), zeros; v1",
+    },
+}
+
+
+def hash_of(definition: str) -> str:
+    """Return the first hexadecimal digits of the SHA-256 of a definition."""
+    return hashlib.sha256(definition.encode()).hexdigest()[:12]
+
+
+def anchor_hashes(kind: str) -> dict[str, str]:
+    """Return the hashes of the anchors of a type of device; other types have those of "cuda"."""
+    return {name: hash_of(text) for name, text in _definitions(kind).items()}
+
+
+def make_anchors(device: torch.device) -> dict[str, Anchor]:
+    """Allocate the anchors of a device; their tensors live as long as they do (about 0.6 GB on a GPU)."""
+    import torch
+
+    on_cpu = device.type == "cpu"
+    size, copied, dtype = (384, 1 << 25, torch.float32) if on_cpu else (4096, 1 << 28, torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    c = torch.empty_like(a)
+    source = torch.zeros(copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    definitions = _definitions(device.type)
+    return {
+        COMPUTE: Anchor(definitions[COMPUTE], lambda: torch.mm(a, b, out=c)),
+        MEMORY: Anchor(definitions[MEMORY], lambda: target.copy_(source)),
+    }
+
+
+def _definitions(kind: str) -> dict[str, str]:
+    return DEFINITIONS["cpu" if kind == "cpu" else "cuda"]

@@ -1,0 +1,224 @@
+"""Baselines: what was recorded for one machine, one file per machine, one line per case, committed beside the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pytest_attn.latency.gate import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.identity import Identity
+from pytest_attn.latency.protocol import PROTOCOL
+
+SCHEMA = 1
+#: from a schema to the next; a file of an older schema goes through all that follow it
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+class BaselineError(Exception):
+    """A baseline file cannot be read or written; the text names it, says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What was recorded for one case.
+
+    shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
+    host (launching one call): seconds, one per fresh process. z: largest element, row and head of the check. memory: bytes.
+    conditions: the soft keys. history: (date, median p50 in seconds, reason) of every recording, the oldest first.
+    """
+
+    shape: str
+    mode: str
+    p50: tuple[float, ...]
+    host: tuple[float, ...]
+    anchors: Mapping[str, tuple[float, ...]]
+    flops: int
+    nbytes: int
+    date: str
+    reason: str
+    version: str = ""
+    memory: int | None = None
+    z: tuple[float, float, float] | None = None
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[tuple[str, float, str], ...] = ()
+    protocol: int = PROTOCOL
+
+    @property
+    def runs(self) -> list[Run]:
+        """One per process."""
+        return [
+            Run(p50, {name: times[i] for name, times in self.anchors.items()}, host)
+            for i, (p50, host) in enumerate(zip(self.p50, self.host, strict=True))
+        ]
+
+    def fit(self) -> Fit:
+        """Fit the recorded runs."""
+        return fit(self.runs, expected_sensitivity(self.flops, self.nbytes, median(self.p50)))
+
+    def after(self, older: Baseline | None) -> Baseline:
+        """Return this baseline with the history of the one it replaces."""
+        kept = older.history if older and older.shape == self.shape and older.protocol == self.protocol else ()
+        return replace(self, history=(*kept, (self.date, median(self.p50), self.reason)))
+
+
+@dataclass
+class BaselineFile:
+    """The cases of one machine, by key. Times beside other anchors, or of another protocol, are kept but never compared."""
+
+    path: Path
+    identity: Identity
+    anchors: dict[str, str]
+    cases: dict[str, Baseline] = field(default_factory=dict)
+
+    def write(self, recorded: Mapping[str, Baseline]) -> None:
+        """Put cases into the file, whole or not at all; those that are in it and not named stay as they are on disk.
+
+        Raises BaselineError where the file cannot be written, or has become unreadable in the meantime.
+        """
+        if self.path.exists():
+            self.cases = read(self.path).cases
+        self.cases = {**self.cases, **{key: case.after(self.cases.get(key)) for key, case in recorded.items()}}
+        _write_atomically(self.path, self._text())
+
+    def _text(self) -> str:
+        """One line per case, keys sorted, so that a diff shows what was recorded anew."""
+        head = {"schema": SCHEMA, "machine": self.identity.to_dict(), "anchors": self.anchors}
+        conditions = _numbered(case.conditions for _, case in sorted(self.cases.items()))
+        head["conditions"] = {name: dict(found) for name, found in conditions.items()}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in sorted(head.items())]
+        names = {tuple(sorted(found.items())): name for name, found in conditions.items()}
+        cases = [
+            f"  {json.dumps(key)}: {json.dumps(_to_json(case, names), sort_keys=True)}"
+            for key, case in sorted(self.cases.items())
+        ]
+        return "{\n" + ",\n".join(lines) + ',\n "cases": {\n' + ",\n".join(cases) + "\n }\n}\n"
+
+
+def case_key(workload: str, subject: str, direction: str, l2: str, layout: str = "bhsd", threads: int | None = None) -> str:
+    """Return the key of a case: what distinguishes its time from that of any other."""
+    parts = [workload, subject, direction, l2]
+    parts += [layout] if layout == "bshd" else []
+    parts += [f"{threads} thread{'s' if threads != 1 else ''}"] if threads else []
+    return " | ".join(parts)
+
+
+def find(folder: Path, identity: Identity, anchors: dict[str, str]) -> BaselineFile:
+    """Return the file of a machine, empty where there is none yet.
+
+    Two machines of one name and other hard keys have files of longer names. Raises BaselineError for a file that is damaged,
+    or of a newer schema.
+    """
+    for slug in (identity.slug, identity.full_slug):
+        path = folder / f"{slug}.json"
+        if not path.exists():
+            return BaselineFile(path, identity, anchors)
+        found = read(path)
+        if found.identity == identity:
+            if found.anchors != anchors:
+                raise BaselineError(
+                    f"{path}: recorded beside other anchors ({found.anchors}, this version has {anchors});"
+                    " move it away and record anew with --attn-update-baselines REASON"
+                )
+            return found
+    raise BaselineError(f"{path}: belongs to {found.identity}, this machine is {identity}; rename one of them")
+
+
+def read(path: Path) -> BaselineFile:
+    """Read a file; raise BaselineError for one that is damaged or of a newer schema. Nothing is changed on disk."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = data["schema"]
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise BaselineError(
+                f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
+                " another folder with --attn-baselines DIR"
+            )
+        for older in range(schema, SCHEMA):
+            data = MIGRATIONS[older](data)
+        conditions = data["conditions"]
+        cases = {key: _from_json(case, conditions) for key, case in data["cases"].items()}
+        return BaselineFile(path, Identity(**data["machine"]), dict(data["anchors"]), cases)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BaselineError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from version control, or move it away and"
+            " record anew with --attn-update-baselines REASON"
+        ) from None
+
+
+def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -> dict[str, Any]:
+    return {
+        "shape": case.shape,
+        "mode": case.mode,
+        "p50_ns": [_nanoseconds(t) for t in case.p50],
+        "host_ns": [round(t * 1e9) for t in case.host],
+        "anchors_ns": {name: [_nanoseconds(t) for t in times] for name, times in case.anchors.items()},
+        "flops": case.flops,
+        "bytes": case.nbytes,
+        "date": case.date,
+        "reason": case.reason,
+        "version": case.version,
+        "memory": case.memory,
+        "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
+        "conditions": names[tuple(sorted(case.conditions.items()))],
+        "history": [[date, _nanoseconds(p50), reason] for date, p50, reason in case.history],
+        "protocol": case.protocol,
+    }
+
+
+def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, str]]) -> Baseline:
+    p50 = tuple(t * 1e-9 for t in case["p50_ns"])
+    anchors = {name: tuple(t * 1e-9 for t in times) for name, times in case["anchors_ns"].items()}
+    host = tuple(t * 1e-9 for t in case["host_ns"])
+    if not p50 or any(len(times) != len(p50) for times in (host, *anchors.values())) or not all(t > 0 for t in p50):
+        raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
+    return Baseline(
+        shape=case["shape"],
+        mode=case["mode"],
+        p50=p50,
+        host=host,
+        anchors=anchors,
+        flops=case["flops"],
+        nbytes=case["bytes"],
+        date=case["date"],
+        reason=case["reason"],
+        version=case["version"],
+        memory=case["memory"],
+        z=tuple(case["z"]) if case["z"] else None,
+        conditions=dict(conditions[case["conditions"]]),
+        history=tuple((date, p50 * 1e-9, reason) for date, p50, reason in case["history"]),
+        protocol=case["protocol"],
+    )
+
+
+def _nanoseconds(seconds: float) -> float:
+    return round(seconds * 1e9, 1)
+
+
+def _numbered(found: Iterable[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Name each different set of soft keys: "c1", "c2", ..."""
+    different = {tuple(sorted(one.items())): one for one in found}
+    return {f"c{number}": one for number, one in enumerate(different.values(), 1)}
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(unfinished, 0o644)
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise BaselineError(f"{path}: cannot be written: {error}") from None

@@ -1,0 +1,316 @@
+"""Whether a kernel became slower: the runs of today's fresh processes against the recorded ones, case by case.
+
+One run is one process: samples within a process agree far better than processes do, so a process counts as one value.
+Values are logarithms of p50s, adjusted for what the anchors say of the machine; their variance is moderated across cases
+(latency/statistics.py). A case is regressed when its slowdown is certain at a suite-wide false-alarm rate, large enough to
+matter, and seen in nearly every run. The rule and its measured rates are in docs/latency.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from pytest_attn.latency.anchors import COMPUTE, MEMORY
+from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantile, t_tail
+
+#: the fewest fresh processes whose runs make a baseline
+FEWEST_RUNS = 10
+#: probability with which a suite without any slowdown shows a regression
+SUITE_ALPHA = 0.01
+#: one-sided: a first run that is this unlikely, or not clearly passed, is looked at again in fresh processes
+_SCREEN_ALPHA = 0.02
+_BOUND_ALPHA = 0.05
+#: by how much launching a call may exceed the slowest recorded one: as a factor, and in seconds
+_HOST_RATIO, _HOST_MORE = 2.0, 100e-6
+#: how sensitivities to the anchors scatter around their prior, and the residual variance assumed for fitting them
+_SENSITIVITY_SD, _RESIDUAL_VARIANCE = 0.25, 0.003**2
+#: variance of a case of which nothing else is known, with the weight of so many degrees of freedom
+_DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What counts as slower.
+
+    slowdown: share below which no change fails. floor: seconds, likewise. runs: fresh processes that confirm a suspect.
+    anchors: by how much, as a share, anchors may have moved before nothing can be said.
+    """
+
+    slowdown: float
+    floor: float
+    runs: int
+    anchors: float
+    #: a case passes where a slowdown of this many times `slowdown` is excluded
+    margin: float = 2.5
+    alpha: float = SUITE_ALPHA
+
+
+POLICIES = {"cuda": Policy(0.02, 0.2e-6, 3, 0.10), "cpu": Policy(0.10, 5e-6, 4, 0.40)}
+
+
+def policy_for(kind: str) -> Policy:
+    """Return the default policy of a type of device."""
+    return POLICIES.get(kind, POLICIES["cpu"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: the p50 of a case, the medians of its anchors, and launching one call on the host, in seconds."""
+
+    p50: float
+    anchors: Mapping[str, float]
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate says of one case.
+
+    verdict: "passed", "regressed", "inconclusive" or "no baseline". change: adjusted change of the p50, as a share;
+    interval: its 95 % bounds. detectable: the smallest slowdown that would be found in four of five suites. recorded: the
+    median of the baseline's p50s, runs: p50s of the processes that were decided on, in seconds. anchors: their changes.
+    """
+
+    verdict: str
+    reason: str = ""
+    change: float | None = None
+    interval: tuple[float, float] | None = None
+    detectable: float | None = None
+    recorded: float | None = None
+    recorded_range: tuple[float, float] | None = None
+    runs: tuple[float, ...] = ()
+    anchors: Mapping[str, float] | None = None
+    is_faster: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types."""
+        return {**asdict(self), "anchors": dict(self.anchors or {})}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The recorded runs of one case: their centre, scatter, and how its p50 follows the anchors. Logarithms of seconds."""
+
+    runs: tuple[Run, ...]
+    sensitivity: Mapping[str, float]
+    anchor_centres: Mapping[str, float]
+    values: tuple[float, ...]
+
+    @property
+    def centre(self) -> float:
+        """The mean of the adjusted values."""
+        return fmean(self.values)
+
+    @property
+    def variance(self) -> float:
+        """Their sample variance."""
+        return sum((v - self.centre) ** 2 for v in self.values) / max(1, len(self.values) - 1)
+
+    @property
+    def degrees(self) -> int:
+        """Its degrees of freedom."""
+        return max(1, len(self.values) - 1)
+
+    @property
+    def slow(self) -> float:
+        """The second slowest value: one slow process of ten is no reason to expect slow ones."""
+        return sorted(self.values)[-2] if len(self.values) > 2 else max(self.values)
+
+    def drift(self, runs: Sequence[Run]) -> dict[str, float]:
+        """By how much the anchors have moved since the recording, in logarithms."""
+        return {
+            name: fmean(math.log(run.anchors[name]) for run in runs) - centre
+            for name, centre in self.anchor_centres.items()
+            if all(run.anchors.get(name) for run in runs)
+        }
+
+    def adjusted(self, run: Run) -> float:
+        """Return the logarithm of the p50 as it would be on the machine of the recording."""
+        return _adjusted(run, self.sensitivity, self.anchor_centres)
+
+
+def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
+    """Fit the sensitivities of a case to its anchors by ridge regression towards `prior`, each between 0 and 1.
+
+    prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
+    """
+    if not runs:
+        raise ValueError("a baseline without runs")
+    names = [name for name in prior if all(run.anchors.get(name) for run in runs)]
+    centres = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in names}
+    middle = fmean(math.log(run.p50) for run in runs)
+    x = [[math.log(run.anchors[name]) - centres[name] for name in names] for run in runs]
+    y = [math.log(run.p50) - middle for run in runs]
+    slopes = _ridge(x, y, [prior[name] for name in names], _RESIDUAL_VARIANCE / _SENSITIVITY_SD**2)
+    sensitivity = {name: min(1.0, max(0.0, slope)) for name, slope in zip(names, slopes, strict=True)}
+    return Fit(tuple(runs), sensitivity, centres, tuple(_adjusted(run, sensitivity, centres) for run in runs))
+
+
+def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[str, float]:
+    """Return how a kernel's time is expected to follow the anchors: half of the one that bounds it, none for a short one.
+
+    flops, nbytes: of the workload; more than 100 operations per byte count as bound by arithmetic.
+    """
+    share = 0.5 if seconds > 20e-6 else 0.2
+    bound = COMPUTE if flops > 100 * nbytes else MEMORY
+    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY)}
+
+
+def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
+    """Return what the scatter of all recorded cases says of the scatter of one."""
+    usable = [f for f in fits if len(f.values) >= FEWEST_RUNS]
+    if len(usable) < 3:
+        return _DEFAULT_PRIOR.get(kind, _DEFAULT_PRIOR["cpu"])
+    return prior_of([f.variance for f in usable], usable[0].degrees)
+
+
+def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> Decision:
+    """Decide over the runs of fresh processes. cases: how many the whole suite decides over.
+
+    agreed: whether the soft keys of the machine are those of the recording; where not, the anchors must be, too.
+    """
+    judged = _judge(runs, recorded, prior, policy, cases)
+    level = policy.alpha / max(1, cases)
+    slow = sum(value > recorded.slow for value in judged.values)
+    doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
+    gained = math.exp(recorded.centre) * math.expm1(judged.change)
+    if all(_launches_slower(run, recorded) for run in runs):
+        return judged.decision("regressed", _launch_words(runs, recorded))
+    is_certain = judged.tail < level and slow >= max(1, len(runs) - 1)
+    is_large = math.expm1(judged.change) >= policy.slowdown and gained >= policy.floor
+    if is_certain and is_large:
+        return judged.decision("inconclusive" if doubt else "regressed", doubt)
+    if doubt and math.expm1(judged.change) >= policy.slowdown:
+        return judged.decision("inconclusive", doubt)
+    if math.expm1(judged.upper) < policy.margin * policy.slowdown or not is_large_enough(judged, recorded, policy):
+        return judged.decision("passed")
+    reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
+    return judged.decision("inconclusive", doubt or reason)
+
+
+def is_large_enough(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
+    """Whether even the upper bound of the slowdown reaches the floor of seconds that matter."""
+    return math.exp(recorded.centre) * math.expm1(judged.upper) >= policy.floor
+
+
+def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> tuple[Decision, bool]:
+    """Look at the one run of this process; return what it says and whether fresh processes must confirm it."""
+    judged = _judge([run], recorded, prior, policy, cases)
+    gained = math.exp(recorded.centre) * math.expm1(judged.change)
+    is_suspect = gained >= policy.floor and (judged.tail < _SCREEN_ALPHA or math.expm1(judged.change) >= policy.slowdown)
+    decision = decide([run], recorded, prior, policy, cases, agreed)
+    return decision, is_suspect or decision.verdict != "passed"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """The figures behind a decision; change and upper in logarithms."""
+
+    change: float
+    standard_error: float
+    degrees: float
+    tail: float
+    upper: float
+    detectable: float
+    values: tuple[float, ...]
+    drift: Mapping[str, float]
+    recorded: Fit
+    runs: tuple[Run, ...]
+    level: float
+
+    def decision(self, verdict: str, reason: str = "") -> Decision:
+        """Put the figures into a decision."""
+        reach = t_quantile(0.025, self.degrees) * self.standard_error
+        times = [run.p50 for run in self.recorded.runs]
+        return Decision(
+            verdict,
+            reason,
+            math.expm1(self.change),
+            (math.expm1(self.change - reach), math.expm1(self.change + reach)),
+            self.detectable,
+            median(times),
+            (min(times), max(times)),
+            tuple(run.p50 for run in self.runs),
+            {name: math.expm1(d) for name, d in self.drift.items()},
+            is_faster=1 - self.tail < self.level and verdict == "passed",
+        )
+
+
+def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int) -> _Judged:
+    if not runs:
+        raise ValueError("nothing to decide over: no runs")
+    variance, degrees = moderated(recorded.variance, recorded.degrees, prior)
+    drift = recorded.drift(runs)
+    values = tuple(recorded.adjusted(run) for run in runs)
+    change = fmean(values) - recorded.centre
+    doubtful = _SENSITIVITY_SD**2 * sum(d * d for d in drift.values())
+    baseline_share = 1 / len(recorded.values)
+    error = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
+    level = policy.alpha / max(1, cases)
+    of_confirmation = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
+    reach = (t_quantile(level, degrees) + t_quantile(0.2, degrees)) * of_confirmation
+    return _Judged(
+        change,
+        error,
+        degrees,
+        t_tail(change / error, degrees),
+        change + t_quantile(_BOUND_ALPHA, degrees) * error,
+        max(policy.slowdown, math.expm1(reach), policy.floor / math.exp(recorded.centre)),
+        values,
+        drift,
+        recorded,
+        tuple(runs),
+        level,
+    )
+
+
+def _launches_slower(run: Run, recorded: Fit) -> bool:
+    """Whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
+    slowest = max(r.host for r in recorded.runs)
+    return slowest > 0 and run.host > max(_HOST_RATIO * slowest, slowest + _HOST_MORE)
+
+
+def _launch_words(runs: Sequence[Run], recorded: Fit) -> str:
+    now, then = median(run.host for run in runs), max(run.host for run in recorded.runs)
+    return f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
+
+
+def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:
+    """Say which anchor has moved too far for a slowdown to be the kernel's; "" where none has."""
+    for name, moved in drift.items():
+        limit = policy.anchors if agreed else max(0.015, 4 * _scatter(recorded, name))
+        if abs(moved) > math.log1p(min(limit, policy.anchors)):
+            why = "" if agreed else ", and the software is another"
+            return f"the {name} anchor moved by {math.expm1(moved):+.1%} since the recording{why}"
+    return ""
+
+
+def _scatter(recorded: Fit, anchor: str) -> float:
+    centre = recorded.anchor_centres[anchor]
+    squares = [(math.log(run.anchors[anchor]) - centre) ** 2 for run in recorded.runs]
+    return math.sqrt(sum(squares) / max(1, len(squares) - 1))
+
+
+def _adjusted(run: Run, sensitivity: Mapping[str, float], centres: Mapping[str, float]) -> float:
+    moved = sum(b * (math.log(run.anchors[name]) - centres[name]) for name, b in sensitivity.items() if run.anchors.get(name))
+    return math.log(run.p50) - moved
+
+
+def _ridge(x: list[list[float]], y: list[float], prior: list[float], penalty: float) -> list[float]:
+    """Minimise |y - x b|^2 + penalty |b - prior|^2, by the normal equations of at most a few columns."""
+    n = len(prior)
+    left = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
+    right = [sum(row[i] * value for row, value in zip(x, y, strict=True)) + penalty * prior[i] for i in range(n)]
+    for i in range(n):  # the matrix is positive definite: elimination needs no pivots
+        for j in range(i + 1, n):
+            share = left[j][i] / left[i][i]
+            left[j] = [a - share * b for a, b in zip(left[j], left[i], strict=True)]
+            right[j] -= share * right[i]
+    solved = [0.0] * n
+    for i in reversed(range(n)):
+        solved[i] = (right[i] - sum(left[i][j] * solved[j] for j in range(i + 1, n))) / left[i][i]
+    return solved

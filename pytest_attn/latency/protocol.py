@@ -1,0 +1,237 @@
+"""The protocol of a measurement: blocks of samples between anchors, a guard around each, looks at sizes fixed beforehand."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, make_anchors
+from pytest_attn.latency.guard import Guard
+from pytest_attn.latency.host_guard import HostGuard
+from pytest_attn.latency.statistics import Interval, median_interval
+from pytest_attn.latency.timer import BacklogError, CudaTimer, HostTimer, Item, Mode, Plan, Timer, timer_for
+from pytest_attn.latency.work import LatencyDirection, Work
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.latency.gate import Decision
+
+#: kept with every baseline; a change of what follows makes another protocol, whose times cannot be compared
+PROTOCOL = 1
+#: numbers of blocks after which the interval is looked at
+LOOKS = (6, 10, 16, 24)
+#: half-width of the 95 % interval, as a share of the p50, at which a measurement ends
+WANTED_HALF_WIDTH = 0.005
+#: seconds of wall time, by kind of device, after which it ends at the next block
+SECONDS = {"cuda": 0.35, "cpu": 0.8}
+_FEWEST_BLOCKS = 3
+_MOST_REPEATS = 3
+#: seconds of one sample, and samples per block below them
+_SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
+#: seconds of work that bring an idle GPU to its clock, once per process
+_RAMP_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long one direction of a kernel takes.
+
+    p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence`
+    says where there were too few). samples: seconds of one call, block by block. host: seconds of launching one call.
+    mode, calls: how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians
+    in seconds. memory: bytes that a call allocates at its peak. threads: of a CPU. disturbances: of blocks that stayed
+    disturbed when repeated; such a time is never held against a baseline. spent: seconds of wall time. cupti: the
+    device's seconds by torch's profiler, where asked for.
+    """
+
+    workload: str
+    subject: str
+    direction: LatencyDirection
+    p50: float
+    interval: Interval
+    samples: tuple[float, ...]
+    blocks: int
+    mode: Mode
+    calls: int
+    l2: str
+    host: float
+    anchors: Mapping[str, float]
+    memory: int | None = None
+    threads: int | None = None
+    disturbances: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    spent: float = 0.0
+    cupti: float | None = None
+    decision: Decision | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Of the gate: "passed", "regressed", "inconclusive", "no baseline"; "measured" where none was asked."""
+        return self.decision.verdict if self.decision else "measured"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types."""
+        return {**asdict(self), "interval": list(self.interval), "verdict": self.verdict}
+
+
+class Stopwatch:
+    """All that one device needs to time kernels, made once per process."""
+
+    def __init__(self, device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> None:
+        self.device, self.cold = device, cold and device.type == "cuda"
+        self.timer: Timer = timer_for(device, cold)
+        self.guard = HostGuard() if device.type == "cpu" else Guard.of(device, own)
+        self.anchors: dict[str, Anchor] = make_anchors(device)
+        if device.type == "cuda":
+            self._ramp()
+
+    def measure(
+        self,
+        work: Work,
+        workload: str,
+        subject: str,
+        mode: Mode | None = None,
+        seconds: float | None = None,
+    ) -> Latency:
+        """Measure a work. mode: the baseline's, see `Timer.plan`. seconds: the cap of wall time for its blocks.
+
+        Raises StaleError for a kernel whose results are not those of its data when it is called again.
+        """
+        begun = time.perf_counter()
+        self.guard.notes.clear()
+        plan = self.timer.plan(work, mode)
+        timer = self._timer_of(plan)
+        memory = self.timer.peak_memory(work)
+        try:
+            blocks, disturbances = self._blocks(plan, timer, work, seconds)
+        except BacklogError:
+            timer = HostTimer(self.device)
+            plan = timer.plan(work)
+            blocks, disturbances = self._blocks(plan, timer, work, seconds)
+        medians = [median(block["op"]) for block in blocks]
+        return Latency(
+            workload=workload,
+            subject=subject,
+            direction=work.direction,
+            p50=median(medians),
+            interval=median_interval(medians),
+            samples=tuple(sample for block in blocks for sample in block["op"]),
+            blocks=len(blocks),
+            mode=plan.mode,
+            calls=plan.calls,
+            l2="cold" if self.cold and plan.mode != "host" else "warm",
+            host=plan.host,
+            anchors={name: median(median(block[name]) for block in blocks) for name in self.anchors},
+            memory=memory,
+            threads=_threads(self.device),
+            disturbances=tuple(dict.fromkeys(disturbances)),
+            notes=tuple(self.guard.notes),
+            conditions=self.guard.conditions(),
+            spent=time.perf_counter() - begun,
+        )
+
+    def _timer_of(self, plan: Plan) -> Timer:
+        return self.timer if plan.mode != "host" or isinstance(self.timer, HostTimer) else HostTimer(self.device)
+
+    def _blocks(
+        self, plan: Plan, timer: Timer, work: Work, seconds: float | None
+    ) -> tuple[list[dict[str, list[float]]], list[str]]:
+        """Take blocks until a look is content or the time is over; the first block, which warms up, is dropped."""
+        cap = SECONDS.get(self.device.type, SECONDS["cpu"]) if seconds is None else seconds
+        items = self._items(plan)
+        found: list[dict[str, list[float]]] = []
+        disturbances: list[str] = []
+        with work.context():
+            self._block(timer, items, work)
+            begun = time.perf_counter()
+            while len(found) < LOOKS[-1]:
+                block, disturbance = self._undisturbed(timer, items, work)
+                found.append(block)
+                disturbances += [disturbance] if disturbance else []
+                late = time.perf_counter() - begun > cap
+                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and _is_narrow(found)):
+                    break
+        return found, disturbances
+
+    def _undisturbed(self, timer: Timer, items: list[Item], work: Work) -> tuple[dict[str, list[float]], str | None]:
+        """Repeat a disturbed block, later and later; return the last one with what still disturbed it."""
+        for attempt in range(_MOST_REPEATS + 1):
+            self.guard.begin()
+            block = self._block(timer, items, work)
+            disturbance = self.guard.disturbance()
+            if disturbance is None:
+                break
+            if attempt < _MOST_REPEATS:
+                time.sleep(0.05 * 2**attempt)
+        return block, disturbance
+
+    def _block(self, timer: Timer, items: list[Item], work: Work) -> dict[str, list[float]]:
+        """Take one block on changed data, then leave the device idle for as long as it worked."""
+        work.refresh()
+        begun = time.perf_counter()
+        times = timer.block(items)
+        if isinstance(timer, CudaTimer):
+            busy = sum(t * item.calls for t, item in zip(times, items, strict=True))
+            time.sleep(min(busy, time.perf_counter() - begun))
+        block: dict[str, list[float]] = {}
+        for item, seconds in zip(items, times, strict=True):
+            block.setdefault(item.name, []).append(seconds)
+        return block
+
+    def _items(self, plan: Plan) -> list[Item]:
+        """Put the anchors between the samples, first and last."""
+        of_sample = plan.seconds * plan.calls
+        samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
+        op = Item("op", plan.stage, plan.calls)
+        compute, memory = (_anchor_item(name, self.anchors[name]) for name in (COMPUTE, MEMORY))
+        if samples >= 4:
+            half = [op] * (samples // 2)
+            return [compute, *half, memory, *half, compute, memory]
+        return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
+
+    def _ramp(self) -> None:
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < _RAMP_SECONDS:
+            self.timer.block([_anchor_item(name, anchor) for name, anchor in self.anchors.items()] * 4)
+
+
+def _anchor_item(name: str, anchor: Anchor) -> Item:
+    return Item(name, lambda: anchor.call)
+
+
+def _is_narrow(blocks: list[dict[str, list[float]]]) -> bool:
+    medians = [median(block["op"]) for block in blocks]
+    return median_interval(medians).half_width <= WANTED_HALF_WIDTH * median(medians)
+
+
+def _threads(device: torch.device) -> int | None:
+    import torch
+
+    return torch.get_num_threads() if device.type == "cpu" else None
+
+
+@functools.cache
+def stopwatch_of(device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> Stopwatch:
+    """Return the device's stopwatch, made when first asked for."""
+    return Stopwatch(device, cold, own)
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Have torch use `number` threads on the CPU for a while; None leaves it as it is."""
+    import torch
+
+    before = torch.get_num_threads()
+    if number:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,347 @@
+"""How long a block of calls takes: on a GPU behind a backlog, so that the host is never waited for; on a CPU by its clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from pytest_attn.latency.work import StaleError, Work, no_collection
+
+if TYPE_CHECKING:
+    import torch
+
+#: how a sample was taken: one call between two events; several; one graph of several; on the host's clock
+Mode: TypeAlias = Literal["events", "batched", "graph", "host"]
+MODES: tuple[Mode, ...] = ("events", "batched", "graph", "host")
+
+_PRIMING_CALLS = 3
+#: seconds of device time and calls per pair of events below it: what a pair adds (about 4 us) is shared among its calls
+_CALLS_BELOW = ((20e-6, 20), (100e-6, 10), (250e-6, 4))
+#: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
+_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
+_MOST_BACKLOG_SECONDS = 0.2
+_SHORTEST_HOST_SAMPLE = 1e-3
+_SHARE_OF_FREE_MEMORY = 0.25
+
+
+class Item(NamedTuple):
+    """One sample of a block: do what `stage` does, untimed, then time what it returns, which is `calls` calls."""
+
+    name: str
+    stage: Callable[[], Callable[[], object]]
+    calls: int = 1
+
+
+class Plan(NamedTuple):
+    """How a work is timed. seconds: the estimate of one call on the device; host: of launching it."""
+
+    mode: Mode
+    calls: int
+    seconds: float
+    host: float
+    stage: Callable[[], Callable[[], object]]
+
+
+class Timer(ABC):
+    """A clock for blocks of samples."""
+
+    @abstractmethod
+    def plan(self, work: Work, mode: Mode | None = None) -> Plan:
+        """Prime the work (just-in-time compilers, workspaces), verify its results and choose how to time it.
+
+        mode: what a baseline was recorded with, kept where the work still can. Raises StaleError for a result that is not
+        that of the data; exceptions of the kernel pass through.
+        """
+
+    @abstractmethod
+    def block(self, items: Sequence[Item]) -> list[float]:
+        """Return the seconds of one call for each item, in order; waits for the device once, at the end."""
+
+    def peak_memory(self, work: Work) -> int | None:
+        """Return the bytes that one call allocates beyond what was there, None where it cannot be known."""
+        del work
+        return None
+
+
+class HostTimer(Timer):
+    """Wall clock around calls, the device's work included: for CPUs, and for kernels that wait for their device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def plan(self, work: Work, mode: Mode | None = None) -> Plan:
+        """Take as many calls as make a sample of a millisecond."""
+        del mode
+        work.rotate_over(1)
+        with work.context():
+            _prime(work)
+            seconds = min(self._one(work.stage()) for _ in range(3))
+            calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
+            for _ in range(2):
+                _verify_now(work)
+            work.rotate_over(2)
+        return Plan("host", calls, seconds, seconds, _repeat(work, calls))
+
+    def block(self, items: Sequence[Item]) -> list[float]:
+        """Time each item by itself."""
+        with no_collection():
+            return [self._one(item.stage()) / item.calls for item in items]
+
+    def _one(self, call: Callable[[], object]) -> float:
+        _wait(self.device)
+        start = time.perf_counter_ns()
+        call()
+        _wait(self.device)
+        return (time.perf_counter_ns() - start) * 1e-9
+
+
+class CudaTimer(Timer):
+    """CUDA events behind a backlog: the device is kept asleep until all of a block is in its queue.
+
+    cold: write twice the L2 cache before each sample, so that no call finds its data there.
+    """
+
+    def __init__(self, device: torch.device, cold: bool = True) -> None:
+        import torch
+
+        self.device, self.cold = device, cold
+        self.host = HostTimer(device)
+        l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+        self._flushed = torch.empty(2 * l2, dtype=torch.uint8, device=device) if cold else None
+        self._cycles = self._cycles_per_second()
+        self._margin = 1.5
+
+    def plan(self, work: Work, mode: Mode | None = None) -> Plan:
+        """Choose by the device's and the host's time: see `Mode`."""
+        with work.context():
+            _prime(work)
+            for _ in range(2):
+                _verify_now(work)
+            self._verify_behind_backlog(work)
+            host = self._launching(work)
+            device = self._estimate(work, host)
+            bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * (device or 0.0))
+            bound *= 2.0 if mode not in (None, "host") else 0.5 if mode == "host" else 1.0  # no flapping at the limit
+            if device is None or host > bound:
+                return self._host_plan(work, host)
+            calls = next((calls for limit, calls in _CALLS_BELOW if device < limit), 1)
+            if mode == "events":
+                calls = 1
+            elif mode in ("batched", "graph"):
+                calls = max(calls, _CALLS_BELOW[-1][1])
+            free = torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY
+            most = int(free // max(1, 2 * work.nbytes))
+            calls = max(1, min(calls, most))
+            work.rotate_over(min(max(calls, 4), max(2, most)))
+            if calls > 1 and work.direction == "forward" and mode != "batched":
+                replay = _captured(work, calls)
+                if replay is not None:
+                    return Plan("graph", calls, device, host, lambda: replay)
+            return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls))
+
+    def block(self, items: Sequence[Item]) -> list[float]:
+        """Enqueue the whole block behind a sleeping device; HostTimer where it would not stay asleep."""
+        import torch
+
+        needed = 1e-3
+        for _ in range(4):
+            pairs = []
+            with no_collection():
+                self._sleep(needed)
+                begun = time.perf_counter()
+                for item in items:
+                    call = item.stage()
+                    self._flush()
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                    begin.record()
+                    call()
+                    end.record()
+                    pairs.append((begin, end))
+                held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
+                enqueued = time.perf_counter() - begun
+                torch.cuda.synchronize(self.device)
+            if held:
+                return [b.elapsed_time(e) * 1e-3 / item.calls for (b, e), item in zip(pairs, items, strict=True)]
+            needed = min(_MOST_BACKLOG_SECONDS, max(2 * needed, self._margin * enqueued))
+        raise BacklogError(f"launching {len(items)} samples took {enqueued:.3g} s, longer than the device can be kept waiting")
+
+    def peak_memory(self, work: Work) -> int | None:
+        """From torch's allocator."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        with work.context():
+            call = work.stage()
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _host_plan(self, work: Work, host: float) -> Plan:
+        return self.host.plan(work)._replace(host=host)
+
+    def _flush(self) -> None:
+        if self._flushed is not None:
+            self._flushed.zero_()
+
+    def _sleep(self, seconds: float) -> None:
+        import torch
+
+        torch.cuda._sleep(int(seconds * self._cycles))  # type: ignore[no-untyped-call]
+
+    def _cycles_per_second(self) -> float:
+        import torch
+
+        cycles = 4_000_000
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            begin.record()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+        return float(cycles / (begin.elapsed_time(end) * 1e-3))
+
+    def _launching(self, work: Work) -> float:
+        """Return the host's seconds for launching one call on an idle device, the median of a few."""
+        import torch
+
+        found = []
+        for _ in range(5):
+            call = work.stage()
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+        torch.cuda.synchronize(self.device)
+        return median(found)
+
+    def _estimate(self, work: Work, host: float) -> float | None:
+        """Return the device's seconds for one call, None where the device cannot be kept waiting for the host."""
+        if host > _MOST_BACKLOG_SECONDS / 4:
+            return None
+        try:
+            return median(self.block([Item("estimate", work.stage)] * 3))
+        except BacklogError:
+            return None
+
+    def _verify_behind_backlog(self, work: Work) -> None:
+        """Change the data, call and look at the result, all while the device sleeps, over poisoned free memory.
+
+        A kernel on another stream that does not wait reads the old data; one that is not waited for leaves the poison.
+        """
+        import torch
+
+        if work.direction != "forward":
+            return
+        like = work.result(work.stage()())
+        torch.cuda.synchronize(self.device)
+        poison = [torch.full_like(like, math.nan) for _ in range(2)]
+        del like
+        torch.cuda.synchronize(self.device)
+        del poison
+        self._sleep(2e-3)
+        work.refresh()
+        seen = work.result(work.stage()()).clone()
+        torch.cuda.synchronize(self.device)
+        try:
+            work.verify("called behind other work of its stream", seen)
+        except StaleError as error:
+            raise StaleError(
+                f"{error}; does it launch on another stream? torch.cuda.current_stream().wait_stream(side) joins that"
+            ) from None
+
+
+class BacklogError(Exception):
+    """The device did not stay behind the host: the host waits for it, or launches too slowly."""
+
+
+def timer_for(device: torch.device, cold: bool = True) -> Timer:
+    """Return the timer of a device. On CPUs and devices without CUDA's events, the host's clock."""
+    return CudaTimer(device, cold) if device.type == "cuda" else HostTimer(device)
+
+
+def torch_free_memory(device: torch.device) -> int:
+    """Return the free bytes of a CUDA device, what torch keeps for itself included."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _prime(work: Work) -> None:
+    for _ in range(_PRIMING_CALLS):
+        work.stage()()
+    _wait(work.device)
+
+
+def _verify_now(work: Work) -> None:
+    """Look at the result of the data as it is, then change the data: the next look must see that."""
+    result = work.result(work.stage()())
+    _wait(work.device)
+    work.verify("called again after its data changed in place", result)
+    work.refresh()
+
+
+def _repeat(work: Work, calls: int) -> Callable[[], Callable[[], object]]:
+    if calls == 1:
+        return work.stage
+
+    def stage() -> Callable[[], object]:
+        staged = [work.stage() for _ in range(calls)]
+
+        def all_calls() -> None:
+            for call in staged:
+                call()
+
+        return all_calls
+
+    return stage
+
+
+def _captured(work: Work, calls: int) -> Callable[[], object] | None:
+    """Capture calls over all sets in one CUDA graph; None where that cannot be done, or leaves something out.
+
+    What a graph replays is looked at: its outputs are poisoned and its data changed before a replay.
+    """
+    import torch
+
+    torch.cuda.synchronize(work.device)
+    graph = torch.cuda.CUDAGraph()
+    outputs: list[torch.Tensor] = []
+    try:
+        stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(work.device))
+        with torch.cuda.stream(stream):
+            work.stage()()
+        torch.cuda.current_stream(work.device).wait_stream(stream)
+        with torch.cuda.graph(graph):
+            outputs.extend(work.result(work.stage()()) for _ in range(calls))
+        work.refresh()
+        for output in outputs:
+            output.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize(work.device)
+        for output in outputs:
+            work.verify("replayed in a graph", output)
+    except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
+        torch.cuda.synchronize(work.device)
+        return None
+
+    def replay(_kept: list[Any] = outputs) -> None:
+        graph.replay()
+
+    return replay
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type in ("xpu", "mps"):
+        getattr(torch, device.type).synchronize()

@@ -1,0 +1,172 @@
+"""What is timed: one direction of a kernel, on several sets of tensors, so that neither its data nor its result is at hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+LatencyDirection: TypeAlias = Literal["forward", "backward", "forward+backward"]
+DIRECTIONS: tuple[LatencyDirection, ...] = ("forward", "backward", "forward+backward")
+#: values like those of a model's activations; the power that a GPU draws, and so its clock, depends on them
+DISTRIBUTION = "randn"
+#: by how much of its norm an output may differ from what it was before, for order of summation and atomics
+_SAME = 0.05
+
+
+class StaleError(Exception):
+    """What a timed call left behind is not the result of the data that it was given."""
+
+
+class Work:
+    """A kernel in one direction with `sets` copies of its tensors, which calls take in turn.
+
+    Attention is linear in v: negating v in place negates out, dq and dk and nothing else changes. Each block of samples
+    does so to every set, so that a result from a cache or of an earlier launch is the negative of the right one.
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        tensors: list[torch.Tensor],
+        dout: torch.Tensor,
+        direction: LatencyDirection,
+    ) -> None:
+        self.kernel, self.dout, self.direction = kernel, dout, direction
+        self.sets = [self._own(tensors)]
+        self._sign = 1
+        self._turn = 0
+        self._first: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.dout.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one set."""
+        return sum(t.nbytes for t in self.sets[0])
+
+    def rotate_over(self, number: int) -> None:
+        """Have `number` sets, each at another offset within its allocation."""
+        del self.sets[max(1, number) :]
+        while len(self.sets) < number:
+            self.sets.append(self._own(self.sets[0], offset=len(self.sets)))
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        """Without autograd, where only the forward pass is timed."""
+        import torch
+
+        return torch.no_grad() if self.direction == "forward" else contextlib.nullcontext()
+
+    def stage(self) -> Callable[[], Any]:
+        """Do what is not timed for the next set of tensors, and return the call that is."""
+        tensors = self.sets[self._turn % len(self.sets)]
+        self._turn += 1
+        return self._call_on(tensors)
+
+    def refresh(self) -> None:
+        """Negate v of every set in place."""
+        import torch
+
+        self._sign = -self._sign
+        with torch.no_grad():
+            for tensors in self.sets:
+                tensors[2].neg_()
+
+    def result(self, value: Any) -> torch.Tensor:
+        """Return what `verify` looks at: out, or dq."""
+        tensor: torch.Tensor = value[0] if isinstance(value, tuple | list) else value
+        return tensor.detach()
+
+    def verify(self, what: str, result: torch.Tensor) -> None:
+        """Raise StaleError unless `result` is that of the data as it stands; the first one is taken as it is."""
+        if self._first is None:
+            self._first = (result * self._sign).clone()
+            if self.direction == "forward" and not bool(self._first.any()):
+                raise StaleError(f"{what}: its result is zero everywhere, as if it had not been written yet")
+            return
+        expected = self._first.double() * self._sign
+        difference = float((result.double() - expected).norm())
+        if not difference <= _SAME * float(expected.norm()):
+            raise StaleError(f"{what}: its result is not that of the data it was given (it differs by {self._share(result)})")
+
+    def _share(self, result: torch.Tensor) -> str:
+        assert self._first is not None
+        share = float((result.double() - self._first.double() * self._sign).norm() / self._first.double().norm())
+        return "NaN: memory that was not written" if share != share else f"{share:.0%} of its norm"
+
+    def _call_on(self, tensors: list[torch.Tensor]) -> Callable[[], Any]:
+        import torch
+
+        if self.direction == "forward":
+            return lambda: self.kernel(*tensors)
+        if self.direction == "forward+backward":
+            return lambda: torch.autograd.grad(self._out(tensors), tensors, self.dout)
+        out = self._out(tensors)
+        return lambda: torch.autograd.grad(out, tensors, self.dout)
+
+    def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        out = self.kernel(*tensors)
+        tensor: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
+        return tensor
+
+    def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
+        """Copy tensors with their strides, `offset` times 256 bytes into allocations of their own."""
+        import torch
+
+        own = []
+        for t in tensors:
+            skip = 256 * offset // t.element_size()
+            room = torch.empty(t.untyped_storage().nbytes() // t.element_size() + skip, dtype=t.dtype, device=t.device)
+            copy = room.as_strided(t.size(), t.stride(), skip)
+            copy.copy_(t.detach())
+            own.append(copy.requires_grad_(self.direction != "forward"))
+        return own
+
+
+def work_of(
+    subject: Callable[..., Any] | Backend,
+    workload: Workload,
+    device: torch.device,
+    direction: LatencyDirection,
+    seed: int = 0,
+    to_layout: Callable[..., Any] = lambda tensor, is_kv=False: tensor,
+) -> Work:
+    """Return the work of a callable, in its layout, or of a backend, prepared for the workload.
+
+    to_layout: turns a tensor of the native layout into the callable's; a backend takes the native one.
+    """
+    inputs = draw_inputs(workload, DISTRIBUTION, seed, device)
+    if isinstance(subject, Backend):
+        kernel = subject.prepare(inputs, backward=direction != "forward")
+        return Work(kernel, [inputs.q, inputs.k, inputs.v], inputs.dout, direction)
+    tensors = [to_layout(inputs.q), to_layout(inputs.k, is_kv=True), to_layout(inputs.v, is_kv=True)]
+    return Work(subject, tensors, to_layout(inputs.dout), direction)
+
+
+def inputs_bytes(inputs: Inputs) -> int:
+    """Count the bytes of q, k and v."""
+    return sum(t.nbytes for t in (inputs.q, inputs.k, inputs.v))
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of a block of samples."""
+    import gc
+
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,92 @@
+"""What the terminal says of latencies: one row per case, and what to type next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pytest_attn.reports.terminal import Line, aligned
+
+Record = Mapping[str, Any]
+_MARKUP = {"regressed": {"red": True}, "inconclusive": {"yellow": True}, "raised": {"red": True}}
+_WORDS = {
+    "passed": "as fast as recorded",
+    "regressed": "regressed",
+    "inconclusive": "inconclusive",
+    "no baseline": "without a baseline",
+    "recorded": "recorded",
+    "untimed": "not timed",
+    "raised": "cannot be timed",
+}
+_MOST_ROWS = 40
+
+
+def latency_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
+    """Yield a row per case that was timed (without -v at most forty, the notable first) and the closing sentence."""
+    timed = [r for r in records if r["latency"].get("p50")]
+    ranked = sorted(timed, key=lambda r: (r["verdict"] not in _MARKUP, not r["reason"]))
+    shown = timed if verbose or len(timed) <= _MOST_ROWS else ranked[:_MOST_ROWS]
+    if shown:
+        table = [("p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
+        rows = [_row(r, shown) for r in shown]
+        for number, line in enumerate(aligned([*table, *rows], right=(0, 1, 2, 3))):
+            yield line, {"bold": True} if number == 0 else _MARKUP.get(shown[number - 1]["verdict"], {})
+    if len(shown) < len(timed):
+        yield f"... {len(timed) - len(shown)} more with -v", {}
+    yield from _reasons(records)
+    yield _closing(records)
+
+
+def _extra(records: Sequence[Record]) -> tuple[str, ...]:
+    return ("CUPTI",) if any(r["latency"].get("cupti") for r in records) else ()
+
+
+def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
+    latency = record["latency"]
+    decision = latency.get("decision") or {}
+    low, high, _ = latency["interval"]
+    change, finds = decision.get("change"), decision.get("detectable")
+    calls = f" x{latency['calls']}" if latency["calls"] > 1 else ""
+    row: tuple[str, ...] = (
+        in_units(latency["p50"]),
+        f"{(high - low) / 2 / latency['p50']:.1%}",
+        "-" if change is None else f"{change:+.1%}",
+        "-" if finds is None else f"{finds:.1%}",
+        record["verdict"],
+        record["subject"],
+        record["workload"],
+        latency["direction"],
+        f"{latency['mode']}{calls}, {latency['l2']}",
+    )
+    return (*row, in_units(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
+
+
+def _reasons(records: Sequence[Record]) -> Iterator[Line]:
+    """One line per verdict and reason, with how many cases it holds."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for r in records:
+        if r["reason"] and r["verdict"] != "regressed":
+            found.setdefault((r["verdict"], r["reason"]), []).append(f"{r['subject']} on {r['workload']}")
+    for (verdict, reason), cases in found.items():
+        which = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
+        yield f"{verdict:12}  {which}: {reason}", _MARKUP.get(verdict, {})
+
+
+def _closing(records: Sequence[Record]) -> Line:
+    counts = Counter(r["verdict"] for r in records)
+    text = "latency: " + ", ".join(f"{counts[v]:,} {words}" for v, words in _WORDS.items() if counts[v])
+    faster = [r for r in records if (r["latency"].get("decision") or {}).get("is_faster")]
+    if faster:
+        text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
+    elif counts["no baseline"]:
+        text += '; record with --attn-update-baselines "first recording"'
+    markup = {"red": True} if counts["regressed"] or counts["raised"] else {"green": True} if counts["passed"] else {}
+    return text, markup
+
+
+def in_units(seconds: float) -> str:
+    """Return a time with its unit, aligned by the decimal point within a unit."""
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.2f} us"
+    return f"{seconds * 1e3:.4f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,145 @@
+"""Fresh processes: the same tests, each time in a new pytest, which hands the times back in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: set in a fresh process: the file that its times go to
+RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
+#: set in a fresh process: the processes that wait for it, whose GPU contexts are no disturbance
+_OWN_VARIABLE = "PYTEST_ATTN_OWN"
+#: options that a fresh process must not repeat: the parent's outputs, its other processes, its stopping early
+_DROPPED_WITH_VALUE = frozenset(
+    (
+        *("--attn-update-baselines", "--attn-support", "--attn-json", "--attn-report", "--attn-summary", "--attn-latency"),
+        *("--attn-save-failures", "-n", "--numprocesses", "--maxprocesses", "--dist", "--tx", "--junitxml", "--junit-xml"),
+        *("--maxfail", "--report-log", "--html", "--durations", "--benchmark-min-time", "--benchmark-max-time"),
+        *("--benchmark-min-rounds", "--benchmark-timer", "--benchmark-calibration-precision", "--benchmark-group-by"),
+        *("--benchmark-columns", "--benchmark-sort", "--benchmark-storage", "--benchmark-save", "--benchmark-json"),
+        *("--benchmark-name", "--benchmark-netrc", "--benchmark-time-unit", "--benchmark-warmup-iterations"),
+    )
+)
+_DROPPED = frozenset(
+    (
+        *("--attn-profile", "--attn-cupti", "--attn-gpu-per-worker", "-x", "--exitfirst", "--lf", "--last-failed", "--ff"),
+        *("--failed-first", "--nf", "--new-first", "--sw", "--stepwise", "--sw-skip", "--stepwise-skip", "--pdb", "--trace"),
+        *("-s", "--collect-only", "--co", "--cache-clear", "-f", "--looponfail"),
+    )
+)
+#: short options whose value is the next word, which may look like a test
+_WITH_VALUE = ("-p", "-k", "-m", "-c", "-o", "-W", "-r")
+_SECONDS_PER_PROCESS = 1800
+
+
+class FreshError(Exception):
+    """A fresh process did not end well; the text is the last of what it said."""
+
+
+def is_fresh_process() -> bool:
+    """Whether this pytest only times what another one, which waits for it, has checked."""
+    return RUNS_VARIABLE in os.environ
+
+
+def own_processes() -> frozenset[int]:
+    """Return the processes that belong to this measurement: this one, and those that wait for it."""
+    return frozenset([os.getpid(), *(int(pid) for pid in os.environ.get(_OWN_VARIABLE, "").split(",") if pid)])
+
+
+def fresh_runs(
+    config: pytest.Config,
+    names: Sequence[str],
+    processes: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Any]]:
+    """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements wrote.
+
+    Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
+    """
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
+        for number in range(processes):
+            progress(number)
+            order = list(names)
+            random.Random(number).shuffle(order)  # the same neighbours each time would be part of what is measured
+            found += _one_process(config, order, Path(folder) / str(number))
+        progress(processes)
+    return found
+
+
+def _one_process(config: pytest.Config, names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    selected, runs = folder / "items", folder / "runs"
+    selected.write_text("\n".join(names), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment[RUNS_VARIABLE] = str(runs)
+    environment[_OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    command = [sys.executable, "-m", "pytest", *_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=config.invocation_params.dir,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_SECONDS_PER_PROCESS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
+        raise FreshError(_last_words(done.stdout))
+    return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
+
+
+def _kept_arguments(config: pytest.Config) -> list[str]:
+    """Return the command line without what it selects, without outputs, and without other processes."""
+    named = set(config.args) if config.args_source == pytest.Config.ArgsSource.ARGS else set()
+    return list(_without_dropped(iter(map(str, config.invocation_params.args)), named))
+
+
+def _without_dropped(arguments: Iterator[str], named: set[str]) -> Iterator[str]:
+    for argument in arguments:
+        flag, has_value, _ = argument.partition("=")
+        if flag in _DROPPED_WITH_VALUE:
+            if not has_value:
+                next(arguments, None)
+        elif argument in _WITH_VALUE:
+            yield argument
+            yield next(arguments, "")
+        elif not (argument in _DROPPED or argument in named or argument.startswith(("-n", "@", "--benchmark"))):
+            yield argument
+
+
+def _overrides(config: pytest.Config, folder: Path) -> list[str]:
+    plugins = config.pluginmanager
+    given = ["-q", f"--rootdir={config.rootpath}", "--attn-latency=auto", "--no-header", "--color=no"]
+    if config.inipath:
+        given.append(f"--config-file={config.inipath}")
+    if plugins.hasplugin("cacheprovider"):
+        given.append(f"--override-ini=cache_dir={folder / 'cache'}")
+    if plugins.hasplugin("xdist"):
+        given += ["-n", "0"]
+    if plugins.hasplugin("_cov"):
+        given.append("--no-cov")
+    if plugins.hasplugin("junitxml") and config.getoption("xmlpath", None):
+        given.append(f"--junitxml={folder / 'junit.xml'}")
+    return given
+
+
+def _last_words(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("E  ", "ERROR"))]
+    return (errors or lines or ["it said nothing"])[-1][:300]

@@ -1,0 +1,271 @@
+"""`attn.measure`: time what was checked, hold it against the baseline, have fresh processes confirm what looks slower."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.library import quiet
+from pytest_attn.backends.machine import current
+from pytest_attn.correctness.check import Question, in_layout, subject_name
+from pytest_attn.latency.anchors import anchor_hashes
+from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find
+from pytest_attn.latency.gate import Decision, Fit, Policy, Run, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.guard import ClockError, locked_clocks
+from pytest_attn.latency.identity import conditions_of, identify
+from pytest_attn.latency.protocol import PROTOCOL, Latency, Stopwatch, stopwatch_of, threads
+from pytest_attn.latency.statistics import Prior
+from pytest_attn.latency.verdict import with_other_gates
+from pytest_attn.latency.work import LatencyDirection, work_of
+from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, fresh_runs, own_processes
+from pytest_attn.session.sharing import device_lock, untimed_because
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.session.store import AttentionSession
+
+#: which results of a check say how accurate a direction is
+_RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+@dataclass
+class Recorded:
+    """The baselines of one device, read once per run. `problem`: why they cannot be used."""
+
+    file: BaselineFile | None = None
+    fits: dict[str, Fit] | None = None
+    prior: Prior | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A case that is right and was timed, to be recorded in fresh processes. `name`: what a command line calls its test."""
+
+    key: str
+    name: str
+    baseline: Baseline
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One `attn.measure`: what is timed, how, and whose test it is. number: of the measurement within its test."""
+
+    session: AttentionSession
+    item: pytest.Item
+    question: Question
+    subject: Callable[..., Any] | Backend
+    direction: LatencyDirection
+    comparison: Comparison | None
+    number: int
+
+    def untimed_because(self) -> str:
+        """Say why nothing is timed here; "" where it is."""
+        if self.session.settings.latency == "off":
+            return "--attn-latency=off"
+        return untimed_because(self.session.settings.gpu_per_worker, self.question.device)
+
+    def take(self) -> Latency:
+        """Time the subject and decide. In a fresh process, hand the time to the process that waits for it.
+
+        Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
+        pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
+        """
+        recorded = self.recorded
+        latency = self._time(recorded.mode if recorded else None)
+        if RUNS_VARIABLE in os.environ:
+            _append_run(Path(os.environ[RUNS_VARIABLE]), self.key, latency)
+            return replace(latency, decision=Decision("measured"))
+        if self.session.settings.update_baselines is not None:
+            pending = Pending(self.key, command_name(self.item), self._to_record(latency), self.question.device)
+            self.session.pending.append(pending)
+            return replace(latency, decision=Decision("recorded"))
+        return replace(latency, decision=self._decide(latency))
+
+    # -- against the baseline ------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The device's, with --attn-max-slowdown."""
+        policy = policy_for(self.question.device.type)
+        wanted = self.session.settings.max_slowdown
+        return replace(policy, slowdown=wanted) if wanted else policy
+
+    @property
+    def name(self) -> str:
+        """Say what is timed."""
+        return f"{subject_name(self.subject)} on {self.question.workload.id}, {self.direction}"
+
+    @property
+    def cases(self) -> int:
+        """How many cases this run decides over, at most."""
+        return max(1, self.session.cases)
+
+    @property
+    def key(self) -> str:
+        """Name the case: a backend is the same in every test, a callable belongs to its own."""
+        import torch
+
+        settings, on_cpu = self.session.settings, self.question.device.type == "cpu"
+        name = subject_name(self.subject)
+        if not isinstance(self.subject, Backend):
+            name = f"{name} of {self.item.nodeid.partition('@')[0]}" + (f" #{self.number}" if self.number > 1 else "")
+        layout = "bhsd" if isinstance(self.subject, Backend) else self.question.layout
+        l2 = settings.l2 if self.question.device.type == "cuda" else "warm"
+        number = (settings.threads or torch.get_num_threads()) if on_cpu else None
+        return case_key(self.question.workload.id, name, self.direction, l2, layout, number)
+
+    @property
+    def recorded(self) -> Baseline | None:
+        """The case's baseline, of whatever protocol and shape."""
+        file = recorded_on(self.session, self.question.device).file
+        return file.cases.get(self.key) if file else None
+
+    def _decide(self, latency: Latency) -> Decision:
+        store, baseline = recorded_on(self.session, self.question.device), self.recorded
+        missing = store.problem or self._unusable_because(baseline)
+        if missing or baseline is None or store.fits is None or store.prior is None:
+            return Decision("no baseline", missing)
+        if latency.disturbances:
+            return Decision("inconclusive", "; ".join(latency.disturbances))
+        fit, prior = store.fits[self.key], store.prior
+        agreed = self._software_agrees(baseline)
+        run = Run(latency.p50, latency.anchors, latency.host)
+        decision, is_suspect = screen(run, fit, prior, self.policy, self.cases, agreed)
+        if is_suspect:
+            try:
+                runs = self._fresh_runs()
+            except FreshError as error:
+                return replace(decision, verdict="inconclusive", reason=f"not confirmed: {error}")
+            decision = decide(runs, fit, prior, self.policy, self.cases, agreed)
+        return with_other_gates(decision, baseline, latency, self._z(), self.policy)
+
+    def _unusable_because(self, baseline: Baseline | None) -> str:
+        if baseline is None:
+            return "none recorded"
+        if baseline.protocol != PROTOCOL:
+            return f"recorded with protocol {baseline.protocol}, this is {PROTOCOL}"
+        shape = self.question.workload.shape_id
+        return f"recorded for {baseline.shape}, this is {shape}" if baseline.shape != shape else ""
+
+    def _software_agrees(self, baseline: Baseline) -> bool:
+        version = self.subject.version() if isinstance(self.subject, Backend) else ""
+        return baseline.conditions == self._conditions() and baseline.version == version
+
+    def _fresh_runs(self) -> list[Run]:
+        """Time the same test in fresh processes; raise FreshError where one did not, or was disturbed."""
+        found = fresh_runs(self.item.config, [command_name(self.item)], self.policy.runs)
+        mine = [run for run in found if run["key"] == self.key]
+        if len(mine) < self.policy.runs:
+            raise FreshError(f"{len(mine)} of {self.policy.runs} fresh processes timed it")
+        for run in mine:
+            if run["disturbances"]:
+                raise FreshError(run["disturbances"][0])
+        return [Run(run["p50"], run["anchors"], run["host"]) for run in mine]
+
+    # -- the time ------------------------------------------------------------------------------------------------------
+
+    def _time(self, mode: str | None) -> Latency:
+        settings, question = self.session.settings, self.question
+        with ExitStack() as stack:
+            stack.enter_context(current(question.device))
+            stack.enter_context(device_lock(question.device))
+            stack.enter_context(self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"))
+            if isinstance(self.subject, Backend):
+                stack.enter_context(quiet())
+            if question.device.type == "cpu":
+                stack.enter_context(threads(settings.threads))
+            if settings.lock_clocks and question.device.type == "cuda":
+                wanted = None if settings.lock_clocks == "max" else int(settings.lock_clocks)
+                try:
+                    stack.enter_context(locked_clocks(question.device, wanted))
+                except ClockError as error:
+                    raise pytest.UsageError(f"--attn-lock-clocks: {error}") from None
+            work = work_of(self.subject, question.workload, question.device, self.direction, question.seed, self._in_layout)
+            name = subject_name(self.subject)
+            return self._stopwatch.measure(work, question.workload.id, name, mode)  # type: ignore[arg-type]
+
+    def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
+        return in_layout(tensor, self.question, is_kv)
+
+    @property
+    def _stopwatch(self) -> Stopwatch:
+        return stopwatch_of(self.question.device, self.session.settings.l2 == "cold", own_processes())
+
+    # -- to record -----------------------------------------------------------------------------------------------------
+
+    def _to_record(self, latency: Latency) -> Baseline:
+        """Return the case's baseline but for its runs, which fresh processes take."""
+        workload = self.question.workload
+        parts: Any = ("forward", "backward") if latency.direction == "forward+backward" else (latency.direction,)
+        return Baseline(
+            shape=workload.shape_id,
+            mode=latency.mode,
+            p50=(),
+            host=(),
+            anchors={},
+            flops=sum(workload.flops(part) for part in parts),
+            nbytes=sum(workload.bytes(part) for part in parts),
+            date=datetime.now(tz=timezone.utc).date().isoformat(),
+            reason=self.session.settings.update_baselines or "",
+            version=self.subject.version() if isinstance(self.subject, Backend) else "",
+            memory=latency.memory,
+            z=self._z(),
+            conditions=self._conditions(),
+        )
+
+    def _conditions(self) -> dict[str, str]:
+        return conditions_of(self.question.device, self._stopwatch.guard.conditions())
+
+    def _z(self) -> tuple[float, float, float] | None:
+        """Return the largest residuals over an element, a row and a head of what this direction computes."""
+        results = _RESULTS_OF.get(self.direction, ("out", "lse", "dq", "dk", "dv"))
+        tensors = [t for t in self.comparison.tensors if t.name in results] if self.comparison else []
+        if not tensors:
+            return None
+        return max(t.z_element for t in tensors), max(t.z_row for t in tensors), max(t.z_head for t in tensors)
+
+
+def recorded_on(session: AttentionSession, device: torch.device) -> Recorded:
+    """Return the baselines of a device, read when first asked for. A damaged file is a problem of every case."""
+    stores: dict[str, Recorded] = session.latencies
+    if str(device) not in stores:
+        stores[str(device)] = _read(session, device)
+    return stores[str(device)]
+
+
+def _read(session: AttentionSession, device: torch.device) -> Recorded:
+    try:
+        identity = identify(device, session.machine(str(device)))
+        file = find(session.baselines_folder, identity, anchor_hashes(device.type))
+    except BaselineError as error:
+        return Recorded(problem=str(error))
+    fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == PROTOCOL}
+    return Recorded(file, fits, shared_prior(list(fits.values()), device.type))
+
+
+def _append_run(path: Path, key: str, latency: Latency) -> None:
+    """Hand a time to the process that waits for it: one line, written at once."""
+    run = {"key": key, "p50": latency.p50, "host": latency.host, "anchors": dict(latency.anchors), "mode": latency.mode}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**run, "disturbances": list(latency.disturbances)}) + "\n")
+
+
+def command_name(item: pytest.Item) -> str:
+    """Return what names a test on the command line of a fresh process, from whatever folder that runs in."""
+    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
+    module = item.getparent(pytest.Module)
+    is_installed = bool(item.config.getoption("pyargs")) and module is not None
+    return "::".join([module.obj.__name__ if is_installed and module else str(item.path), *names])

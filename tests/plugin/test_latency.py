@@ -1,0 +1,389 @@
+"""attn.measure as a user sees it. Times come from a clock of the tests, in this process and in the fresh ones."""
+
+import json
+import os
+import re
+
+import pytest
+
+KERNEL = """
+import os, pytest, torch
+from pytest_attn import Workload
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def mine(q, k, v):
+    return sdpa(q, k, v)
+
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu")
+def test_mine(attn):
+    attn.measure(mine)
+"""
+#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are
+CLOCK = """
+import dataclasses, os
+import pytest_attn.latency.gate as gate, pytest_attn.session.recording as recording
+from pytest_attn.latency.protocol import Latency, Stopwatch
+from pytest_attn.latency.statistics import median_interval
+from pytest_attn.session.fresh import is_fresh_process
+
+recording.FEWEST_RUNS = 3
+gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
+
+def measure(self, work, workload, subject, mode=None, seconds=None):
+    here, _, fresh = os.environ.get("TIMES", "100").partition(",")
+    p50 = float(fresh or here if is_fresh_process() else here) * 1e-6 * (1 + os.getpid() % 7 / 1000)
+    anchor = float(os.environ.get("ANCHOR", "1")) * 1e-3
+    return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, "host", 1, "warm",
+                   1e-6, {"compute": anchor, "memory": 2 * anchor}, int(os.environ.get("MEMORY", "1000")), 1,
+                   tuple(filter(None, [os.environ.get("HOT")])))
+
+Stopwatch.measure = measure
+Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "guard", Silent())
+
+class Silent:
+    def conditions(self):
+        return {}
+"""
+
+
+RECORDED: dict[str, str] = {}
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder with a kernel's test and a clock; returns a function that runs pytest there with another time."""
+    from pytest_attn.latency import gate, protocol
+    from pytest_attn.session import recording
+
+    policies = dict(gate.POLICIES)
+    for owner, name in ((protocol.Stopwatch, "measure"), (protocol.Stopwatch, "__init__"), (recording, "FEWEST_RUNS")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after in-process runs, which conftest changes
+    protocol.stopwatch_of.cache_clear()
+    pytester.makeconftest(CLOCK)
+    pytester.makepyfile(test_mine=KERNEL)
+    for name in ("TIMES", "ANCHOR", "MEMORY", "HOT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*args, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
+        for name in environment:
+            monkeypatch.delenv(name)
+        return result
+
+    yield run
+    gate.POLICIES.update(policies)
+    protocol.stopwatch_of.cache_clear()
+
+
+@pytest.fixture
+def recorded(project, pytester):
+    """The same, after baselines were recorded at 100 us."""
+    if not RECORDED:  # once: it takes four processes
+        project("--attn-update-baselines=first recording").assert_outcomes(passed=1)
+        (path,) = (pytester.path / "baselines").iterdir()
+        RECORDED[path.name] = path.read_text()
+    (pytester.path / "baselines").mkdir(exist_ok=True)
+    for name, text in RECORDED.items():
+        (pytester.path / "baselines" / name).write_text(text)
+    return project
+
+
+def baseline_file(pytester):
+    (path,) = (pytester.path / "baselines").iterdir()
+    return path
+
+
+def test_without_a_baseline_the_time_is_shown_and_what_to_type(project, pytester):
+    result = project()
+    result.assert_outcomes(passed=1)
+    result.stdout.re_match_lines(
+        [
+            r".* attention latency .*",
+            r" +p50 +\+- +change +finds +verdict +backend +workload +direction +mode",
+            r" ?(100|0\.10)\S+ .s +\d.* +- +- +no baseline +mine +tiny +forward +host, warm",
+            r"no baseline +mine on tiny: none recorded",
+            r'latency: 1 without a baseline; record with --attn-update-baselines "first recording"',
+        ],
+        consecutive=False,
+    )
+    assert not (pytester.path / "baselines").exists()
+
+
+def test_recording_says_what_it_wrote(project, pytester):
+    result = project("--attn-update-baselines", "first recording")
+    result.assert_outcomes(passed=1)
+    result.stdout.re_match_lines(
+        [
+            r"baselines: 1 cases, fresh process 1 of 3",
+            r"baselines: 1 of 1 cases recorded in .*baselines.*\.json",
+            r"latency: 1 recorded",
+        ],
+        consecutive=False,
+    )
+    (case,) = json.loads(baseline_file(pytester).read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+    assert case["reason"] == "first recording"
+    assert case["shape"] == "h2-s32-d32"
+    assert case["memory"] == 1000
+    assert len(case["z"]) == 3
+
+
+def test_an_equal_time_passes(recorded):
+    result = recorded()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+
+
+def test_a_slower_time_is_a_failed_test_with_its_evidence(recorded):
+    result = recorded(TIMES="150")
+    result.assert_outcomes(failed=1)
+    result.stdout.re_match_lines(
+        [
+            r">       attn\.measure\(mine\)",
+            r"E +AssertionError: regressed: mine on tiny, forward: p50 0\.15\d* ms, recorded 0\.10\d* ms \(\+\d\d\.\d%, 95 %"
+            r" interval \+\d.*",
+            r"E +runs +0\.15\d* ms in this process; decided on 0\.15\d* ms, 0\.15\d* ms",
+            r"E +recorded +0\.1\d* ms to 0\.1\d* ms in 3 processes, \d{4}-\d\d-\d\d: first recording",
+            r"E +anchors +compute [+-]0\.\d%, memory [+-]0\.\d% \(timed as host, 1 call a sample, L2 warm\)",
+            r"E +certainty +a slowdown of \d.*% would be found; of suites of 1 cases, at most 1 % alarm falsely",
+            r"E +reproduce +pytest 'test_mine\.py::test_mine\[tiny\]'.*",
+            r'E +accept +pytest .* --attn-update-baselines "why it is slower"',
+            r"latency: 1 regressed",
+        ],
+        consecutive=False,
+    )
+    assert "session/case.py" not in result.stdout.str().replace("\\", "/")
+
+
+def test_a_time_that_fresh_processes_do_not_confirm_passes(recorded):
+    result = recorded(TIMES="150,100")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_regression_in_fresh_processes_only_is_not_looked_for(recorded):
+    recorded(TIMES="100,150").assert_outcomes(passed=1)
+
+
+def test_a_slow_machine_is_inconclusive_and_no_pass(recorded):
+    result = recorded("-rs", TIMES="300", ANCHOR="3")
+    result.assert_outcomes(skipped=1)
+    result.stdout.re_match_lines(
+        [r"SKIPPED \[1\] test_mine\.py:\d+: inconclusive latency: the compute anchor moved by \+200.*"], consecutive=False
+    )
+
+
+def test_a_disturbed_measurement_is_inconclusive(recorded):
+    result = recorded("-rs", HOT="hardware thermal slowdown", TIMES="300")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*inconclusive latency: hardware thermal slowdown"])
+
+
+def test_more_memory_is_a_regression(recorded):
+    result = recorded(MEMORY=str(5 << 20))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*because    peak memory 5.0 MiB, recorded 0.0 MiB"])
+
+
+def test_less_accuracy_is_a_regression(recorded, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * (1 + 2e-7)"))
+    data = baseline_file(pytester).read_text()
+    baseline_file(pytester).write_text(re.sub(r'"z": \[[^\]]*\]', '"z": [0.1, 0.05, 0.01]', data))
+    result = recorded()
+    result.assert_outcomes(failed=1)
+    result.stdout.re_match_lines([r"E +because +less accurate: z \d.* over an element, recorded 0\.1; .*"], consecutive=False)
+
+
+def test_a_wrong_kernel_is_never_timed(recorded, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * 0"))
+    result = recorded()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * mismatch: out of mine: *"])
+    assert "attention latency" not in result.stdout.str()
+
+
+def test_a_wrong_kernel_is_never_recorded(project, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * 0"))
+    project("--attn-update-baselines=first").assert_outcomes(failed=1)
+    assert not (pytester.path / "baselines").exists()
+
+
+def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text() + "\n" + KERNEL[KERNEL.index("@pytest.mark") :].replace("test_mine", "test_other"))
+    recorded("--attn-update-baselines=slower on purpose", "-k", "test_other", TIMES="150").assert_outcomes(
+        passed=1, deselected=1
+    )
+    cases = json.loads(baseline_file(pytester).read_text())["cases"]
+    assert sorted(case["reason"] for case in cases.values()) == ["first recording", "slower on purpose"]
+    recorded("--attn-update-baselines=accepted", "-k", "not test_other", TIMES="150").assert_outcomes(passed=1, deselected=1)
+    cases = json.loads(baseline_file(pytester).read_text())["cases"]
+    assert [entry[2] for key, case in cases.items() for entry in case["history"] if "test_mine[" in key] == [
+        "first recording",
+        "accepted",
+    ]
+    result = recorded("-k", "not test_other", TIMES="150")
+    result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
+
+
+def test_require_fails_where_there_is_nothing_to_compare_with(project):
+    result = project("--attn-latency=require")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E * no baseline: mine on tiny, forward: none recorded", "E *record*--attn-update-baselines*"]
+    )
+
+
+def test_require_fails_where_nothing_can_be_said(recorded):
+    recorded("--attn-latency=require", ANCHOR="3", TIMES="300").assert_outcomes(failed=1)
+
+
+def test_off_checks_and_does_not_time(project, pytester):
+    result = project("--attn-latency=off", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*mine is right, but was not timed: --attn-latency=off"])
+
+
+def test_max_slowdown_is_the_limit(recorded):
+    recorded("--attn-max-slowdown=60", TIMES="150").assert_outcomes(passed=1)
+    recorded("--attn-max-slowdown=40", TIMES="150").assert_outcomes(failed=1)
+
+
+def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("Workload(32", "Workload(48"))
+    result = recorded()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["no baseline * recorded for h2-s32-d32, this is h2-s48-d32"])
+
+
+def test_a_damaged_file_is_said_and_left_alone(recorded, pytester):
+    baseline_file(pytester).write_text("{")
+    result = recorded()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["no baseline*is damaged*restore it from version control*"])
+    result = recorded("--attn-update-baselines=again")
+    result.stdout.fnmatch_lines(["baselines: nothing recorded: *is damaged*"])
+    assert baseline_file(pytester).read_text() == "{"
+
+
+def test_workers_that_share_a_device_do_not_time(recorded):
+    result = recorded("-n", "2", "-rs", TIMES="150")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(
+        ["latency: 1 not timed", "*mine is right, but was not timed: 2 workers share the cpu; latencies need -n 0"]
+    )
+
+
+def test_one_worker_times_and_its_verdict_arrives(recorded):
+    result = recorded("-n", "1", TIMES="150")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["latency: 1 regressed"])
+
+
+def test_recording_takes_one_process(project):
+    result = project("-n", "2", "--attn-update-baselines=first")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--attn-update-baselines: records in processes of its own*leave out -n"])
+
+
+def test_junit_and_last_failed_see_a_regression(recorded, pytester):
+    recorded("--junitxml=report.xml", TIMES="150").assert_outcomes(failed=1)
+    text = (pytester.path / "report.xml").read_text()
+    assert 'failures="1"' in text
+    assert "attn_p50_mine_forward" in text
+    result = pytester.runpytest_subprocess("--co", "-q")
+    assert result.ret == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--attn-latency=sometimes", "*--attn-latency: must be off, auto or require, got 'sometimes'*"),
+        ("--attn-max-slowdown=fast", "*--attn-max-slowdown: must be a number of percent above 0*"),
+        ("--attn-max-slowdown=0", "*--attn-max-slowdown: must be a number of percent above 0*"),
+        ("--attn-threads=-1", "*--attn-threads: must be a whole number of threads*"),
+        ("--attn-l2=tepid", "*--attn-l2: must be cold or warm, got 'tepid'*"),
+        ("--attn-lock-clocks=fast", "*--attn-lock-clocks: must be max or a number of MHz*"),
+        ("--attn-update-baselines=", "*--attn-update-baselines: must be a reason*"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(pytester, option, words):
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([words])
+
+
+def test_threads_are_part_of_the_case(project, pytester):
+    project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
+    (key,) = json.loads(baseline_file(pytester).read_text())["cases"]
+    assert key.endswith("| 1 thread")
+
+
+def test_a_backend_is_the_same_case_in_every_test(project, pytester):
+    body = KERNEL[KERNEL.index("@pytest") :].replace("attn.measure(mine)", 'attn.measure("math")')
+    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest")] + body + body.replace("test_mine", "test_again"))
+    project("--attn-update-baselines=first", "-k", "not test_again").assert_outcomes(passed=1, deselected=1)
+    project("-k", "test_again").stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+
+
+def test_a_stale_result_fails_the_test(pytester):
+    """With the real clock: a kernel that keeps what it computed first."""
+    pytester.makepyfile(
+        KERNEL.replace("    return sdpa(q, k, v)", "    return KEPT.setdefault(q.data_ptr(), sdpa(q, k, v))").replace(
+            "def mine", "KEPT = {}\ndef mine"
+        )
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    assert re.search(r"cannot be timed|mismatch", result.stdout.str())
+
+
+def test_every_direction_returns_its_latency(pytester):
+    """With the real clock."""
+    pytester.makepyfile(
+        KERNEL.replace('device="cpu")', 'device="cpu", backward=True)').replace(
+            "    attn.measure(mine)",
+            "    times = [attn.measure(mine, backward=b) for b in (False, True, 'both')]\n"
+            "    assert [t.direction for t in times] == ['forward', 'backward', 'forward+backward']\n"
+            "    assert all(t.p50 > 0 and t.verdict == 'no baseline' for t in times)\n"
+            "    with pytest.raises(ValueError, match='backward must be'):\n"
+            "        attn.measure(mine, backward='neither')",
+        )
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+def test_a_fresh_process_repeats_the_options_that_matter(recorded, pytester):
+    """-k and -p stay, outputs and other processes go."""
+    result = recorded("-k", "mine", "--junitxml=report.xml", "-x", "-v", "--attn-seed=0", "-p", "no:randomly", TIMES="150")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*decided on 0.15* ms, 0.15* ms"])
+
+
+def test_a_fresh_process_that_cannot_run_leaves_it_inconclusive(recorded, pytester):
+    path = pytester.path / "conftest.py"
+    path.write_text(path.read_text() + "\nif is_fresh_process():\n    raise RuntimeError('no more')\n")
+    result = recorded("-rs", TIMES="150")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*inconclusive latency: not confirmed: *no more*"])
+
+
+def test_the_folder_of_baselines_can_be_another(project, pytester):
+    pytester.makeini("[pytest]\nattn_baselines = kept/here\n")
+    project("--attn-update-baselines=first").assert_outcomes(passed=1)
+    assert list((pytester.path / "kept" / "here").iterdir())
+
+
+def test_ctrl_c_while_recording_writes_nothing(pytester, project):
+    path = pytester.path / "conftest.py"
+    interrupted = "def interrupted(*arguments):\n    raise KeyboardInterrupt\nrecording.fresh_runs = interrupted\n"
+    path.write_text(f"{path.read_text()}\n{interrupted}")
+    result = project("--attn-update-baselines=first")
+    result.stdout.fnmatch_lines(["baselines: nothing recorded: interrupted"])
+    assert not (pytester.path / "baselines").exists()
+    assert os.environ.get("PYTEST_ATTN_RUNS") is None

@@ -1,0 +1,224 @@
+"""Baseline files: what is written can be read, what cannot be read is never overwritten."""
+
+import json
+import os
+
+import pytest
+
+from pytest_attn.backends.machine import Machine
+from pytest_attn.latency import baseline as module
+from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
+from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, find, read
+from pytest_attn.latency.identity import Identity, conditions_of, identify
+
+H200 = Identity("cuda", "NVIDIA H200", 132, 140)
+ANCHORS = anchor_hashes("cuda")
+
+
+def case(p50=1e-3, reason="first", date="2026-11-21", **changes):
+    values = {
+        "shape": "h24-s4608-d128",
+        "mode": "events",
+        "p50": tuple(p50 * (1 + i / 1000) for i in range(10)),
+        "host": (3e-5,) * 10,
+        "anchors": {"compute": (2e-4,) * 10, "memory": (1e-4,) * 10},
+        "flops": 10**12,
+        "nbytes": 10**8,
+        "date": date,
+        "reason": reason,
+        "version": "2.11.0",
+        "memory": 1 << 20,
+        "z": (2.5, 1.0, 0.8),
+        "conditions": {"driver": "580", "torch": "2.11.0"},
+    }
+    return Baseline(**values | changes)
+
+
+def test_what_was_written_is_read(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"a": case(), "b": case(2e-3, z=None, memory=None)})
+    found = find(tmp_path, H200, ANCHORS)
+    assert found.path.name == "nvidia-h200.json"
+    assert found.identity == H200
+    assert found.cases["a"].p50 == pytest.approx(case().p50, abs=1e-10)
+    assert found.cases["a"].history == (("2026-11-21", pytest.approx(1.0045e-3, rel=1e-6), "first"),)
+    for name in ("shape", "mode", "flops", "nbytes", "date", "reason", "version", "memory", "z", "conditions", "protocol"):
+        assert getattr(found.cases["a"], name) == getattr(case(), name)
+    assert found.cases["b"].z is None
+    assert len(found.cases["a"].runs) == 10
+    assert found.cases["a"].fit().sensitivity.keys() == {"compute", "memory"}
+
+
+def test_one_line_per_case_sorted_and_the_rest_untouched(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"b": case(), "a": case(conditions={"torch": "2.10"}), "c": case()})
+    path = tmp_path / "nvidia-h200.json"
+    before = path.read_text().splitlines()
+    find(tmp_path, H200, ANCHORS).write({"b": case(3e-3, reason="slower on purpose")})
+    after = path.read_text().splitlines()
+    assert len(before) == len(after)
+    changed = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert len(changed) == 1
+    assert '"b"' in changed[0]
+    assert "slower on purpose" in changed[0]
+    assert [line.split('"')[1] for line in before if line.startswith('  "')] == ["a", "b", "c"]
+
+
+def test_two_processes_that_record_different_cases_keep_both(tmp_path):
+    first, second = find(tmp_path, H200, ANCHORS), find(tmp_path, H200, ANCHORS)
+    first.write({"a": case()})
+    second.write({"b": case()})
+    assert set(find(tmp_path, H200, ANCHORS).cases) == {"a", "b"}
+
+
+def test_history_grows_and_starts_anew_with_another_shape(tmp_path):
+    for number, date in enumerate(("2026-01-01", "2026-02-01", "2026-03-01")):
+        find(tmp_path, H200, ANCHORS).write({"a": case(1e-3 + number * 1e-5, reason=f"r{number}", date=date)})
+    assert [entry[0] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == [
+        "2026-01-01",
+        "2026-02-01",
+        "2026-03-01",
+    ]
+    find(tmp_path, H200, ANCHORS).write({"a": case(shape="h1-s1-d64", reason="new", date="2026-04-01")})
+    assert [entry[2] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == ["new"]
+
+
+DAMAGES = {
+    "half a file": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "another document": lambda text: "[1, 2]",
+    "no cases": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "cases"}),
+    "a p50 of zero": lambda text: text.replace("1000000.0", "0.0"),
+    "a process too few": lambda text: text.replace('"compute": [200000.0, ', '"compute": ['),
+    "a merge conflict": lambda text: text.replace(' "cases"', '<<<<<<< ours\n "cases"'),
+    "unnamed conditions": lambda text: text.replace('"conditions": "c1"', '"conditions": "c9"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_and_never_overwritten(tmp_path, damage):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    damaged = damage(file.path.read_text())
+    assert damaged != file.path.read_text()
+    file.path.write_text(damaged)
+    with pytest.raises(BaselineError, match=r"nvidia-h200\.json: is damaged .*restore it from version control"):
+        find(tmp_path, H200, ANCHORS)
+    with pytest.raises(BaselineError, match="is damaged"):
+        file.write({"b": case()})
+    assert file.path.read_text() == damaged
+
+
+def test_a_file_from_the_future_is_named_and_never_overwritten(tmp_path):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    text = file.path.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99')
+    file.path.write_text(text)
+    with pytest.raises(BaselineError, match="has schema 99, this pytest-attn knows up to 1; update pytest-attn"):
+        file.write({"b": case()})
+    assert file.path.read_text() == text
+
+
+def test_an_older_schema_is_migrated(tmp_path, monkeypatch):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    data = json.loads(file.path.read_text())
+    data["schema"] = 0
+    data["rows"] = data.pop("cases")
+    file.path.write_text(json.dumps(data))
+    monkeypatch.setitem(module.MIGRATIONS, 0, lambda old: {**old, "cases": old["rows"]})
+    assert set(read(file.path).cases) == {"a"}
+
+
+def test_other_anchors_are_refused(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"a": case()})
+    with pytest.raises(BaselineError, match="recorded beside other anchors"):
+        find(tmp_path, H200, {**ANCHORS, "compute": "0" * 12})
+
+
+def test_a_second_machine_of_the_name_has_a_file_of_its_own(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"a": case()})
+    other = Identity("cuda", "NVIDIA H200", 66, 70)
+    found = find(tmp_path, other, ANCHORS)
+    assert not found.cases
+    assert found.path.name == "nvidia-h200-66-units-70-gib.json"
+    found.write({"a": case()})
+    assert find(tmp_path, other, ANCHORS).cases
+    assert find(tmp_path, H200, ANCHORS).path.name == "nvidia-h200.json"
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    before = file.path.read_text()
+
+    def interrupted(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file.write({"b": case()})
+    assert file.path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["nvidia-h200.json"]
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "baselines").write_text("")
+    with pytest.raises(BaselineError, match="cannot be written"):
+        find(tmp_path / "baselines", H200, ANCHORS).write({"a": case()})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "slug"),
+    [
+        ("NVIDIA H200", "cuda", "nvidia-h200"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "cuda", "nvidia-a100-sxm4-80gb-mig-3g-40gb"),
+        ("AMD EPYC 9B14", "cpu", "cpu-amd-epyc-9b14-2-cores"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz", "cpu", "cpu-intel-xeon-2-cores"),
+    ],
+)
+def test_machines_have_names_that_are_file_names(name, kind, slug):
+    assert Identity(kind, name, 2).slug == slug
+
+
+def test_every_difference_of_a_case_is_in_its_key():
+    keys = {
+        case_key("w", "b", "forward", "cold"),
+        case_key("w2", "b", "forward", "cold"),
+        case_key("w", "b2", "forward", "cold"),
+        case_key("w", "b", "backward", "cold"),
+        case_key("w", "b", "forward", "warm"),
+        case_key("w", "b", "forward", "cold", layout="bshd"),
+        case_key("w", "b", "forward", "cold", threads=1),
+        case_key("w", "b", "forward", "cold", threads=2),
+    }
+    assert len(keys) == 8
+
+
+def test_this_machine_is_identified():
+    import torch
+
+    device = torch.device("cpu")
+    identity = identify(device, Machine("cpu", "Some CPU", None, "cpu", 1, 0, torch.__version__))
+    assert identity.name == "Some CPU"
+    assert identity.units >= 1
+    found = conditions_of(device)
+    assert found["torch"] == torch.__version__
+    assert all(isinstance(value, str) for value in found.values())
+
+
+def test_the_anchors_are_frozen():
+    """Who changes an anchor changes every recorded time; this test is to be changed with a new version in the text."""
+    assert anchor_hashes("cuda") == {"compute": "f9092771f4f5", "memory": "dfa1728ab952"}
+    assert anchor_hashes("cpu") == {"compute": "2ecc9205d3f1", "memory": "b3a6a47e04d0"}
+    assert all(text.endswith("; v1") for texts in DEFINITIONS.values() for text in texts.values())
+
+
+def test_the_anchors_do_what_their_definition_says():
+    import torch
+
+    anchors = make_anchors(torch.device("cpu"))
+    product = anchors["compute"].call()
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(384, 384, generator=generator) for _ in range(2))
+    assert torch.allclose(product, a @ b, atol=1e-3)
+    assert anchors["memory"].call().nbytes == 33554432
+    assert anchors["compute"].hash == hash_of(DEFINITIONS["cpu"]["compute"]) == anchor_hashes("cpu")["compute"]

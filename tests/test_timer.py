@@ -1,0 +1,267 @@
+"""Kernels that cheat, each in its own way: timed right, or refused, never praised."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pytest_attn import Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.latency.protocol import Latency, Stopwatch, stopwatch_of
+from pytest_attn.latency.timer import HostTimer, Item
+from pytest_attn.latency.work import StaleError, Work, work_of
+
+SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
+DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request):
+    return request.param
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def measure(kernel, device, direction="forward", workload=SMALL, seconds=0.05, mode=None):
+    work = work_of(kernel, workload, device, direction)
+    return stopwatch_of(device).measure(work, workload.id, "kernel", mode, seconds)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
+def test_every_direction_is_timed(device, direction):
+    latency = measure(attention, device, direction)
+    assert isinstance(latency, Latency)
+    low, high, confidence = latency.interval
+    assert 0 < low <= latency.p50 <= high
+    assert latency.blocks >= 3
+    assert confidence == pytest.approx(1 - 2 ** (1 - latency.blocks)) or latency.blocks > 7
+    assert set(latency.anchors) == {"compute", "memory"}
+    assert latency.direction == direction
+    assert latency.threads == (torch.get_num_threads() if device.type == "cpu" else None)
+
+
+def test_both_directions_take_about_as_long_as_their_sum(device):
+    both = measure(attention, device, "forward+backward", seconds=0.2).p50
+    forward = measure(attention, device, seconds=0.2).p50
+    backward = measure(attention, device, "backward", seconds=0.2).p50
+    assert 0.3 * (forward + backward) < both < 3 * (forward + backward)
+
+
+def test_a_kernel_that_sleeps_on_the_host_is_timed_with_its_sleep(device):
+    def sleeping(q, k, v):
+        time.sleep(0.004)
+        return attention(q, k, v)
+
+    latency = measure(sleeping, device)
+    assert latency.mode == "host"
+    assert latency.p50 >= 0.004
+
+
+def test_a_kernel_that_keeps_its_first_result_is_refused(device):
+    kept = {}
+
+    def caching(q, k, v):
+        return kept.setdefault(q.data_ptr(), attention(q, k, v))
+
+    with pytest.raises(StaleError, match="not that of the data it was given"):
+        measure(caching, device)
+
+
+def test_a_kernel_that_finishes_after_it_returned_is_refused(device):
+    """The check sees the result in time, as it waits; whoever uses it at once does not."""
+
+    def early(q, k, v):
+        out = torch.zeros_like(q)
+
+        def late():
+            time.sleep(0.02)
+            with torch.no_grad():
+                out.copy_(attention(q, k, v))
+
+        threading.Thread(target=late, daemon=True).start()
+        return out
+
+    with pytest.raises(StaleError):
+        measure(early, device)
+    time.sleep(0.1)  # the threads end
+
+
+def test_a_backward_pass_that_keeps_its_first_result_is_refused(device):
+    kept = []
+
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return attention(q, k, v)
+
+        @staticmethod
+        def backward(ctx, dout):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                gradients = torch.autograd.grad(attention(*leaves), leaves, dout)
+            kept.append(gradients)
+            return kept[0]
+
+    with pytest.raises(StaleError):
+        measure(Keeping.apply, device, "backward")
+
+
+@needs_cuda
+def test_a_kernel_on_another_stream_is_refused():
+    side = torch.cuda.Stream()
+
+    def astray(q, k, v):
+        with torch.cuda.stream(side):
+            return attention(q, k, v)
+
+    with pytest.raises(StaleError, match="another stream"):
+        measure(astray, DEVICES[-1])
+
+
+@needs_cuda
+def test_a_kernel_whose_stream_is_not_joined_is_refused():
+    side = torch.cuda.Stream()
+
+    def unjoined(q, k, v):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return attention(q, k, v)
+
+    with pytest.raises(StaleError, match="another stream"):
+        measure(unjoined, DEVICES[-1], workload=Workload(2048, heads=8, head_dim=64))
+
+
+@needs_cuda
+def test_a_kernel_on_a_joined_stream_is_timed():
+    side = torch.cuda.Stream()
+
+    def joined(q, k, v):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out = attention(q, k, v)
+        torch.cuda.current_stream().wait_stream(side)
+        out.record_stream(torch.cuda.current_stream())
+        return out
+
+    workload = Workload(2048, heads=8, head_dim=64)
+    plain = measure(attention, DEVICES[-1], workload=workload, seconds=0.2).p50
+    assert measure(joined, DEVICES[-1], workload=workload, seconds=0.2).p50 == pytest.approx(plain, rel=0.5)
+
+
+@needs_cuda
+def test_an_empty_graph_is_refused():
+    out = {}
+
+    def replayed(q, k, v):
+        if not out:
+            graph = torch.cuda.CUDAGraph()
+            result = attention(q, k, v)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                pass
+            out["graph"], out["result"] = graph, result
+        out["graph"].replay()
+        return out["result"]
+
+    with pytest.raises(StaleError):
+        measure(replayed, DEVICES[-1])
+
+
+@needs_cuda
+def test_a_kernel_that_waits_for_its_device_is_timed_by_the_host():
+    def waiting(q, k, v):
+        out = attention(q, k, v)
+        torch.cuda.synchronize()
+        return out
+
+    latency = measure(waiting, DEVICES[-1])
+    assert latency.mode == "host"
+    assert latency.l2 == "warm"
+
+
+@needs_cuda
+def test_short_kernels_share_a_graph_and_long_ones_have_events_of_their_own():
+    short, long = Workload(128, heads=4, head_dim=64), Workload(4608, heads=24, head_dim=128)
+    assert measure(attention, DEVICES[-1], workload=short).mode == "graph"
+    assert measure(attention, DEVICES[-1], "backward", workload=short).mode == "batched"
+    assert measure(attention, DEVICES[-1], workload=long).mode == "events"
+    assert measure(attention, DEVICES[-1], workload=short, mode="batched").mode == "batched"
+
+
+@needs_cuda
+def test_a_capture_that_fails_leaves_the_kernel_to_be_timed_in_batches():
+    def uncapturable(q, k, v):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not here")
+        return attention(q, k, v)
+
+    assert measure(uncapturable, DEVICES[-1], workload=Workload(128, heads=4, head_dim=64)).mode == "batched"
+
+
+@needs_cuda
+def test_the_backlog_hides_the_host(monkeypatch):
+    """Launching takes longer than the kernel; the device's time must not show it."""
+
+    def lingering(q, k, v):
+        end = time.perf_counter() + 200e-6
+        while time.perf_counter() < end:
+            pass
+        return attention(q, k, v)
+
+    workload = Workload(1024, heads=16, head_dim=64)
+    plain = measure(attention, DEVICES[-1], workload=workload, seconds=0.2, mode="batched")
+    slow = measure(lingering, DEVICES[-1], workload=workload, seconds=0.2, mode="batched")
+    assert slow.host > 190e-6
+    assert slow.p50 == pytest.approx(plain.p50, rel=0.1)
+
+
+def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypatch):
+    stopwatch = Stopwatch(torch.device("cpu"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    said = iter(["hot", None, *["hot"] * 1000])
+    monkeypatch.setattr(stopwatch.guard, "disturbance", lambda: next(said))
+    latency = stopwatch.measure(work_of(attention, SMALL, torch.device("cpu"), "forward"), SMALL.id, "kernel", seconds=0.0)
+    assert latency.disturbances == ("hot",)
+    assert latency.blocks == 3
+
+
+def test_the_plugin_s_own_backends_can_be_timed(device):
+    registry = Registry()
+    for name in ("math", "eager", "sdpa"):
+        assert measure(registry[name], device).p50 > 0
+
+
+def test_sets_of_tensors_are_alike_and_apart(device):
+    work = work_of(attention, SMALL, device, "forward")
+    work.rotate_over(3)
+    pointers = {t.data_ptr() for tensors in work.sets for t in tensors}
+    assert len(pointers) == 9
+    assert all(torch.equal(work.sets[0][0], tensors[0]) for tensors in work.sets)
+    work.refresh()
+    assert torch.equal(work.sets[0][2], work.sets[2][2])
+
+
+def test_strides_survive_the_copies():
+    base = torch.randn(1, 64, 2, 32)
+    work = Work(attention, [base.transpose(1, 2)] * 3, base.transpose(1, 2).contiguous(), "forward")
+    work.rotate_over(2)
+    assert work.sets[1][0].stride() == base.transpose(1, 2).stride()
+    assert torch.equal(work.sets[1][0], base.transpose(1, 2))
+
+
+def test_the_host_s_clock_counts_the_calls_of_a_sample():
+    timer = HostTimer(torch.device("cpu"))
+    calls = []
+
+    def stage():
+        return lambda: [calls.append(time.sleep(0.002)) for _ in range(5)]
+
+    (seconds,) = timer.block([Item("op", stage, 5)])
+    assert len(calls) == 5
+    assert seconds == pytest.approx(0.002, rel=0.5)
