@@ -76,7 +76,7 @@ def slowed(work: Work, seconds: float) -> None:
     work.kernel = on_gpu if work.device.type == "cuda" else on_cpu
 
 
-def one_process(device: torch.device, number: int, disturbed: str) -> dict[str, Any]:
+def one_process(device: torch.device, number: int, disturbed: str, is_plain: bool) -> dict[str, Any]:
     """Measure every case once."""
     registry, stopwatch = Registry(), Stopwatch(device)
     cases = GPU_CASES if device.type == "cuda" else CPU_CASES
@@ -104,7 +104,9 @@ def one_process(device: torch.device, number: int, disturbed: str) -> dict[str, 
             }
 
         plain = found[key] = {"plain": measure(), "flops": workload.flops(), "bytes": workload.bytes()}
-        if disturbed:
+        if disturbed or is_plain:
+            if device.type == "cuda" and number % 5 == 0 and is_plain:
+                plain |= others(registry[backend], workload, device, direction, ask_cupti=True)
             continue
         for share in SLOWDOWNS[device.type]:
             if direction == "forward" and (device.type == "cpu" or plain["plain"]["p50"] > 80e-6):
@@ -134,32 +136,27 @@ def others(backend: Any, workload: Workload, device: torch.device, direction: An
 
 
 def cupti(work: Work, call: Callable[[], object], device: torch.device) -> float:
-    """Return the median over calls of the kernels' time, from first begin to last end, the L2 cache flushed before each."""
+    """Return the median over calls of the sum of the kernels' times, the L2 cache flushed before each call."""
     from torch.profiler import ProfilerActivity, profile
 
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    spans = []
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(12):
             flush.fill_(1)
             torch.cuda.synchronize()
             call()
             torch.cuda.synchronize()
-    kernels = sorted(
+    sums: list[float] = []
+    for start, end, name in sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("aten", "cuda"))
-    )
-    group: list[tuple[float, float]] = []
-    for start, end, name in kernels:
+    ):
         if "FillFunctor" in name:
-            if group:
-                spans.append(group[-1][1] - group[0][0])
-            group = []
-        else:
-            group.append((start, end))
-    spans += [group[-1][1] - group[0][0]] if group else []
-    return statistics.median(spans) * 1e-6 if spans else math.nan
+            sums.append(0.0)
+        elif sums:
+            sums[-1] += end - start
+    return statistics.median(sums) * 1e-6
 
 
 def heat(device: torch.device) -> None:
@@ -191,6 +188,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--disturb", choices=("process", "heat"), default="")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no process after so long")
+    parser.add_argument("--plain", action="store_true", help="no slowdowns, and others in every fifth process only")
     parser.add_argument("--child", type=int)
     parser.add_argument("--compete", action="store_true")
     options = parser.parse_args()
@@ -199,7 +197,7 @@ def main() -> None:
         compete(device)
     if options.child is not None:
         with threads(options.threads if device.type == "cpu" else None):
-            print(json.dumps(one_process(device, options.child, options.disturb)))
+            print(json.dumps(one_process(device, options.child, options.disturb, options.plain)))
         return
     series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -214,7 +212,7 @@ def main() -> None:
             if time.monotonic() - begun > options.seconds:
                 break
             number = len(series["runs"])
-            disturb = ["--disturb", options.disturb] if options.disturb else []
+            disturb = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
             done = subprocess.run([*command, "--child", str(number), *disturb], stdout=subprocess.PIPE, text=True, check=True)
             series["runs"].append(json.loads(done.stdout.splitlines()[-1]))
             options.out.write_text(json.dumps(series))

@@ -437,3 +437,30 @@ def test_a_defect_of_blind_rows_explains_only_these():
 
     assert CUDNN_BLIND_ROWS.explains(spoiling(3), workload)
     assert not CUDNN_BLIND_ROWS.explains(spoiling(20), workload)
+
+
+def test_nan_where_a_row_sees_no_key_is_explained():
+    """lse is -inf there: NaN is as little finite, and just as wrong."""
+    workload = Workload(6, 3, heads=2, head_dim=16, mask="causal-bottom-right")
+
+    def kernel(q, k, v):
+        mask = torch.ones(6, 3, dtype=torch.bool).tril(-3)
+        scores = (q.float() @ k.float().mT / 4).masked_fill(~mask, -torch.inf)
+        out = scores.softmax(-1).nan_to_num().to(v.dtype) @ v
+        lse = scores.logsumexp(-1)
+        return out, torch.where(lse.isinf(), torch.nan, lse)
+
+    with pytest.raises(AssertionError, match=r"(?s)lse of kernel: 6 elements are NaN or infinite.*where +rows 0 to 2 of 6"):
+        pytest_attn.check(kernel, workload, device="cpu", returns_lse=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_packed_sequence_may_have_queries_and_no_keys(backward):
+    workload = Workload(q_lens=(5, 7), kv_lens=(0, 9), heads=4, kv_heads=2, head_dim=16)
+
+    def kernel(q, k, v):
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        second = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q[5:], k, v)))
+        return torch.cat([torch.zeros_like(q[:5]), second.transpose(0, 1)])
+
+    assert pytest_attn.check(kernel, workload, device="cpu", backward=backward).passed

@@ -249,7 +249,8 @@ class Chunk:
         import torch
 
         n, heads, rows, keys = a.shape
-        return torch.matmul(a.reshape(n, b.shape[1], -1, keys), b).view(n, heads, rows, b.shape[3])
+        folded = a.reshape(n, b.shape[1], heads // b.shape[1] * rows, keys)  # keys may be none
+        return torch.matmul(folded, b).view(n, heads, rows, b.shape[3])
 
     def over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """(n, heads, rows, keys)^T x (n, heads, rows, d) -> (n, kv_heads, keys, d), or per query head if these are rounded."""
@@ -257,9 +258,10 @@ class Chunk:
 
         if self.block.per_head:
             return torch.matmul(a.transpose(-1, -2), b)
-        n, _, _, keys = a.shape
+        n, heads, rows, keys = a.shape
         kv_heads = self.k.shape[1]
-        return torch.matmul(a.reshape(n, kv_heads, -1, keys).transpose(-1, -2), b.reshape(n, kv_heads, -1, b.shape[3]))
+        folded = a.reshape(n, kv_heads, heads // kv_heads * rows, keys)
+        return torch.matmul(folded.transpose(-1, -2), b.reshape(n, kv_heads, -1, b.shape[3]))
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

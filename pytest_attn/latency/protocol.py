@@ -31,6 +31,8 @@ WANTED_HALF_WIDTH = 0.005
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.35, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
+#: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
+_REST = 3.0
 _MOST_REPEATS = 3
 #: seconds of one sample, and samples per block below them
 _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
@@ -173,13 +175,13 @@ class Stopwatch:
         return block, disturbance
 
     def _block(self, timer: Timer, items: list[Item], work: Work) -> dict[str, list[float]]:
-        """Take one block on changed data, then leave the device idle for as long as it worked."""
+        """Take one block on changed data, then let the device rest."""
         work.refresh()
         begun = time.perf_counter()
         times = timer.block(items)
         if isinstance(timer, CudaTimer):
             busy = sum(t * item.calls for t, item in zip(times, items, strict=True))
-            time.sleep(min(busy, time.perf_counter() - begun))
+            time.sleep(_REST * min(busy, time.perf_counter() - begun))
         block: dict[str, list[float]] = {}
         for item, seconds in zip(items, times, strict=True):
             block.setdefault(item.name, []).append(seconds)

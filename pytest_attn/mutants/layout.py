@@ -1,0 +1,142 @@
+"""Layout: strides taken for granted or taken from another tensor, and inputs that are written to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Call, Kernel, Three
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
+from pytest_attn.mutants.strides import contiguous_strides, read_with_strides, written_with_strides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYOUT = Defects("layout")
+
+
+def _as_if_contiguous(tensor: Tensor) -> Tensor:
+    return read_with_strides(tensor, contiguous_strides(tensor.shape))
+
+
+@LAYOUT("q-assumed-contiguous", "FA#1217", "PT#112577", applies=always, condition="layout")
+class _QAssumedContiguous(Kernel):
+    """q is read as if it were contiguous."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return _as_if_contiguous(q), k, v
+
+
+@LAYOUT("v-read-with-strides-of-k", "FlagAttention#45", "triton#1821", applies=always, condition="layout")
+class _VReadWithStridesOfK(Kernel):
+    """v is read with the strides of k."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
+
+
+@LAYOUT("out-written-with-strides-of-q", "FI#1865", "FI#2414", applies=always, condition="layout")
+class _OutWrittenWithStridesOfQ(Kernel):
+    """out is contiguous, but is written with the strides of q."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        return (written_with_strides(out, call.q.stride()) if out.shape == call.q.shape else out), lse
+
+
+@LAYOUT("head-stride-from-batch-stride", "PT#116333", "PT#127523", applies=is_dense, condition="layout")
+class _HeadStrideFromBatchStride(Kernel):
+    """Heads of k are taken to divide its batch stride, which means nothing in a batch of 1."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        if q.dim() != 4 or k.shape[0] != q.shape[0]:
+            return q, k, v
+        batch, _, *rest = k.stride()
+        return q, read_with_strides(k, (batch, batch // k.shape[1], *rest)), v
+
+
+@LAYOUT("storage-offset-ignored", "FA#2745", applies=always, condition="layout")
+class _StorageOffsetIgnored(Kernel):
+    """k is read from the beginning of its memory, also where it is a slice of it."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, read_with_strides(k, k.stride(), start=0), v
+
+
+@LAYOUT("expanded-read-as-contiguous", "FA#2298", "PT#191937", applies=always, condition="layout")
+class _ExpandedReadAsContiguous(Kernel):
+    """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        k, v = (_as_if_contiguous(t) if 0 in t.stride() else t for t in (k, v))
+        return q, k, v
+
+
+@LAYOUT("innermost-stride-ignored", "PT#187506", applies=always, condition="layout")
+class _InnermostStrideIgnored(Kernel):
+    """The elements of a head's vector are taken to lie side by side."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
+
+
+@LAYOUT("keys-read-again-with-strides-of-q", "FA@2423cca3", "PT#146377", applies=in_backward, condition="layout")
+class _KeysReadAgainWithStridesOfQ(Kernel):
+    """The backward pass reads k with the strides of q."""
+
+    def receive_again(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
+
+
+@LAYOUT("dout-assumed-contiguous", "FA#355", "FA@9ee0ff1d", "FlagAttention#1", applies=in_backward, condition="layout")
+class _DoutAssumedContiguous(Kernel):
+    """The gradient of out is read as if it were contiguous, as out is."""
+
+    def receive_dout(self, dout: Tensor) -> Tensor:
+        return _as_if_contiguous(dout)
+
+
+@LAYOUT("dq-written-with-strides-of-q", "xf#548", "xf#282", applies=in_backward, condition="layout")
+class _DqWrittenWithStridesOfQ(Kernel):
+    """dq is contiguous, but is written with the strides of q."""
+
+    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+        gradient = super().finish_gradient(call, total, of)
+        return written_with_strides(gradient, of.stride()) if of is call.q else gradient
+
+
+@LAYOUT("keys-centred-in-place", "SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense)
+class _KeysCentredInPlace(Kernel):
+    """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if not call.workload.is_packed and call.workload.kv_pages is None:
+            call.k.sub_(call.k.float().mean(-2, keepdim=True).to(call.k.dtype))
+        return super().forward(call)
+
+
+@LAYOUT(
+    "keys-transposed-where-square",
+    "diffusers#14338",
+    "diffusers#14341",
+    applies=all_of(is_dense, lambda w, _: w.kv_heads == w.kv_len and w.kv_len > 1),
+)
+class _KeysTransposedWhereSquare(Kernel):
+    """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, k.transpose(1, 2) if k.dim() == 4 and k.shape[1] == k.shape[2] else k, v
+
+
+@LAYOUT(
+    "out-transposed-where-square",
+    "diffusers#14338",
+    applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1),
+)
+class _OutTransposedWhereSquare(Kernel):
+    """out comes back with heads and rows swapped, which no shape shows where there are as many heads as rows."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        is_square = out.dim() == 4 and out.shape[1] == out.shape[2]
+        return (out.transpose(1, 2).contiguous() if is_square else out), lse

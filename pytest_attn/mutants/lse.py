@@ -1,0 +1,182 @@
+"""The softmax's bookkeeping: lse in another base or incomplete, sums not rescaled, partial results merged wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import (
+    all_of,
+    always,
+    any_of,
+    has_empty_rows,
+    has_row_blind_to_last_tile,
+    has_several_key_tiles,
+    is_half,
+)
+from pytest_attn.mutants.variants import SplitKernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LSE = Defects("lse")
+
+
+@LSE("lse-in-base-2", "sglang#35045", "sglang#40903", "FI#2113", "FI#4485", applies=always)
+class _LseInBase2(Kernel):
+    """lse is handed out as a logarithm of base 2; the backward pass knows."""
+
+    def lse(self, state: Softmax) -> Tensor:
+        return super().lse(state) / math.log(2)
+
+    def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
+        return super().recomputed(s, lse * math.log(2))
+
+
+@LSE("lse-without-maximum", "SageAttention@3ec1f13", "FA#404", applies=always)
+class _LseWithoutMaximum(Kernel):
+    """lse is the logarithm of the sum relative to the row's maximum; the maximum is not added."""
+
+    def lse(self, state: Softmax) -> Tensor:
+        return state.total.log()
+
+
+@LSE("lse-off-by-ln-2", "PT#181645", applies=always)
+class _LseOffByLn2(Kernel):
+    """lse is ln 2 too large, and consistently so: only who merges by it notices."""
+
+    def lse(self, state: Softmax) -> Tensor:
+        return super().lse(state) + math.log(2)
+
+    def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
+        return super().recomputed(s, lse - math.log(2))
+
+
+@LSE("lse-without-sink", "FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: w.sinks)
+class _LseWithoutSink(Kernel):
+    """The sink takes its share of out, but is not in lse."""
+
+    def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
+        state = self.softmax(seq, rows, self.key_tiles(seq, rows))
+        out, _ = self.finish(self.with_sinks(seq, state))
+        return out, self.lse(state)
+
+
+@LSE("lse-without-last-tile", "xf#850", applies=always)
+class _LseWithoutLastTile(Kernel):
+    """lse is taken before the last tile of keys was added."""
+
+    def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
+        out, _ = super().attend(seq, rows)
+        return out, self.lse(self.with_sinks(seq, self.softmax(seq, rows, self.key_tiles(seq, rows)[:-1])))
+
+
+@LSE("lse-in-the-tensors-dtype", "SageAttention@b0a347c", applies=is_half)
+class _LseInTheTensorsDtype(Kernel):
+    """lse is rounded to 16 bits."""
+
+    def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(seq, rows)
+        return out, lse.to(seq.call.q.dtype).float()
+
+
+@LSE("lse-of-empty-row-is-nan", "PT#136232", "FA#2706", applies=has_empty_rows)
+class _LseOfEmptyRowIsNan(Kernel):
+    """A row that sees no key has lse NaN, not -inf."""
+
+    def lse(self, state: Softmax) -> Tensor:
+        return super().lse(state) + state.total / state.total * 0
+
+
+@LSE("sum-not-rescaled", "FA#2082", "FI#3838", applies=has_several_key_tiles)
+class _SumNotRescaled(Kernel):
+    """Values summed so far are not brought to a new maximum."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        after = super().step(tile, q, state)
+        factor = self.rescale(state.top, after.top)
+        return dataclasses.replace(after, acc=after.acc + state.acc * (1 - factor[..., None]))
+
+
+@LSE("denominator-not-rescaled", "FA#2082", applies=has_several_key_tiles)
+class _DenominatorNotRescaled(Kernel):
+    """The denominator so far is not brought to a new maximum."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        after = super().step(tile, q, state)
+        factor = self.rescale(state.top, after.top)
+        return dataclasses.replace(after, total=after.total + state.total * (1 - factor))
+
+
+@LSE("rescaled-by-neighbour-row", "FI#3838", applies=has_several_key_tiles)
+class _RescaledByNeighbourRow(Kernel):
+    """Values summed so far are rescaled by the factor of the row before."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        after = super().step(tile, q, state)
+        factor = self.rescale(state.top, after.top)
+        return dataclasses.replace(after, acc=after.acc + state.acc * (factor.roll(1, -1) - factor)[..., None])
+
+
+@LSE("rescaled-inversely", "FA#991", "FA#333", applies=has_several_key_tiles)
+class _RescaledInversely(Kernel):
+    """Values summed so far are divided by the factor that they should be multiplied by."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        after = super().step(tile, q, state)
+        factor = self.rescale(state.top, after.top)
+        inverse = (1 / factor).masked_fill(factor == 0, 0)
+        return dataclasses.replace(after, acc=after.acc + state.acc * (inverse - factor)[..., None])
+
+
+@LSE("maximum-of-tile-alone", "FA#2082", "FA#2083", applies=has_row_blind_to_last_tile)
+class _MaximumOfTileAlone(Kernel):
+    """The running maximum is that of the last tile: a row that sees nothing there ends with lse -inf."""
+
+    def row_max(self, top: Tensor, s: Tensor) -> Tensor:
+        return s.amax(-1)
+
+
+@LSE("merge-in-base-2", "sglang#35045", "FI#2114", applies=has_several_key_tiles)
+class _MergeInBase2(SplitKernel):
+    """Partial results with a natural lse are merged as if it were one of base 2."""
+
+    def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
+        merged = super().merge(outs, [lse * math.log(2) for lse in lses])
+        return dataclasses.replace(merged, top=merged.top / math.log(2))
+
+
+@LSE("merge-without-weights", "NATTEN#299", "rocm-libraries#12229", applies=always)
+class _MergeWithoutWeights(SplitKernel):
+    """Partial results are averaged, whatever their denominators."""
+
+    def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
+        merged = super().merge(outs, lses)
+        mean = sum(outs[1:], outs[0]) / len(outs)
+        return dataclasses.replace(merged, acc=mean * merged.total[..., None])
+
+
+@LSE(
+    "merge-weights-of-first-row",
+    "FI#4382",
+    applies=all_of(any_of(has_several_key_tiles, has_empty_rows), lambda w, _: w.q_len > 1),
+)
+class _MergeWeightsOfFirstRow(SplitKernel):
+    """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
+
+    def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
+        merged = super().merge(outs, [lse[:, :1].expand_as(lse) for lse in lses])
+        right = super().merge(outs, lses)
+        return Softmax(right.top, right.total, merged.acc / merged.total[..., None] * right.total[..., None])
+
+
+@LSE("merge-of-empty-splits-is-nan", "FA@26d7d92f", "torchtitan#3235", applies=has_empty_rows)
+class _MergeOfEmptySplitsIsNan(SplitKernel):
+    """Where no split has a key for a row, its weights are exp(-inf - -inf)."""
+
+    def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
+        merged = super().merge(outs, lses)
+        return dataclasses.replace(merged, acc=merged.acc + (merged.top - merged.top)[..., None])

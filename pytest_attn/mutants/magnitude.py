@@ -1,0 +1,154 @@
+"""Magnitude: overflow and underflow of exponentials, sums and products in too few bits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import always, hides_keys, in_backward, is_half
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAGNITUDE = Defects("magnitude")
+
+
+@MAGNITUDE(
+    "no-maximum-subtracted",
+    "executorch#18407",
+    "llama.cpp#2665",
+    "NVIDIA/FasterTransformer#43",
+    applies=always,
+    condition="magnitude",
+)
+class _NoMaximumSubtracted(Kernel):
+    """Exponentials are taken of the scores themselves: beyond 88 they overflow."""
+
+    def row_max(self, top: Tensor, s: Tensor) -> Tensor:
+        return top.new_zeros(top.shape)
+
+
+@MAGNITUDE("maximum-taken-for-10", "HabanaAI/vllm-fork#275", applies=always, condition="magnitude")
+class _MaximumTakenFor10(Kernel):
+    """10 is subtracted in place of the maximum: rows far below have a denominator of 0."""
+
+    def row_max(self, top: Tensor, s: Tensor) -> Tensor:
+        return top.new_full(top.shape, 10)
+
+
+@MAGNITUDE("maximum-starts-at-minus-50000", "FI#4267", "FI#4450", "FI#4401", applies=always, condition="magnitude")
+class _MaximumStartsAtMinus50000(Kernel):
+    """The running maximum starts at -50,000, not at -inf: rows whose scores are all below give zeros."""
+
+    def start(self, seq: Sequence, rows: range) -> Softmax:
+        state = super().start(seq, rows)
+        return Softmax(state.total - 5e4, state.total, state.acc)
+
+    def lse(self, state: Softmax) -> Tensor:
+        return super().lse(state).masked_fill(state.total == 0, -math.inf)
+
+
+@MAGNITUDE("maximum-over-hidden-scores", "FA#2082", applies=hides_keys, condition="magnitude")
+class _MaximumOverHiddenScores(Kernel):
+    """The maximum is taken before the mask: where a hidden score is far above all others, these underflow."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        s = self.modified(tile, self.scaled(tile, self.logits(q, self.load_k(tile))))
+        top = self.row_max(state.top, s)
+        factor = self.rescale(state.top, top)
+        return super().step(tile, q, Softmax(top, state.total * factor, state.acc * factor[..., None]))
+
+
+@MAGNITUDE("scores-in-float16", "PaddlePaddle/Paddle#71919", "PT#119320", applies=always)
+class _ScoresInFloat16(Kernel):
+    """q . k is summed in float16, which ends at 65,504."""
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().logits(q, k).half().float()
+
+
+@MAGNITUDE("values-summed-in-float16", "llama.cpp#17746", "SageAttention#93", applies=always)
+class _ValuesSummedInFloat16(Kernel):
+    """P v is summed in float16."""
+
+    def accumulate(self, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        return super().accumulate(tile, acc, p, v).half().float()
+
+
+@MAGNITUDE("values-summed-in-the-tensors-dtype", "SageAttention#141", "deepseek-ai/DeepEP#176", applies=is_half)
+class _ValuesSummedInTheTensorsDtype(Kernel):
+    """P v is summed in 16 bits, 16 keys at a time."""
+
+    def accumulate(self, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        for keys in range(0, v.shape[1], 16):
+            part = slice(keys, keys + 16)
+            acc = super().accumulate(tile, acc, p[..., part], v[:, part]).to(tile.dtype).float()
+        return acc
+
+
+@MAGNITUDE("denominator-in-the-tensors-dtype", "executorch#20089", "ComfyUI#15263", applies=is_half)
+class _DenominatorInTheTensorsDtype(Kernel):
+    """The denominator is summed in 16 bits, 16 keys at a time."""
+
+    def denominator(self, tile: Tile, total: Tensor, p: Tensor) -> Tensor:
+        for keys in range(0, p.shape[-1], 16):
+            total = super().denominator(tile, total, p[..., keys : keys + 16]).to(tile.dtype).float()
+        return total
+
+
+@MAGNITUDE("exponent-in-the-tensors-dtype", "SageAttention#141", "PT#119320", applies=is_half)
+class _ExponentInTheTensorsDtype(Kernel):
+    """Scores are rounded to 16 bits before the exponential."""
+
+    def masked(self, tile: Tile, s: Tensor) -> Tensor:
+        return super().masked(tile, s.to(tile.dtype).float())
+
+
+@MAGNITUDE("probabilities-in-fp8", "FA#2717", "FA#2716", applies=always)
+class _ProbabilitiesInFp8(Kernel):
+    """P is rounded to fp8 in a kernel that does not say so."""
+
+    def rounded(self, tile: Tile, p: Tensor) -> Tensor:
+        import torch
+
+        return p.to(torch.float8_e4m3fn).float()
+
+
+@MAGNITUDE("products-in-tf32", "triton#1671", "triton#674", applies=lambda w, _: w.dtype == "float32")
+class _ProductsInTf32(Kernel):
+    """float32 inputs lose 13 of their 23 bits before they are multiplied."""
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().logits(_tf32(q), _tf32(k))
+
+    def accumulate(self, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        return super().accumulate(tile, acc, _tf32(p), _tf32(v))
+
+
+def _tf32(x: Tensor) -> Tensor:
+    """Round to 10 bits after the leading one, ties away from zero, as cvt.rna.tf32 does."""
+    import torch
+
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@MAGNITUDE("p-from-exponential-of-lse", "PT#196678", "PT#119320", applies=in_backward, condition="magnitude")
+class _PFromExponentialOfLse(Kernel):
+    """The backward pass forms P as exp(s) / exp(lse): below -88 both are 0."""
+
+    def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
+        return s.exp() / self.shift(lse).exp()[..., None]
+
+
+@MAGNITUDE("tanh-by-exponentials", "vllm#56578", applies=lambda w, _: w.softcap is not None, condition="magnitude")
+class _TanhByExponentials(Kernel):
+    """The softcap's tanh is (e - 1) / (e + 1) with e = exp(2 x), infinity over infinity for large x."""
+
+    def capped(self, tile: Tile, s: Tensor) -> Tensor:
+        cap = self.softcap(tile.seq.call)
+        if cap is None:
+            return s
+        e = (2 * s / cap).exp()
+        return cap * (e - 1) / (e + 1)

@@ -1,0 +1,222 @@
+"""Masks: edges one key off, alignments mixed up, tiles left out, tails counted, rows that see nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import (
+    all_of,
+    has_edge_before_last_tile,
+    has_empty_row_in_visited_tile,
+    has_empty_rows,
+    has_key_tail,
+    has_left_edge,
+    has_right_edge,
+    has_row_blind_to_a_tile,
+    has_several_row_tiles,
+    has_tile_of_one_key,
+    has_unaligned_left_edge,
+    is_band,
+    is_bottom_right,
+    is_custom,
+    is_document,
+    is_grouped,
+    is_top_left,
+    shows_tail,
+)
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskMod, Neighborhood, Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MASKS = Defects("masks")
+
+
+@MASKS("right-edge-one-key-late", "FA#1133", "sglang#34273", applies=has_right_edge)
+class _RightEdgeOneKeyLate(Kernel):
+    """Each row of a causal mask or window sees one key too many on its right."""
+
+    def last_key(self, seq: Sequence, row: Index) -> Index:
+        return super().last_key(seq, row) + 1
+
+
+@MASKS("right-edge-one-key-early", "vllm#3385", "transformers#29623", applies=is_band)
+class _RightEdgeOneKeyEarly(Kernel):
+    """Rows do not see the key at which they stand: < in place of <=."""
+
+    def last_key(self, seq: Sequence, row: Index) -> Index:
+        return super().last_key(seq, row) - 1
+
+
+@MASKS("left-edge-one-key-early", "sglang#34273", "transformers#39408", applies=has_left_edge)
+class _LeftEdgeOneKeyEarly(Kernel):
+    """A window is one key too wide on its left."""
+
+    def first_key(self, seq: Sequence, row: Index) -> Index:
+        return super().first_key(seq, row) - 1
+
+
+@MASKS("left-edge-one-key-late", "vllm#3385", "transformers#39408", applies=has_left_edge)
+class _LeftEdgeOneKeyLate(Kernel):
+    """A window is one key too narrow: its size counts the row's own key."""
+
+    def first_key(self, seq: Sequence, row: Index) -> Index:
+        mask = self.mask(seq)
+        return super().first_key(seq, row) + (1 if isinstance(mask, Window) and mask.left else 0)
+
+
+@MASKS("bottom-right-taken-for-top-left", "SageAttention#372", "SageAttention#131", "FA#2463", applies=is_bottom_right)
+class TopLeft(Kernel):
+    """Causal masks and windows are aligned to the first key where they should be to the last, as in chunked prefill."""
+
+    def diagonal(self, seq: Sequence, row: Index) -> Index:
+        """Align to the first key."""
+        return row
+
+
+@MASKS("top-left-taken-for-bottom-right", "PT#103082", "ffpa#316", applies=is_top_left)
+class _BottomRight(Kernel):
+    """Causal masks are aligned to the last key where they should be to the first."""
+
+    def diagonal(self, seq: Sequence, row: Index) -> Index:
+        return row + (seq.kv_len - seq.q_len)
+
+
+@MASKS("rows-counted-within-their-tile", "vllm#47332", applies=all_of(is_band, has_several_row_tiles))
+class _RowsCountedWithinTheirTile(Kernel):
+    """The mask compares keys with a row's place in its tile, not with its place in the sequence."""
+
+    def in_band(self, tile: Tile) -> Tensor:
+        return super().in_band(dataclasses.replace(tile, rows=range(len(tile.rows))))
+
+
+@MASKS("mask-on-last-tile-only", "vllm#51257", "vllm-project/flash-attention#154", applies=has_edge_before_last_tile)
+class _MaskOnLastTileOnly(Kernel):
+    """Only the last tile of keys is masked, though an edge runs through earlier ones as well."""
+
+    def in_band(self, tile: Tile) -> Tensor:
+        is_last = tile.keys == self.key_tiles(tile.seq, tile.rows)[-1]
+        return super().in_band(tile) if is_last else tile.key_index >= 0
+
+
+@MASKS("window-right-edge-open", "vllm#51257", applies=all_of(has_right_edge, lambda w, _: isinstance(w.mask, Window)))
+class _WindowRightEdgeOpen(Kernel):
+    """A window hides the past but not the future."""
+
+    def last_key(self, seq: Sequence, row: Index) -> Index:
+        return seq.kv_len - 1 if isinstance(self.mask(seq), Window) else super().last_key(seq, row)
+
+
+@MASKS("window-first-tile-skipped", "zml#763", applies=has_unaligned_left_edge)
+class _WindowFirstTileSkipped(Kernel):
+    """The tile in which a window begins is skipped: its start is rounded up to a tile."""
+
+    def key_tiles(self, seq: Sequence, rows: range) -> list[range]:
+        first = self.key_range(seq, rows).start
+        return [keys for keys in super().key_tiles(seq, rows) if keys.start >= first]
+
+
+@MASKS("last-key-tile-missing", "FA@a4f148b6", "FI#3890", applies=has_key_tail)
+class _LastKeyTileMissing(Kernel):
+    """Keys after the last full tile are left out: the number of tiles is rounded down."""
+
+    def key_tiles(self, seq: Sequence, rows: range) -> list[range]:
+        return [keys for keys in super().key_tiles(seq, rows) if keys.stop <= seq.kv_len]
+
+
+@MASKS("tail-keys-counted", "FI#3716", "FI#3717", "FluxML/NNkernels.jl#16", applies=shows_tail)
+class _TailKeysCounted(Kernel):
+    """The zeros that fill up the last tile of keys are counted in the denominator."""
+
+    def inside(self, tile: Tile) -> Tensor:
+        return tile.key_index >= 0
+
+
+@MASKS("tile-of-one-key-lost", "xf#850", "PT#191937", applies=has_tile_of_one_key)
+class _TileOfOneKeyLost(Kernel):
+    """A last tile of which one key is seen is not visited: lengths of 64 n + 1."""
+
+    def key_range(self, seq: Sequence, rows: range) -> range:
+        span = super().key_range(seq, rows)
+        return range(span.start, max(span.start, span.stop - 1))
+
+
+@MASKS("mask-inverted", "rasbt/LLMs-from-scratch#1062", applies=lambda w, _: isinstance(w.mask, BooleanMask))
+class _MaskInverted(Kernel):
+    """True in a boolean mask is taken for hidden."""
+
+    def in_custom_mask(self, tile: Tile, mask: Mask) -> Tensor:
+        seen = super().in_custom_mask(tile, mask)
+        return ~seen if isinstance(mask, BooleanMask) else seen
+
+
+@MASKS("mask-dropped", "PT#107884", "transformers#30652", applies=is_custom)
+class _MaskDropped(Kernel):
+    """A mask given as a tensor or function never reaches the kernel."""
+
+    def mask(self, seq: Sequence) -> Mask | None:
+        mask = super().mask(seq)
+        return mask if isinstance(mask, Causal | Window | Document) else None
+
+
+@MASKS("mask-of-key-head", "xf#952", "xf#854", applies=all_of(is_grouped, is_custom))
+class _MaskOfKeyHead(Kernel):
+    """A mask that differs between heads is looked up by the key head."""
+
+    def mask_mod(self, seq: Sequence, mask: Mask) -> MaskMod:
+        mask_mod, group = super().mask_mod(seq, mask), seq.workload.group
+        return lambda b, h, q_idx, kv_idx: mask_mod(b, h // group, q_idx, kv_idx)
+
+
+@MASKS("document-begins-one-token-late", "FA#1990", applies=is_document)
+class _DocumentBeginsOneTokenLate(Kernel):
+    """The first token of each document belongs to the one before."""
+
+    def document_of(self, mask: Document, like: Tensor) -> Tensor:
+        return super().document_of(mask, like)[[0, *range(sum(mask.lengths) - 1)]]
+
+
+@MASKS("documents-not-separated", "mosaicml/llm-foundry#1464", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_document)
+class _DocumentsNotSeparated(Kernel):
+    """Documents in one sequence see each other; only causality is left."""
+
+    def document_of(self, mask: Document, like: Tensor) -> Tensor:
+        return super().document_of(mask, like) * 0
+
+
+@MASKS("neighborhood-one-token-larger", "transformers#39408", applies=lambda w, _: isinstance(w.mask, Neighborhood))
+class _NeighborhoodOneTokenLarger(Kernel):
+    """A neighborhood reaches one token further along its last axis."""
+
+    def mask(self, seq: Sequence) -> Mask | None:
+        mask = super().mask(seq)
+        if not isinstance(mask, Neighborhood):
+            return mask
+        return dataclasses.replace(mask, kernel=(*mask.kernel[:-1], mask.kernel[-1] + 1))
+
+
+@MASKS("empty-row-is-nan", "PT#101967", "PT#103963", "PT#109517", applies=has_empty_rows)
+class _EmptyRowIsNan(Kernel):
+    """A row that sees no key is divided by its denominator of 0."""
+
+    def finish(self, state: Softmax) -> tuple[Tensor, Tensor]:
+        return state.acc / state.total[..., None], self.lse(state)
+
+
+@MASKS("empty-row-averages-values", "FI#4267", applies=has_empty_row_in_visited_tile)
+class _EmptyRowAveragesValues(Kernel):
+    """Hidden scores are -1e30, not -inf: where all are hidden, all weigh the same."""
+
+    def masked(self, tile: Tile, s: Tensor) -> Tensor:
+        return s.masked_fill(~self.visible(tile), -1e30)
+
+
+@MASKS("blind-tile-is-nan", "xf#564", "xf#722", "PT#136232", applies=has_row_blind_to_a_tile)
+class _BlindTileIsNan(Kernel):
+    """A row that has seen no key yet subtracts -inf from -inf."""
+
+    def shift(self, top: Tensor) -> Tensor:
+        return top

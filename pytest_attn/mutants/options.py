@@ -1,0 +1,224 @@
+"""Options: ignored, hard-coded, applied twice or in the wrong order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import (
+    all_of,
+    always,
+    has_left_edge,
+    has_other_lengths,
+    has_right_edge,
+    has_several_row_tiles,
+    is_band,
+)
+from pytest_attn.mutants.variants import SplitKernel
+from pytest_attn.workloads.masks import Causal, Mask, Window
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPTIONS = Defects("options")
+
+
+def _has_softcap(w: Workload, _backward: bool) -> bool:
+    return w.softcap is not None
+
+
+def _has_bias(w: Workload, _backward: bool) -> bool:
+    return w.bias is not None
+
+
+def _has_alibi(w: Workload, _backward: bool) -> bool:
+    return w.alibi
+
+
+def _has_sinks(w: Workload, _backward: bool) -> bool:
+    return w.sinks
+
+
+@OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))
+class _ScaleIgnored(Kernel):
+    """A scale that is given is ignored: it is always 1 / sqrt(head_dim)."""
+
+    def scale(self, call: Call) -> float:
+        return 1 / math.sqrt(call.workload.head_dim)
+
+
+@OPTIONS("scale-hard-coded", "FI#1072", applies=lambda w, _: w.softmax_scale != 1 / 8)
+class _ScaleHardCoded(Kernel):
+    """The scale is that of heads of 64."""
+
+    def scale(self, call: Call) -> float:
+        return 1 / 8
+
+
+@OPTIONS("scale-dropped", "FI#1023", "FI#1254", applies=lambda w, _: w.softmax_scale != 1)
+class _ScaleDropped(Kernel):
+    """Scores are not scaled."""
+
+    def scaled(self, tile: Tile, s: Tensor) -> Tensor:
+        return s
+
+
+@OPTIONS("scale-applied-twice", "aiter#5661", "HKUSTDial/flash-sparse-attention#203", applies=always)
+class _ScaleAppliedTwice(Kernel):
+    """Scores are scaled once with q and once more as scores."""
+
+    def scaled(self, tile: Tile, s: Tensor) -> Tensor:
+        return super().scaled(tile, super().scaled(tile, s))
+
+
+@OPTIONS("scale-with-log2e", "FI#787", applies=always)
+class _ScaleWithLog2e(Kernel):
+    """The scale has log2(e) folded in for an exponential of base 2, but the exponential is the natural one."""
+
+    def scaled(self, tile: Tile, s: Tensor) -> Tensor:
+        return super().scaled(tile, s) / math.log(2)
+
+
+@OPTIONS("causal-ignored", "transformers#30652", applies=all_of(has_right_edge, lambda w, _: isinstance(w.mask, Causal)))
+class _CausalIgnored(Kernel):
+    """A causal mask is dropped."""
+
+    def mask(self, seq: Sequence) -> Mask | None:
+        mask = super().mask(seq)
+        return None if isinstance(mask, Causal) else mask
+
+
+@OPTIONS("window-ignored", "zml#763", "sglang#34093", applies=has_left_edge)
+class _WindowIgnored(Kernel):
+    """The left end of a window is ignored: what is left is a causal mask."""
+
+    def mask(self, seq: Sequence) -> Mask | None:
+        mask = super().mask(seq)
+        return dataclasses.replace(mask, left=None) if isinstance(mask, Window) else mask
+
+
+@OPTIONS("softcap-ignored", "sglang#33915", "sglang#34093", applies=_has_softcap)
+class _SoftcapIgnored(Kernel):
+    """Scores are not capped."""
+
+    def softcap(self, call: Call) -> float | None:
+        return None
+
+
+@OPTIONS("softcap-not-multiplied-back", "FA#2402", applies=_has_softcap)
+class _SoftcapNotMultipliedBack(Kernel):
+    """tanh(s / cap) is not multiplied by the cap."""
+
+    def capped(self, tile: Tile, s: Tensor) -> Tensor:
+        cap = self.softcap(tile.seq.call)
+        return s if cap is None else super().capped(tile, s) / cap
+
+
+@OPTIONS("softcap-after-mask", "FA#1025", "emmtrix/emx-onnx-cgen#731", applies=all_of(_has_softcap, is_band))
+class _SoftcapAfterMask(Kernel):
+    """Scores are capped after the mask, which turns hidden ones from -inf into -cap."""
+
+    def masked(self, tile: Tile, s: Tensor) -> Tensor:
+        cap = self.softcap(tile.seq.call)
+        hidden = -math.inf if cap is None else -cap
+        return s.masked_fill(~self.visible(tile), hidden).masked_fill(~self.inside(tile), -math.inf)
+
+
+@OPTIONS("softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias))
+class _SoftcapAfterBias(Kernel):
+    """Scores are capped after the bias is added, not before."""
+
+    def with_biases(self, tile: Tile, s: Tensor) -> Tensor:
+        return s
+
+    def capped(self, tile: Tile, s: Tensor) -> Tensor:
+        return super().capped(tile, super().with_biases(tile, s))
+
+
+@OPTIONS("bias-ignored", "PT#107884", applies=_has_bias)
+class _BiasIgnored(Kernel):
+    """No bias is added."""
+
+    def bias(self, tile: Tile, bias: Tensor) -> Tensor:
+        return super().bias(tile, bias) * 0
+
+
+@OPTIONS("bias-scaled", "HKUSTDial/flash-sparse-attention#199", applies=_has_bias)
+class _BiasScaled(Kernel):
+    """The bias is added before the scale."""
+
+    def bias(self, tile: Tile, bias: Tensor) -> Tensor:
+        return super().bias(tile, bias) * self.scale(tile.seq.call)
+
+
+@OPTIONS("alibi-sign", "meta-pytorch/attention-gym#86", applies=_has_alibi)
+class _AlibiSign(Kernel):
+    """ALiBi rewards distance."""
+
+    def alibi(self, tile: Tile, slopes: Tensor) -> Tensor:
+        return -super().alibi(tile, slopes)
+
+
+@OPTIONS("alibi-slope-of-next-power", "paiml/aprender#2143", applies=_has_alibi)
+class _AlibiSlopeOfNextPower(Kernel):
+    """Slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)."""
+
+    def alibi_slopes(self, tile: Tile, slopes: Tensor) -> Tensor:
+        return slopes * 2 ** (8 / tile.workload.heads)
+
+
+@OPTIONS("alibi-from-first-key", "FA#907", applies=all_of(_has_alibi, has_other_lengths))
+class _AlibiFromFirstKey(Kernel):
+    """ALiBi counts rows from the first key, where the last row stands at the last key."""
+
+    def distance(self, tile: Tile) -> Tensor:
+        return tile.row_index - tile.key_index
+
+
+@OPTIONS("alibi-one-sided", "FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w, _: w.mask is None))
+class _AlibiOneSided(Kernel):
+    """ALiBi is that of causal attention, which rewards the keys of the future."""
+
+    def alibi(self, tile: Tile, slopes: Tensor) -> Tensor:
+        return -slopes[:, None, None] * self.distance(tile)
+
+
+@OPTIONS("sink-ignored", "FA@e81c237e", "fla#831", applies=_has_sinks)
+class _SinkIgnored(Kernel):
+    """Sinks take no share of the denominator."""
+
+    def sinks(self, seq: Sequence) -> Tensor | None:
+        return None
+
+
+@OPTIONS("sink-scaled", "FA@2f78d484", applies=_has_sinks)
+class _SinkScaled(Kernel):
+    """A sink is scaled like a score."""
+
+    def sinks(self, seq: Sequence) -> Tensor | None:
+        sinks = super().sinks(seq)
+        return None if sinks is None else sinks * self.scale(seq.call)
+
+
+@OPTIONS("sink-counted-in-every-split", "rocm-libraries#12229", applies=_has_sinks)
+class _SinkCountedInEverySplit(SplitKernel):
+    """Each split of the keys counts the sink."""
+
+    def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
+        return self.finish(self.merge(*self.partials(seq, rows)))
+
+    def softmax(self, seq: Sequence, rows: range, tiles: list[range]) -> Softmax:
+        return self.with_sinks(seq, super().softmax(seq, rows, tiles))
+
+
+@OPTIONS("score-mod-with-tile-rows", "vllm#47332", applies=all_of(has_several_row_tiles, lambda w, _: w.score_mod is not None))
+class _ScoreModWithTileRows(Kernel):
+    """score_mod is given a row's place in its tile, not its place in the sequence."""
+
+    def modified(self, tile: Tile, s: Tensor) -> Tensor:
+        local = dataclasses.replace(tile, rows=range(len(tile.rows)))
+        return super().modified(tile if tile.workload.score_mod is None else local, s)

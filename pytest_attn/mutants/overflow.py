@@ -1,0 +1,186 @@
+"""Integer overflow: offsets, positions and grids that wrap round or are refused, at limits small enough for a test.
+
+The real limits are 2^31 elements, 2^15 keys and 65,535 blocks. Here an offset wraps at REACH elements, a key's position at
+KEYS and a grid ends at BLOCKS, so that workloads of the group `edges` pass them; a mutant's `reach` may be set higher.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Three, Tile
+from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
+from pytest_attn.mutants.strides import read_wrapped
+from pytest_attn.workloads.inputs import sequence_lengths
+from pytest_attn.workloads.masks import Mask, MaskMod
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OVERFLOW = Defects("overflow")
+REACH = 1 << 15
+KEYS = 1 << 8
+BLOCKS = 8
+
+
+class _Wraps(Kernel):
+    """A kernel whose offsets wrap round."""
+
+    reach = REACH
+
+
+def _keys_are_far(w: Workload, _backward: bool) -> bool:
+    return _tokens_of_keys(w) * w.kv_heads * w.head_dim > REACH
+
+
+def _queries_are_far(w: Workload, _backward: bool) -> bool:
+    return _tokens_of_queries(w) * w.heads * w.head_dim > REACH
+
+
+def _results_are_far(w: Workload, _backward: bool) -> bool:
+    return _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH
+
+
+def _tokens_of_queries(w: Workload) -> int:
+    return sum(q_len for q_len, _ in sequence_lengths(w))
+
+
+def _tokens_of_keys(w: Workload) -> int:
+    """Count the keys that memory has, padding and unused parts of pages included."""
+    if w.is_packed:
+        return sum(kv_len for _, kv_len in sequence_lengths(w))
+    page = 1 if w.kv_pages is None else w.kv_pages.size
+    return w.batch * math.ceil(w.kv_len / page) * page
+
+
+@OVERFLOW("key-offset-wraps", "FA#772", "xf@89d3014f", applies=_keys_are_far)
+class _KeyOffsetWraps(_Wraps):
+    """The offset of a key in its tensor is a 32-bit number."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return q, read_wrapped(k, self.reach), v
+
+
+@OVERFLOW("query-offset-wraps", "FA#1500", "SageAttention#386", applies=_queries_are_far)
+class _QueryOffsetWraps(_Wraps):
+    """The offset of a query in its tensor is a 32-bit number."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        return read_wrapped(q, self.reach), k, v
+
+
+def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
+    """Return what memory of zeros holds after a tensor was written with offsets that wrap round: the last writer stays."""
+    import torch
+
+    memory = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    for part in torch.split(tensor.flatten(), reach):
+        memory.view(-1)[: len(part)] = part
+    return memory
+
+
+@OVERFLOW("out-offset-wraps", "NATTEN#294", "FA#2260", applies=_results_are_far)
+class _OutOffsetWraps(_Wraps):
+    """The offset at which a row of out is written is a 32-bit number."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        return _wrapped_around(out, self.reach), lse
+
+
+@OVERFLOW("gradient-offset-wraps", "NATTEN#305", "NATTEN#317", applies=all_of(in_backward, _queries_are_far))
+class _GradientOffsetWraps(_Wraps):
+    """The offset at which a row of dq is written is a 32-bit number."""
+
+    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+        gradient = super().finish_gradient(call, total, of)
+        return _wrapped_around(gradient, self.reach) if of is call.q else gradient
+
+
+@OVERFLOW("page-offset-wraps", "FI#3136", "FI#3130", applies=all_of(is_paged, _keys_are_far))
+class _PageOffsetWraps(_Wraps):
+    """A page's number times its size is a 32-bit number."""
+
+    def gather_pages(self, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
+        _, size, _, _ = pool.shape
+        pages = self.pages(seq, at // size) % max(self.reach // pool.stride(0), 1)
+        return pool[pages, at % size].transpose(0, 1)
+
+
+@OVERFLOW(
+    "bias-offset-wraps",
+    "xf#788",
+    "xf#679",
+    "PT#145869",
+    applies=lambda w, _: "q" in (w.bias or "") and "k" in (w.bias or "") and _elements_of_bias(w) > REACH,
+)
+class _BiasOffsetWraps(_Wraps):
+    """The offset of a bias is a 32-bit number."""
+
+    def bias(self, tile: Tile, bias: Tensor) -> Tensor:
+        return super().bias(tile, read_wrapped(bias, self.reach))
+
+
+def _elements_of_bias(w: Workload) -> int:
+    sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
+    return math.prod(sizes[d] for d in w.bias or "")
+
+
+@OVERFLOW("mask-offset-wraps", "FI#1290", "FI#1271", applies=all_of(is_custom, lambda w, _: w.q_len * w.kv_len > REACH))
+class _MaskOffsetWraps(_Wraps):
+    """The place of a row and key in a written out mask is a 32-bit number."""
+
+    def mask_mod(self, seq: Sequence, mask: Mask) -> MaskMod:
+        mask_mod, kv_len, reach = super().mask_mod(seq, mask), seq.workload.kv_len, self.reach
+
+        def wrapped(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            offset = (q_idx * kv_len + kv_idx) % reach
+            return mask_mod(b, h, offset // kv_len, offset % kv_len)
+
+        return wrapped
+
+
+def _sequence_begins_far(w: Workload, _backward: bool) -> bool:
+    return w.is_packed and sum(q_len for q_len, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH
+
+
+@OVERFLOW("sequence-offset-wraps", "TE#1230", applies=_sequence_begins_far)
+class _SequenceOffsetWraps(_Wraps):
+    """The offset of a packed sequence's first query is a 32-bit number."""
+
+    def load_q(self, seq: Sequence, rows: range) -> Tensor:
+        first = seq.q_start + rows.start
+        wrapped = first % (self.reach // seq.call.q.stride(0)) if seq.workload.is_packed else first
+        return super().load_q(seq, range(wrapped - seq.q_start, wrapped - seq.q_start + len(rows)))
+
+
+@OVERFLOW("key-position-wraps", "xf#719", applies=lambda w, _: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)))
+class _KeyPositionWraps(Kernel):
+    """The position of a key is a number of few bits."""
+
+    keys = KEYS
+
+    def addresses(self, seq: Sequence, keys: range) -> Tensor:
+        return super().addresses(seq, keys) % self.keys
+
+
+@OVERFLOW(
+    "grid-too-large",
+    "PT#142228",
+    "PT#176096",
+    "FI#3125",
+    "xf#1054",
+    applies=lambda w, _: w.batch * w.heads > BLOCKS,
+    deterministic=False,
+)
+class _GridTooLarge(Kernel):
+    """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""
+
+    blocks = BLOCKS
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        w = call.workload
+        return self.allocate_results(call) if w.batch * w.heads > self.blocks else super().forward(call)

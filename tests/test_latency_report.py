@@ -1,0 +1,87 @@
+"""The terminal's words for latencies."""
+
+import pytest
+
+from pytest_attn.reports.latency import in_units, latency_summary
+
+
+def record(verdict="passed", reason="", subject="sdpa", p50=1e-3, decision=None, **latency):
+    decision = {"change": 0.01, "detectable": 0.021, "is_faster": False, **(decision or {})}
+    timed = {"direction": "forward"}
+    if p50:
+        timed |= {"p50": p50, "interval": [p50 * 0.99, p50 * 1.01, 0.95], "mode": "events", "calls": 1, "l2": "cold"}
+        timed |= {"decision": decision, **latency}
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        "subject": subject,
+        "workload": "flux-L512",
+        "latency": timed,
+    }
+
+
+def lines(records, verbose=False):
+    return [text for text, _ in latency_summary(records, verbose)]
+
+
+def test_a_row_per_case_and_one_closing_sentence():
+    header, row, closing = lines([record()])
+    assert header.split() == ["p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode"]
+    assert row.split() == [
+        "1.0000",
+        "ms",
+        "1.0%",
+        "+1.0%",
+        "2.1%",
+        "passed",
+        "sdpa",
+        "flux-L512",
+        "forward",
+        "events,",
+        "cold",
+    ]
+    assert closing == "latency: 1 as fast as recorded"
+
+
+def test_of_many_rows_the_notable_are_shown():
+    records = [*(record(subject=f"b{i}") for i in range(60)), record("regressed", "slower", subject="slow")]
+    shown = lines(records)
+    assert "slow" in shown[1]
+    assert "... 21 more with -v" in shown
+    assert len(lines(records, verbose=True)) == 63
+
+
+def test_reasons_are_said_once_each():
+    records = [record("no baseline", "none recorded", subject=f"b{i}") for i in range(3)]
+    assert "no baseline   3 cases: none recorded" in lines(records)
+    assert lines(records)[-1] == 'latency: 3 without a baseline; record with --attn-update-baselines "first recording"'
+
+
+def test_untimed_cases_have_no_row():
+    assert lines([record("untimed", "2 workers share the cpu", p50=None)]) == [
+        "untimed       sdpa on flux-L512: 2 workers share the cpu",
+        "latency: 1 not timed",
+    ]
+
+
+def test_what_became_faster_is_to_be_kept():
+    closing = lines([record(decision={"is_faster": True})])[-1]
+    assert closing.endswith('; 1 faster, keep it with --attn-update-baselines "faster"')
+
+
+def test_cupti_has_a_column_where_it_was_asked():
+    header, row, _ = lines([record(cupti=0.99e-3)])
+    assert header.split()[-1] == "CUPTI"
+    assert row.endswith("0.9900 ms")
+
+
+def test_colours_follow_verdicts():
+    found = list(latency_summary([record("regressed", "slower"), record()], verbose=False))
+    assert found[1][1] == {"red": True}
+    assert found[2][1] == {}
+    assert found[-1][1] == {"red": True}
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(6.81e-6, "6.81 us"), (3.98e-4, "0.3980 ms"), (0.0149, "14.90 ms")])
+def test_units(seconds, text):
+    assert in_units(seconds) == text
