@@ -57,6 +57,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the records off the report, where it carries any."""
         self._session.records.extend(getattr(report, "attn", ()))
+        if found := getattr(report, "attn_mutant", None):
+            self._session.mutants.append(found)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -157,6 +159,10 @@ def pytest_runtest_makereport(
         from pytest_attn.session.lifecycle import attach_records
 
         attach_records(item, call, report)
+        if _session(item.config).settings.mutants:
+            from pytest_attn.session.lifecycle import settle_mutant
+
+            settle_mutant(item, report)
     return report
 
 

@@ -51,7 +51,7 @@ class AttentionCase:
         self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
     ) -> None:
         self.workload: Workload = parameter.workload
-        self.backend: Backend | None = session.registry[parameter.backend] if parameter.backend else None
+        self.backend: Backend | None = session.backend_named(parameter.backend) if parameter.backend else None
         self._request, self._item, self._mark, self._session = request, request.node, mark, session
         self._checked: Any = None
         self._comparison: Comparison | None = None
@@ -278,6 +278,8 @@ class AttentionCase:
         from pytest_attn.correctness.check import subject_name
         from pytest_attn.profiling.kernels import answers_to, may_answer
 
+        if self._session.settings.mutants:
+            return []
         if not words or not all(isinstance(word, str) and word.strip() for word in words):
             raise ValueError(f'assert_launched needs words: attn.assert_launched("sm90", "flash"), got {words!r}')
         subject = self._checked if fn is None else self._resolved(fn)
@@ -297,6 +299,8 @@ class AttentionCase:
         """Return a callable or backend as it is, and a backend by its name; skips where that cannot take the case."""
         from pytest_attn.backends.backend import Backend
 
+        if self._session.settings.mutants:
+            return self.backend
         subject = self._session.registry[fn] if isinstance(fn, str) else fn
         if isinstance(subject, Backend) and (isinstance(fn, str) or (backward and not self._mark.backward)):
             self._skip_unless_runnable(subject, backward)

@@ -73,6 +73,8 @@ class Measurement:
 
     def untimed_because(self) -> str:
         """Say why nothing is timed here; "" where it is."""
+        if self.session.settings.mutants:
+            return "--attn-mutants"
         if self.session.settings.latency == "off":
             return "--attn-latency=off"
         return untimed_because(self.session.settings.gpu_per_worker, self.question.device)

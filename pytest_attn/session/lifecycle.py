@@ -21,7 +21,7 @@ from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.marker import AttentionMark, RequiresMark
-from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected
+from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected, test_of
 from pytest_attn.session.record import RECORD, CaseRecord
 from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
 
@@ -32,6 +32,8 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     session = item.config.stash[SESSION]
     marker = item.get_closest_marker("attention")
     mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
+    if session.settings.mutants and parameter.backend:
+        session.mutation.skip_if_killed(test_of(item), parameter.backend)
     case = AttentionCase(request, parameter, mark, session)
     case.skip_unless_runnable()
     return case
@@ -90,6 +92,15 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
             report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
 
 
+def settle_mutant(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Under --attn-mutants: a test that fails has found its faulty kernel, and passes."""
+    if _is_case(item) and (parameter := item.callspec.params[PARAMETER]) is not None:  # type: ignore[attr-defined]
+        mutation = item.config.stash[SESSION].mutation
+        found = mutation.settle(test_of(item), parameter.backend, report)
+        if found:
+            report.attn_mutant = found  # type: ignore[attr-defined]
+
+
 def _is_case(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     return callspec is not None and PARAMETER in callspec.params
@@ -97,6 +108,11 @@ def _is_case(item: pytest.Item) -> bool:
 
 def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
     """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
+    if session.mutants:
+        from pytest_attn.reports.mutation import mutation_summary
+
+        _print(reporter, mutation_summary(session.mutants, verbosity > 0), "attention mutants")
+        return
     if session.settings.profile:
         from pytest_attn.reports.profile import profile_tables
 

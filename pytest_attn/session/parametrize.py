@@ -11,6 +11,8 @@ from pytest_attn.session.store import FIXTURES, AttentionSession, NoTorchError, 
 from pytest_attn.workloads.workload import Workload
 
 PARAMETER = "_attn_parameter"
+#: what names of faulty kernels begin with, where a backend's is expected
+MUTANT = "mutant:"
 
 
 class CaseParameter(NamedTuple):
@@ -54,6 +56,8 @@ def list_cases(mark: AttentionMark, session: AttentionSession, with_backends: bo
     for workload in workloads:
         if mark.layout == "thd" and not workload.is_packed:
             raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {workload.id} is not one")
+    if session.settings.mutants:
+        return [CaseParameter(w, name) for w in workloads for name in session.mutation.names_for(w, mark.backward)]
     backends: list[str | None] = [None]
     if with_backends:
         chosen = mark.backends if mark.backends and "backends" not in session.settings.given else None
@@ -79,7 +83,14 @@ def _selected_workloads(mark: AttentionMark, session: AttentionSession) -> list[
 
 def case_id(case: CaseParameter) -> str:
     """Return the id of a case: workload, then backend."""
-    return case.workload.id if case.backend is None else f"{case.workload.id}-{case.backend}"
+    if case.backend is None:
+        return case.workload.id
+    return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"
+
+
+def test_of(item: pytest.Item) -> str:
+    """Return the test that an item is a case of."""
+    return item.nodeid.partition("[")[0]
 
 
 def _require_unique(cases: list[CaseParameter], ids: list[str]) -> None:

@@ -204,6 +204,7 @@ class Settings:
     profile: bool
     cupti: bool
     gpu_per_worker: bool
+    mutants: bool
     support: str | None
     update_baselines: str | None
     given: dict[str, str]
@@ -226,6 +227,7 @@ class Settings:
             "profile": bool(config.getoption("attn_profile")),
             "cupti": bool(config.getoption("attn_cupti")),
             "gpu_per_worker": bool(config.getoption("attn_gpu_per_worker")),
+            "mutants": bool(config.getoption("attn_mutants")),
             "support": _writable_file("--attn-support", config.getoption("attn_support")),
             "update_baselines": _reason(config),
         }
@@ -250,6 +252,7 @@ def add_options(parser: pytest.Parser) -> None:
             "Print which kernels each case that is right really launches, with time, memory and share of roofline",
         ),
         ("cupti", "Print beside each p50 what torch's profiler (CUPTI) says of the same call"),
+        ("mutants", "Run the tests with faulty kernels in place of theirs, and print which of these they find"),
         ("gpu-per-worker", "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES"),
     ):
         dest = f"attn_{flag.replace('-', '_')}"

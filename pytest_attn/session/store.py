@@ -15,10 +15,12 @@ from pytest_attn.session.settings import Settings, choose
 if TYPE_CHECKING:
     import torch
 
+    from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
     from pytest_attn.correctness.check import ReferenceCache
     from pytest_attn.session.deadline import Deadline
+    from pytest_attn.session.mutation import Mutation
     from pytest_attn.workloads.catalog import Catalog
 
 MARKERS = (
@@ -53,6 +55,7 @@ class AttentionSession:
         self.records: list[dict[str, Any]] = []
         self.cases = self.runnable = 0
         self.latencies: dict[str, Any] = {}  # what session/latency.py knows of each device
+        self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
         self.pending: list[Any] = []  # cases whose baselines are recorded at the end
         self.recorded: dict[str, Any] = {}  # and those that were
         self.rootpath = config.rootpath
@@ -81,6 +84,17 @@ class AttentionSession:
         catalog = builtin_catalog()
         _call_conftests(self._hook.pytest_attn_workloads, catalog=catalog)
         return catalog
+
+    @cached_property
+    def mutation(self) -> Mutation:
+        """The faulty kernels of --attn-mutants."""
+        from pytest_attn.session.mutation import Mutation
+
+        return Mutation()
+
+    def backend_named(self, name: str) -> Backend:
+        """Return a registered backend, or under --attn-mutants a faulty kernel."""
+        return self.mutation.backend(name) if self.settings.mutants else self.registry[name]
 
     @property
     def deadline(self) -> Deadline:
