@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.correctness.check import check
     from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.invariants.check import check_invariants
+    from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.measure import measure
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.session.case import AttentionCase
@@ -28,6 +30,7 @@ __all__ = [
     "Comparison",
     "Document",
     "Inputs",
+    "InvariantReport",
     "KnownDefect",
     "Latency",
     "Machine",
@@ -36,6 +39,7 @@ __all__ = [
     "Window",
     "Workload",
     "check",
+    "check_invariants",
     "draw_inputs",
     "measure",
 ]
@@ -47,6 +51,7 @@ _HOMES = {
     "Comparison": "pytest_attn.correctness.compare",
     "Document": "pytest_attn.workloads.masks",
     "Inputs": "pytest_attn.workloads.inputs",
+    "InvariantReport": "pytest_attn.invariants.report",
     "KnownDefect": "pytest_attn.backends.backend",
     "Latency": "pytest_attn.latency.protocol",
     "Machine": "pytest_attn.backends.machine",
@@ -55,6 +60,7 @@ _HOMES = {
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
     "check": "pytest_attn.correctness.check",
+    "check_invariants": "pytest_attn.invariants.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "measure": "pytest_attn.latency.measure",
 }

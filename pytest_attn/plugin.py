@@ -212,8 +212,9 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
 
     attn.workload, .backend, .device, .q, .k, .v, .mask, .bias, .sinks, .alibi_slopes, .cu_seqlens, .kv_lens, .page_table
     and .reference describe the case. attn.check(fn) holds fn against exact attention and raises AssertionError with a
-    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name. attn.measure(fn) does
-    so, times it, and raises AssertionError where its p50 is slower than the baseline of this machine.
+    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name.
+    attn.check_invariants(fn) asks what needs no tolerance. attn.measure(fn) checks fn, times it, and raises AssertionError
+    where its p50 is slower than the baseline of this machine.
     """
     from pytest_attn.session.lifecycle import make_case
 

@@ -17,6 +17,7 @@ LAYERS = (
     "session",
     "reports",
     "suite",
+    "strategies",
     "invariants",
     "mutants",
     "profiling",

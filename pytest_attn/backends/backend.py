@@ -26,7 +26,7 @@ class KnownDefect:
     applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
     changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
-    without, every failure of these tensors does.
+    without, every failure of these tensors does. invariants: names of those that it breaks.
     """
 
     issue: str
@@ -37,6 +37,7 @@ class KnownDefect:
     inputs: str | None = None
     changes_input: tuple[str, ...] = ()
     shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
+    invariants: tuple[str, ...] = ()
 
     def explains(self, comparison: Any, workload: Workload) -> bool:
         """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""

@@ -61,6 +61,8 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
         case = f"{r['subject']} on {r['workload']}{direction}"
         if r["verdict"] == "mismatch":
             yield f"mismatch      {case}: {r['reason']}", {"red": True}
+        elif r["verdict"] == "broken":
+            yield f"broken        {case}: {r['reason']}", {"red": True}
         elif r["verdict"] == "raised":
             yield f"raised        {case}: {r['reason']}", {"red": True}
         elif r["verdict"] == "known defect":
@@ -115,9 +117,9 @@ def _closing(records: Sequence[Record]) -> Line:
         text += "; -rs lists the reasons of skips"
     markup = (
         {"red": True}
-        if counts["mismatch"] or counts["raised"]
+        if counts["mismatch"] or counts["broken"] or counts["raised"]
         else {"green": True}
-        if counts["passed"] or counts["approximate"]
+        if counts["passed"] or counts["approximate"] or counts["held"]
         else {}
     )
     return text, markup
@@ -126,7 +128,9 @@ def _closing(records: Sequence[Record]) -> Line:
 _WORDS = {
     "passed": "right",
     "approximate": "right as approximate",
+    "held": "with all invariants",
     "mismatch": "wrong",
+    "broken": "with a broken invariant",
     "raised": "raised",
     "known defect": "known defects",
     "expected": "wrong as expected",

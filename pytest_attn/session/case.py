@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.check import Question
     from pytest_attn.correctness.compare import Comparison
     from pytest_attn.correctness.reference import Reference
+    from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.profiling.profiler import Profile
     from pytest_attn.session.latency import Measurement
@@ -191,6 +192,58 @@ class AttentionCase:
             pytest.xfail(reason)
         self._record(name, "mismatch", comparison)
         raise AssertionError(comparison.message)
+
+    def check_invariants(
+        self,
+        fn: Callable[..., Any] | Backend | str,
+        only: Iterable[str] | str | None = None,
+        skip: Iterable[str] | str | None = None,
+    ) -> InvariantReport:
+        """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
+
+        only, skip: names of invariants (docs/strength.md). Returns the report; raises AssertionError where an invariant is
+        broken, with the smallest evidence as its text, ValueError for an unknown name.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.backends.backend import RefusedError
+        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.compare import ContractError
+        from pytest_attn.invariants.check import judge_invariants
+        from pytest_attn.session.deadline import DeadlineError
+
+        subject = self._resolved(fn)
+        name = subject_name(subject)
+        failure = refusal = ""
+        try:
+            report = judge_invariants(
+                subject,
+                self._question,
+                only,
+                skip,
+                thorough=self._session.settings.thorough,
+                guard=lambda: self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}"),
+                reproduce=self.command(),
+            )
+        except (ContractError, DeadlineError) as error:
+            failure = str(error)
+        except RefusedError as error:
+            refusal = str(error)
+        if refusal:
+            self._record(name, "skipped", reason=refusal)
+            pytest.skip(f"{name}: {refusal}")
+        if failure:
+            self._record(name, "broken", reason=failure.splitlines()[0])
+            raise AssertionError(failure)
+        if report.passed:
+            self._record(name, "held")
+            return report
+        broken = {finding.invariant for finding in report.broken}
+        for defect in (d for d in self._known_defects(subject) if broken <= set(d.invariants)):
+            reason = f"known defect {defect.issue}: {defect.summary}"
+            self._record(name, "known defect", reason=reason)
+            pytest.xfail(reason)
+        self._record(name, "broken", reason=", ".join(finding.invariant for finding in report.broken))
+        raise AssertionError(report.message)
 
     def measure(self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False) -> Latency:
         """Check `fn`, time it, and hold its p50 against the baseline of this machine.

@@ -82,7 +82,7 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
         records = [CaseRecord(item.nodeid, w.id, parameter.backend or "-", "raised", False, reason, w.name or "")]
     if records:
         awaited = report.outcome == "passed" or hasattr(report, "wasxfail")  # by pytest.raises, or by an xfail mark
-        records = [replace(r, verdict="expected") if awaited and r.verdict == "mismatch" else r for r in records]
+        records = [replace(r, verdict="expected") if awaited and r.verdict in ("mismatch", "broken") else r for r in records]
         report.attn = [record.to_dict() for record in records]  # type: ignore[attr-defined]
         item.stash[RECORD] = []
         doubts = [r.reason for r in records if r.verdict == "inconclusive"]
@@ -119,7 +119,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         _print(reporter, profile_tables(sorted(session.records, key=_place_of(session))), "attention kernels")
     judged = [record for record in session.records if record["latency"] is None]
     timed = [record for record in session.records if record["latency"] is not None]
-    wrong = any(record["verdict"] in ("mismatch", "raised") for record in judged)
+    wrong = any(record["verdict"] in ("mismatch", "broken", "raised") for record in judged)
     if judged and (verbosity >= 0 or wrong):
         _print(reporter, summary(judged, verbose=verbosity > 0))
     if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
@@ -150,7 +150,9 @@ def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
         group = groups.get(record["name"])
         return (*by_backend(record), columns.index(group) if group else len(columns))
 
-    records = sorted((r for r in session.records if r["latency"] is None), key=place)
+    of_invariants = ("held", "broken")
+    judged = [r for r in session.records if r["latency"] is None and r["verdict"] not in of_invariants]
+    records = sorted(judged, key=place)
     ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
     backends = [session.registry[name] for name in ran if session.registry.is_known(name)]
     versions = [f"{backend.name} {_status(backend, machine)[1]}" for backend in backends]

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """One callable or backend on one workload. Verdicts: passed, mismatch, known defect, expected, skipped, raised.
+    """One callable or backend on one workload.
 
+    Verdicts: passed, mismatch, known defect, expected, skipped, raised; of invariants held and broken.
     A measurement of latency has a record of its own, with the gate's verdict: passed, regressed, inconclusive, no baseline,
     recorded, untimed.
     """

@@ -137,7 +137,7 @@ OPTIONS = (
         "",
         "NAMES",
         "Workloads of the catalog: names, groups or globs, -NAME leaves one out. Narrows what a marker names and"
-        " chooses where it names none (default there: smoke and edges on a CPU, all on a GPU)",
+        " chooses where it names none (default there: smoke, edges and features on a CPU, all on a GPU)",
         _names,
     ),
     Option(
@@ -205,6 +205,7 @@ class Settings:
     cupti: bool
     gpu_per_worker: bool
     mutants: bool
+    thorough: bool
     support: str | None
     update_baselines: str | None
     given: dict[str, str]
@@ -228,6 +229,7 @@ class Settings:
             "cupti": bool(config.getoption("attn_cupti")),
             "gpu_per_worker": bool(config.getoption("attn_gpu_per_worker")),
             "mutants": bool(config.getoption("attn_mutants")),
+            "thorough": bool(config.getoption("attn_thorough")),
             "support": _writable_file("--attn-support", config.getoption("attn_support")),
             "update_baselines": _reason(config),
         }
@@ -252,6 +254,7 @@ def add_options(parser: pytest.Parser) -> None:
             "Print which kernels each case that is right really launches, with time, memory and share of roofline",
         ),
         ("cupti", "Print beside each p50 what torch's profiler (CUPTI) says of the same call"),
+        ("thorough", "attn.check_invariants: all invariants, with more repetitions"),
         ("mutants", "Run the tests with faulty kernels in place of theirs, and print which of these they find"),
         ("gpu-per-worker", "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES"),
     ):

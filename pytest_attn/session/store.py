@@ -35,7 +35,7 @@ FIXTURES = frozenset(
     ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close")
 )
 #: groups that a test without named workloads runs: on a CPU the small ones, on a GPU the whole catalog
-CPU_GROUPS = ("smoke", "edges")
+CPU_GROUPS = ("smoke", "edges", "features")
 
 
 class NoTorchError(Exception):

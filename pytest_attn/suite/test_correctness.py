@@ -1,6 +1,6 @@
 """Every selected backend, forward and backward, against exact attention.
 
-Without --attn-workloads a CPU runs the groups smoke and edges, a GPU the whole catalog.
+Without --attn-workloads a CPU runs the groups smoke, edges and features, a GPU the whole catalog.
 """
 
 from __future__ import annotations

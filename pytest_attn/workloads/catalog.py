@@ -95,6 +95,16 @@ def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> tor
     return (kv <= q) | (kv < 64)
 
 
+def _wider_with_each_head(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return kv <= q + 17 * h
+
+
+def _steeper_with_each_head(
+    score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+) -> torch.Tensor:
+    return score * (1 + h) / 2 - (q - kv).abs() / 64
+
+
 def _diagonal_blocks(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
     import torch
 
@@ -143,6 +153,55 @@ def _BUILTIN() -> Iterable[tuple[str, str, list[Workload]]]:  # noqa: N802 - rea
             W(129, heads=2, head_dim=96, name="edges-d96"),
             W(129, heads=2, head_dim=192, name="edges-d192"),
             W(129, heads=2, head_dim=256, mask=causal, name="edges-d256"),
+        ],
+    )
+    yield (
+        "features",
+        "ours: every option of a workload, small, alone and with others",
+        [
+            W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask=Window(40, 3), name="features-sinks-window"),
+            W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask=causal, name="features-sinks-causal"),
+            W(70, 150, heads=4, kv_heads=2, head_dim=32, alibi=True, name="features-alibi"),
+            W(70, 150, heads=4, head_dim=32, alibi=True, mask=bottom_right, name="features-alibi-br"),
+            W(130, batch=2, heads=4, head_dim=32, bias="bhqk", softcap=5.0, name="features-bias-softcap"),
+            W(100, heads=2, head_dim=32, v_head_dim=48, scale=0.3, name="features-scale-dv48"),
+            W(100, heads=2, head_dim=48, v_head_dim=32, mask=Document((30, 50, 20), causal=True), name="features-documents"),
+            W(
+                96,
+                heads=2,
+                head_dim=32,
+                mask=Neighborhood((8, 12), (3, 5), causal=(True, False)),
+                name="features-neighborhood",
+            ),
+            W(100, 40, heads=2, head_dim=32, mask=bottom_right, name="features-blind-rows"),
+            W(130, batch=2, heads=2, head_dim=32, mask=causal, name="features-batch"),
+            W(8, heads=8, head_dim=32, name="features-square"),
+            W(90, heads=4, kv_heads=2, head_dim=32, mask=_wider_with_each_head, name="features-mask-mod"),
+            W(100, heads=2, head_dim=32, score_mod=_steeper_with_each_head, softcap=8.0, dtype="float32", name="features-mod"),
+            W(100, heads=2, head_dim=32, kv_lens=(100, 0, 33), mask=Window(20, 5), dtype="float16", name="features-padded"),
+            W(heads=4, head_dim=64, q_lens=(200, 70, 40), name="features-packed"),
+            W(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 70, 40), kv_lens=(70, 20, 30), name="features-packed-cross"),
+            W(
+                heads=4,
+                kv_heads=2,
+                head_dim=32,
+                q_lens=(10, 0, 70, 33),
+                kv_lens=(70, 20, 5, 90),
+                mask=bottom_right,
+                name="features-packed-br",
+            ),
+            W(1, 100, batch=3, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(100, 90, 33), name="features-paged"),
+            W(
+                3,
+                100,
+                batch=3,
+                heads=4,
+                kv_heads=2,
+                kv_pages=Pages(16),
+                kv_lens=(100, 0, 33),
+                mask=bottom_right,
+                name="features-paged-br",
+            ),
         ],
     )
     yield (
