@@ -25,8 +25,8 @@ Rule = Callable[[Series, Suite, int, str, float], bool]
 
 
 def samples_of(series: Series, process: int, key: str, what: str, factor: float = 1.0) -> list[float]:
-    """Return the seconds of one process's samples."""
-    return [sample * factor for sample in series["runs"][process]["cases"][key][what]["samples"]]
+    """Return the seconds of one process's blocks, which these rules take for samples: blocks depend on one another less."""
+    return [block * factor for block in series["runs"][process]["cases"][key][what]["blocks"]]
 
 
 def gate(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:

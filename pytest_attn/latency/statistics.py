@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -43,6 +44,7 @@ def t_tail(t: float, degrees: float) -> float:
     return tail if t >= 0 else 1 - tail
 
 
+@functools.lru_cache(maxsize=1024)  # all cases of a suite ask for the same few
 def t_quantile(tail: float, degrees: float) -> float:
     """Return the t with P(T > t) = `tail`, by bisection; tail in (0, 0.5]."""
     low, high = 0.0, 1.0
