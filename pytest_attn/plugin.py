@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
-    from pytest_attn.session.case import AttentionCase, ReferenceTensors
+    from pytest_attn.session.case import AttentionCase
     from pytest_attn.session.parametrize import CaseParameter
     from pytest_attn.session.store import AttentionSession
+    from pytest_attn.session.tensors import ReferenceTensors
     from pytest_attn.workloads.workload import Workload
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -15,33 +14,20 @@ from pytest_attn.session.marker import AttentionMark
 from pytest_attn.session.parametrize import CaseParameter
 from pytest_attn.session.record import RECORD, CaseRecord
 from pytest_attn.session.store import AttentionSession
+from pytest_attn.session.tensors import CaseTensors
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend, KnownDefect
-    from pytest_attn.correctness.check import Question
     from pytest_attn.correctness.compare import Comparison
-    from pytest_attn.correctness.reference import Reference
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.profiling.profiler import Profile
     from pytest_attn.session.latency import Measurement
-    from pytest_attn.workloads.inputs import Inputs
-    from pytest_attn.workloads.workload import Workload
 
 
-class ReferenceTensors(NamedTuple):
-    """Exact results in float64, in the test's layout; the gradients are None unless the marker says backward=True."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor | None
-    dk: torch.Tensor | None
-    dv: torch.Tensor | None
-
-
-class AttentionCase:
+class AttentionCase(CaseTensors):
     """One workload, on one device, with one backend where the test takes one.
 
     Tensors (q, k, v, bias, ...) are those of the first input distribution, in the layout that the marker names; `check`
@@ -51,95 +37,12 @@ class AttentionCase:
     def __init__(
         self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
     ) -> None:
-        self.workload: Workload = parameter.workload
+        super().__init__(parameter.workload, mark, session)
         self.backend: Backend | None = session.backend_named(parameter.backend) if parameter.backend else None
-        self._request, self._item, self._mark, self._session = request, request.node, mark, session
+        self._request, self._item = request, request.node
         self._checked: Any = None
         self._comparison: Comparison | None = None
         self._measured = 0
-
-    # -- what the case is ----------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The torch device."""
-        return self._session.device(self._mark.device)
-
-    @cached_property
-    def q(self) -> torch.Tensor:
-        """Queries: (batch, heads, q_len, head_dim), or with rows and heads swapped ("bshd"), or packed ("thd")."""
-        return self._in_layout(self._inputs.q)
-
-    @cached_property
-    def k(self) -> torch.Tensor:
-        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
-        return self._in_layout(self._inputs.k, is_kv=True)
-
-    @cached_property
-    def v(self) -> torch.Tensor:
-        """Values, likewise."""
-        return self._in_layout(self._inputs.v, is_kv=True)
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len).
-
-        None where all is visible, and for packed sequences, whose masks are per sequence.
-        """
-        from pytest_attn.backends.dense import boolean_mask
-
-        mask = None if self.workload.is_packed else boolean_mask(self._inputs)
-        return None if mask is None else mask.expand(-1, -1, self.workload.q_len, self.workload.kv_len)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the workload's dtype."""
-        return self._inputs.bias
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        """One logit per head, (heads,), in the workload's dtype."""
-        return self._inputs.sinks
-
-    @property
-    def alibi_slopes(self) -> torch.Tensor | None:
-        """ALiBi's slopes, (heads,), float32."""
-        return self._inputs.alibi_slopes
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor | None:
-        """Boundaries of packed query sequences, (batch + 1,), int32."""
-        return self._inputs.cu_seqlens
-
-    @property
-    def cu_seqlens_kv(self) -> torch.Tensor | None:
-        """Boundaries of packed key sequences, (batch + 1,), int32."""
-        return self._inputs.cu_seqlens_kv
-
-    @property
-    def kv_lens(self) -> torch.Tensor | None:
-        """How many keys each batch entry has, (batch,), int32, where padded or paged."""
-        return self._inputs.kv_lens
-
-    @property
-    def page_table(self) -> torch.Tensor | None:
-        """Page numbers of each batch entry, (batch, pages per sequence), int32."""
-        return self._inputs.page_table
-
-    @cached_property
-    def reference(self) -> ReferenceTensors:
-        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
-        reference = self._reference
-        if reference.is_sampled:
-            raise ValueError(f"{self.workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
-        tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
-        return ReferenceTensors(
-            self._in_layout(tensors["out"]),
-            tensors["lse"],
-            *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
-        )
-
-    # -- judgements ----------------------------------------------------------------------------------------------------
 
     def check(self, fn: Callable[..., Any] | Backend | str) -> Comparison:
         """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
@@ -376,24 +279,6 @@ class AttentionCase:
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _question(self) -> Question:
-        from pytest_attn.correctness.check import Question
-        from pytest_attn.workloads.inputs import distribution_names
-
-        mark, settings = self._mark, self._session.settings
-        return Question(
-            workload=self.workload,
-            device=self.device,
-            backward=mark.backward,
-            inputs=distribution_names(mark.inputs),
-            precision=mark.precision,
-            layout=mark.layout,
-            returns_lse=mark.returns_lse,
-            seed=settings.seed,
-            limits=settings.limits,
-        )
-
     def _profiles(self, subject: Callable[..., Any] | Backend, with_ceilings: bool = True) -> list[Profile]:
         from pytest_attn.correctness.check import subject_name
         from pytest_attn.profiling.subject import profile_subject
@@ -411,32 +296,6 @@ class AttentionCase:
             records[-1] = replace(records[-1], verdict="raised", reason=reason)
             raise
         records[-1] = replace(records[-1], profiles=tuple(profile.to_dict() for profile in profiles))
-
-    @property
-    def _reference(self) -> Reference:
-        return self._question.reference(self._session.references)
-
-    @cached_property
-    def _inputs(self) -> Inputs:
-        """The case's own copies: a test may change its tensors without spoiling those of other tests."""
-        import dataclasses
-
-        import torch
-
-        shared = self._reference.inputs
-        values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
-        own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
-        return dataclasses.replace(shared, **own)
-
-    def _native(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.workload.is_packed:
-            return tensor
-        return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
-
-    def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
-        from pytest_attn.correctness.check import in_layout
-
-        return in_layout(tensor, self._question, is_kv)
 
     def _skip_unless_runnable(self, backend: Backend | None, backward: bool = False) -> None:
         from pytest_attn.backends.backend import obstacle
