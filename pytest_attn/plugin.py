@@ -43,6 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.sharing import take_own_gpu
 
         take_own_gpu(config)
+    if session.settings.fuzz:
+        from pytest_attn.session.fuzz import require_hypothesis
+
+        require_hypothesis()
     session.check_names()
     config.stash[SESSION] = session
     config.pluginmanager.register(Recorder(session), "attn-recorder")
@@ -148,6 +152,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from pytest_attn.session.lifecycle import skip_unless_met
 
         skip_unless_met(item, _session(item.config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
+    """Run an item of --attn-fuzz on every workload that is drawn."""
+    __tracebackhide__ = True
+    draws = _session(pyfuncitem.config).settings.fuzz
+    if not draws:
+        return None
+    from pytest_attn.session.fuzz import run_fuzz
+
+    return run_fuzz(pyfuncitem, draws)
 
 
 @pytest.hookimpl(wrapper=True)

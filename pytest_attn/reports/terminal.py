@@ -67,6 +67,8 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
             yield f"raised        {case}: {r['reason']}", {"red": True}
         elif r["verdict"] == "known defect":
             yield f"known defect  {case}: {r['reason'].removeprefix('known defect ')}", {"yellow": True}
+        elif r["verdict"] == "passed" and r["name"] == "fuzz":
+            yield f"fuzzed        {case}: {r['reason']}", {}
         elif r["reason"] and r["verdict"] == "passed":
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
 

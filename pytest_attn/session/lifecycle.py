@@ -20,6 +20,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
+from pytest_attn.session.fuzz import FuzzParameter, make_fuzz_case
 from pytest_attn.session.marker import AttentionMark, RequiresMark
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected, test_of
 from pytest_attn.session.record import RECORD, CaseRecord
@@ -28,6 +29,8 @@ from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
     """Make the case of a test item; skips it where backend or device cannot take it."""
+    if isinstance(parameter, FuzzParameter):
+        return make_fuzz_case(request, parameter)
     item = request.node
     session = item.config.stash[SESSION]
     marker = item.get_closest_marker("attention")

@@ -41,6 +41,10 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
             require_torch()
             session.device(mark.device)
         cases = list_cases(mark, session, with_backends="attn_backend" in metafunc.fixturenames)
+        if cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
+            from pytest_attn.session.fuzz import fuzz_parameters
+
+            cases += fuzz_parameters(cases)
         ids = [case_id(case) for case in cases]
         _require_unique(cases, ids)
     except (ValueError, NoTorchError) as error:

@@ -150,6 +150,13 @@ OPTIONS = (
     Option("device", "auto", "DEVICE", "auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)", _device),
     Option("limits", "default", "NAME", "default (8, 4, 1.5) or strict (6, 2, 1 for outputs) (default: default)", _limits),
     Option("seed", "0", "N", "Seed of the inputs (default: 0)", _seed),
+    Option(
+        "fuzz",
+        "0",
+        "N",
+        "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
+        _seed,
+    ),
     Option("timeout", "0", "SECONDS", "Stop a callable that takes longer, 0 waits forever (default: 0)", _timeout),
     Option("memory", "4GiB", "SIZE", "Memory for references shared by backends (default: 4GiB)", parse_size),
     Option(
@@ -192,6 +199,7 @@ class Settings:
     device: str
     limits: str
     seed: int
+    fuzz: int
     timeout: float
     memory: int
     latency: str

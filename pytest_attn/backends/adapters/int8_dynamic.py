@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.backend import Backend, Kernel, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.layouts import is_key
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -51,9 +52,10 @@ class Int8Dynamic(Backend):
 
     def dequantised(self, inputs: Inputs) -> Inputs:
         """Return whole numbers times their scales, which is what the products see."""
+        own = _without_padding(inputs.v, inputs)
         q, k, v = (
             steps.float() * scale
-            for steps, scale in (quantised(inputs.q, _ROW), quantised(inputs.k, _ROW), quantised(inputs.v, _COLUMN))
+            for steps, scale in (quantised(inputs.q, _ROW), quantised(inputs.k, _ROW), quantised(own, _COLUMN))
         )
         return dataclasses.replace(inputs, q=q, k=k, v=v)
 
@@ -65,7 +67,8 @@ class Int8Dynamic(Backend):
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q_steps, q_scale = quantised(q, _ROW)
             k_steps, k_scale = (t.repeat_interleave(group, 1) for t in quantised(k, _ROW))
-            v_steps, v_scale = (t.repeat_interleave(group, 1) for t in quantised(v, _COLUMN))
+            own = _without_padding(v, inputs)
+            v_steps, v_scale = (t.repeat_interleave(group, 1) for t in quantised(own, _COLUMN))
             scores = (q_steps @ k_steps.transpose(-1, -2)).float() * (q_scale * scale) * k_scale.transpose(-1, -2)
             if visible is not None:
                 scores = scores.masked_fill(~visible, -math.inf)
@@ -76,6 +79,12 @@ class Int8Dynamic(Backend):
             return ((weight_steps @ v_steps).float() * (v_scale / _LARGEST) / total).to(v.dtype)
 
         return call
+
+
+def _without_padding(v: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Zero the values beyond each length, which would have a say in the scales of the columns."""
+    there = is_key(inputs)
+    return v if there is None else v.masked_fill(~there[:, None, :, None], 0)
 
 
 def quantised(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,78 @@
+"""P6: what the formula of attention says about other values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pytest_attn.invariants.invariant import QUANTISES, Invariant
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Algebra(Invariant):
+    """out is linear in v, and neither the order of heads nor, without a mask, that of keys matters."""
+
+    name = "algebra"
+    summary = "v times -2 gives out times -2; heads, batch entries and unmasked keys in another order change nothing else"
+    calls = 2
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Quantised values are not linear."""
+        return QUANTISES if probe.is_approximate else None
+
+    def run(self, probe: Probe) -> str:
+        """Scale v, then reorder."""
+        return _is_linear(probe) or _is_symmetric(probe)
+
+
+def _is_linear(probe: Probe) -> str:
+    """Hold v times -2 and dout times -1/2, which rounding does not see, against the base."""
+    inputs = probe.inputs
+    found = probe.run(dataclasses.replace(inputs, v=inputs.v * -2, dout=inputs.dout * -0.5))
+    factors = {"out": -0.5, "dv": -2.0}
+    undone = {name: t * factors.get(name, 1.0) for name, t in found.items()}
+    changed = probe.change(undone)
+    return f"v times -2 and dout times -1/2, undone in the results: {changed}" if changed else ""
+
+
+def _is_symmetric(probe: Probe) -> str:
+    """Roll heads, batch entries and keys as far as the workload does not tell them apart, and roll the results back."""
+    w, inputs = probe.workload, probe.inputs
+    if w.is_packed or w.kv_pages is not None:
+        return ""
+    heads, batches, keys = _heads_are_alike(w), _entries_are_alike(w), _keys_are_alike(w)
+    if not (heads or batches or keys):
+        return ""
+    steps = {"heads": int(heads), "batch": int(batches), "keys": w.kv_len // 3 if keys else 0}
+
+    def rolled(tensor: Tensor, of_keys: bool, sign: int) -> Tensor:
+        by_heads = steps["heads"] * (1 if of_keys else w.group)
+        tensor = tensor.roll((sign * steps["batch"], sign * by_heads), (0, 1))
+        return tensor.roll(sign * steps["keys"], 2) if of_keys else tensor
+
+    changes = {name: rolled(getattr(inputs, name), name in "kv", 1) for name in ("q", "k", "v", "dout")}
+    found = probe.run(dataclasses.replace(inputs, **changes))  # type: ignore[arg-type]
+    undone = {name: rolled(t, name in ("dk", "dv"), -1) for name, t in found.items()}
+    changed = probe.change(undone)
+    what = ", ".join(name for name, step in steps.items() if step)
+    return f"{what} rolled, and the results rolled back: {changed}" if changed else ""
+
+
+def _heads_are_alike(w: Workload) -> bool:
+    told_apart = w.alibi or w.sinks or w.score_mod is not None or "h" in (w.bias or "")
+    return not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
+
+
+def _entries_are_alike(w: Workload) -> bool:
+    told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "")
+    return w.batch > 1 and not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
+
+
+def _keys_are_alike(w: Workload) -> bool:
+    told_apart = w.kv_lens is not None or w.alibi or w.score_mod is not None or "k" in (w.bias or "")
+    return w.mask is None and not told_apart

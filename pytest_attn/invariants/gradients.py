@@ -1,0 +1,159 @@
+"""P7: what the softmax says about its own gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.correctness.exact import Expected
+from pytest_attn.correctness.reference import heads_first
+from pytest_attn.invariants.difference import at_first
+from pytest_attn.invariants.invariant import QUANTISES, Invariant, NotApplicable
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.inputs import Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FORWARD_ONLY = "the case has no backward pass"
+_SIGMAS = 8.0
+
+
+def _inapplicable_because(probe: Probe) -> str | None:
+    if not probe.backward:
+        return _FORWARD_ONLY
+    if probe.is_approximate:
+        return QUANTISES
+    return None if probe.is_short else "too many rows and keys to look at every pair"
+
+
+class Gradients(Invariant):
+    """Gradients go where probabilities came from, and balance."""
+
+    name = "gradients"
+    summary = "a gradient of one row reaches that row and the keys that it sees; sums of gradients balance; all are finite"
+    calls = 1
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Backward only."""
+        return _inapplicable_because(probe)
+
+    def run(self, probe: Probe) -> str:
+        """Look at the base's gradients, then at those of single rows."""
+        return _not_finite(probe) or _imbalance(probe) or _stray_gradients(probe)
+
+
+def _not_finite(probe: Probe) -> str:
+    for name in ("dq", "dk", "dv"):
+        bad = ~probe.base[name].isfinite()
+        if bool(bad.any()):
+            return at_first(name, probe.base[name], bad)
+    return ""
+
+
+def _imbalance(probe: Probe) -> str:
+    """Scores do not change where q is scaled up and k down: sum dq * q = sum dk * k; nor out where all keys are shifted."""
+    w, inputs, tensors = probe.workload, probe.inputs, probe.reference(probe.inputs).tensors
+    q, k = (heads_first(t, w).double() for t in (inputs.q, inputs.k))
+    dq, dk = (heads_first(probe.base[name], w).double() for name in ("dq", "dk"))
+    groups = (q.shape[0], w.kv_heads, w.group)
+    of_rows = (dq * q).sum((-1, -2)).view(groups).sum(-1)
+    of_keys = (dk * k).sum((-1, -2))
+    variance = _weighted(tensors["dq"], q).view(groups).sum(-1) + _weighted(tensors["dk"], k)
+    off = (of_rows - of_keys).abs() > _SIGMAS * variance.sqrt() + _ulp(of_rows)
+    if bool(off.any()):
+        return (
+            f"sum of dq * q and sum of dk * k differ in a head: {at_first('sum dq * q', of_rows, off)},"
+            f" sum dk * k = {float(of_keys[off][0]):.6g}, and rounding explains {float(variance[off][0]) ** 0.5:.2g}"
+        )
+    if w.sinks or w.softcap is not None or w.score_mod is not None:
+        return ""
+    total, budget = dk.sum(-2), tensors["dk"].tau.double().square().sum(-2).sqrt()
+    stray = total.abs() > _SIGMAS * budget + _ulp(dk.abs().sum(-2))
+    if bool(stray.any()):
+        return (
+            f"dk does not sum up to 0 over the keys, so rows of dS do not: {at_first('sum of dk', total, stray)},"
+            f" and rounding explains {float(budget[stray][0]):.2g}"
+        )
+    return ""
+
+
+def _weighted(expected: Expected, by: Tensor) -> Tensor:
+    """Return the variance of sum(tensor * by) per head."""
+    return (expected.tau.double() * by).square().sum((-1, -2))
+
+
+def _ulp(value: Tensor) -> Tensor:
+    """What float32 sums lose beside the budget, which counts roundings as independent."""
+    return value.abs() * 1e-6 + 1e-30
+
+
+def _stray_gradients(probe: Probe) -> str:
+    """Let a gradient arrive at one row of each head: only this row, and the keys that it sees, have gradients."""
+    inputs = _single_rows(probe.inputs)
+    found, exact = probe.run(inputs), probe.reference(inputs).tensors
+    for name in ("dq", "dv", "dk"):
+        gradient, right = heads_first(found[name], probe.workload), exact[name].value
+        idle = (right == 0).all(-1, keepdim=True)
+        stray = idle & (gradient != 0)
+        if bool(stray.any()):
+            return f"dout of a single row in each head: {at_first(name, gradient, stray)}, which that row has no part in"
+    misfit = probe.misfit(found, inputs)
+    return f"dout of a single row in each head: {misfit}" if misfit else ""
+
+
+def _single_rows(inputs: Inputs) -> Inputs:
+    """Leave dout of one row in each head, another one in each."""
+    import torch
+
+    dense = heads_first(inputs.dout, inputs.workload)
+    batch, heads, rows, _ = dense.shape
+    lane = torch.arange(batch * heads, device=dense.device).view(batch, heads, 1)
+    chosen = (rows // 2 + lane * 5) % rows
+    keep = torch.arange(rows, device=dense.device) == chosen
+    kept = dense.where(keep[..., None], dense.new_zeros(()))
+    return dataclasses.replace(inputs, dout=kept[0].transpose(0, 1).contiguous() if inputs.workload.is_packed else kept)
+
+
+class LseGradient(Invariant):
+    """An lse that autograd can follow carries its gradient."""
+
+    name = "lse-gradient"
+    summary = "what flows back through lse arrives: shifting all keys by c changes lse by scale * q . c"
+    calls = 1
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Backward, with lse, and scores that are scale * q . k but for a constant."""
+        w = probe.workload
+        if not probe.question.returns_lse:
+            return "the kernel returns no lse"
+        if w.sinks or w.softcap is not None or w.score_mod is not None:
+            return "softcap, sinks and score_mod change what a shift of the keys does"
+        return _inapplicable_because(probe)
+
+    def run(self, probe: Probe) -> str:
+        """Send 1 back through lse of every row that sees a key, and nothing through out."""
+        import torch
+
+        w, inputs = probe.workload, probe.inputs
+        tensors = probe.handed()
+        pending = probe.begin(tensors)
+        lse = pending.handed_out["lse"]
+        if not lse.requires_grad:
+            raise NotApplicable("lse carries no gradient")
+        arriving = torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype)
+        found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving))
+        q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
+        groups = (q.shape[0], w.kv_heads, w.group)
+        share = heads_first(arriving, w).double()[..., None] * q * w.softmax_scale
+        expected, size = (t.sum(-2).view(*groups, -1).sum(2) for t in (share, share.abs()))
+        total = dk.sum(-2)
+        off = (total - expected).abs() > 16 * _unit(w.dtype) * (size + dk.abs().sum(-2))
+        if not bool(off.any()):
+            return ""
+        return f"a gradient of 1 for lse: {at_first('sum of dk', total, off)}, exact {float(expected[off][0]):.6g}"
+
+
+def _unit(dtype: str) -> float:
+    return {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}[dtype]

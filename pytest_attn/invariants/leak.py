@@ -1,0 +1,151 @@
+"""P3: which keys a row sees, read from the kernel itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.correctness.reference import heads_first
+from pytest_attn.invariants.difference import at_first, difference
+from pytest_attn.invariants.invariant import QUANTISES, Invariant
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.inputs import Inputs, sequence_lengths
+from pytest_attn.workloads.masks import bind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Relative error of a probability read through the kernel: it is rounded up to four times.
+_ROUNDINGS = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 2.0**-16}
+#: Probabilities above this are far from underflow, and from the steps of float16 near 0.
+_CERTAIN = 2.0**-14
+_LSE_TOLERANCE = 1e-5
+_LARGE = 100.0  # its products with q and dout do not overflow float16
+
+
+class Leak(Invariant):
+    """A row sees the keys that the mask leaves it, all of them and no other."""
+
+    name = "leak"
+    summary = "values that are unit vectors read the probabilities; what a row may not see does not change it"
+    calls = 2
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Leave out kernels that mix keys, and workloads whose every pair is too much to write down."""
+        if probe.is_approximate:
+            return QUANTISES
+        return None if probe.is_short else "too many rows and keys to look at every pair"
+
+    def run(self, probe: Probe) -> str:
+        """Read the probabilities of equal scores, then change keys that some rows do not see."""
+        return _read_probabilities(probe) or _change_hidden_keys(probe)
+
+
+def _read_probabilities(probe: Probe) -> str:
+    """Call with q = k = 0, values of 1 in the last column and unit vectors of single keys in the others."""
+    import torch
+
+    inputs = _reading(probe.inputs)
+    results = probe.run(inputs)
+    expected = probe.reference(inputs).tensors
+    found, exact = heads_first(results["out"], probe.workload), expected["out"].value
+    seen = exact > 0
+    if bool((wrong := (found != 0) & ~seen).any()):
+        return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row may not see"
+    if bool((wrong := (found == 0) & (exact > _CERTAIN)).any()):
+        return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row sees"
+    off = (found.double() - exact).abs() > _ROUNDINGS[probe.workload.dtype] * exact.clamp(min=_CERTAIN)
+    if bool(off.any()):
+        what = "the sum of the row's probabilities" if off.nonzero()[0, -1] == exact.shape[-1] - 1 else "a probability"
+        return f"q = k = 0: {at_first('out', found, off)}, {what}, exact {float(exact[off][0]):.6g}"
+    if "lse" in results:
+        lse, right = heads_first(results["lse"], probe.workload).double(), expected["lse"].value
+        close = torch.isclose(lse, right, rtol=_LSE_TOLERANCE, atol=_LSE_TOLERANCE)
+        if not bool(close.all()):
+            exactly = f"the logarithm of the number of keys is {float(right[~close][0]):.6g}"
+            return f"q = k = 0: {at_first('lse', lse, ~close)}, {exactly}"
+    return ""
+
+
+def _reading(inputs: Inputs) -> Inputs:
+    """Return inputs whose out shows probabilities: of a single key in each column, of others in other heads, and their sum."""
+    import torch
+
+    packed, paged = inputs.workload.is_packed, inputs.page_table is not None
+    v = inputs.v.transpose(0, 1) if packed else inputs.v.permute(2, 0, 1, 3) if paged else inputs.v
+    *_, columns = v.shape
+    lanes = v.new_zeros(v.shape).flatten(1, 2) if paged else v.new_zeros(v.shape).flatten(0, -3)  # (lanes, keys, columns)
+    count, length = lanes.shape[:2]
+    single = torch.arange(columns - 1, device=v.device)
+    step = max(1, length // max(1, columns - 1))
+    lane = torch.arange(count, device=v.device)[:, None]
+    lanes[lane, (single * step + lane * (columns - 1 if step == 1 else 1)) % length, single] = 1
+    lanes[..., -1] = 1
+    read = lanes.view(v.shape)
+    v = read.transpose(0, 1) if packed else read.permute(1, 2, 0, 3) if paged else read
+    zeros = (torch.zeros_like(t) for t in (inputs.q, inputs.k))
+    return dataclasses.replace(inputs, q=next(zeros), k=next(zeros), v=v.contiguous())
+
+
+def _change_hidden_keys(probe: Probe) -> str:
+    """Change the second half of every sequence's keys: rows that see none of them stay as they are, bit for bit."""
+    inputs = probe.inputs
+    if inputs.page_table is not None:
+        return ""
+    blind = _blind_rows(inputs)
+    if not bool(blind.any()):
+        return ""
+    changed = _second_half(inputs)
+    late = changed[:, None, None] if inputs.workload.is_packed else changed[:, None, :, None]
+    k, v = (t.where(~late, _LARGE * (1 - 2 * (t < 0).to(t))) for t in (inputs.k, inputs.v))
+    found, base = probe.run(dataclasses.replace(inputs, k=k, v=v)), probe.base
+    for name in ("out", "lse", "dq"):
+        if name in base:
+            rows = blind if name == "lse" else blind[..., None]
+            seen, before = (heads_first(t[name], inputs.workload) for t in (found, base))
+            if text := difference(name, seen, before, where=rows):
+                return f"the second half of the keys set to 100 or -100, which this row may not see: {text}"
+    return ""
+
+
+def _second_half(inputs: Inputs) -> Tensor:
+    """Return True for keys in the second half of their sequence, padding included: (batch, kv_len), or (tokens,) packed."""
+    import torch
+
+    w = inputs.workload
+    if not w.is_packed:
+        half = torch.tensor([kv_len // 2 for _, kv_len in sequence_lengths(w)], device=inputs.device)
+        return torch.arange(w.kv_len, device=inputs.device) >= half[:, None]
+    parts = [torch.arange(kv_len, device=inputs.device) >= kv_len // 2 for _, kv_len in sequence_lengths(w)]
+    return torch.cat(parts)
+
+
+def _blind_rows(inputs: Inputs) -> Tensor:
+    """Return True where a row sees no key of the second half: (batch, heads, q_len), packed (1, heads, tokens)."""
+    import torch
+
+    w, late = inputs.workload, _second_half(inputs)
+    if not w.is_packed:
+        visible = boolean_mask(inputs)
+        if visible is None:
+            return torch.zeros(w.batch, w.heads, w.q_len, dtype=torch.bool, device=inputs.device)
+        return ~(visible & late[:, None, None, :]).any(-1).expand(w.batch, w.heads, w.q_len)
+    parts, start = [], 0
+    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
+        seen = late[start : start + kv_len].expand(w.heads, q_len, kv_len)
+        if w.plain_mask is not None:
+            b, h, rows, keys = _indices(w.heads, q_len, kv_len, inputs.device)
+            seen = seen & bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, inputs.device)(b + batch, h, rows, keys)
+        parts.append(~seen.any(-1))
+        start += kv_len
+    return torch.cat(parts, -1)[None]
+
+
+def _indices(heads: int, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return b = 0, h, q_idx and kv_idx, each along its own of (heads, q_len, kv_len)."""
+    import torch
+
+    h, rows, keys = (torch.arange(size, device=device) for size in (heads, q_len, kv_len))
+    return h[:1, None, None] * 0, h[:, None, None], rows[None, :, None], keys[None, None]

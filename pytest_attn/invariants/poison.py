@@ -1,0 +1,119 @@
+"""P1: memory that the kernel does not own may hold anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.library import quiet
+from pytest_attn.invariants.invariant import Invariant
+from pytest_attn.invariants.probe import Probe, Tensors
+from pytest_attn.workloads.inputs import Inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Elements of NaN before and after each tensor: a multiple of any alignment that kernels ask for.
+_BAND = 4096
+_FREED_BLOCKS = 3
+#: Libraries of backends that hide padding with a mask: 0 * NaN is NaN there by the rules of arithmetic, so padding is filled
+#: with large numbers instead. A function may do the same.
+_PADS_BY_MASK = ("torch", "own", "diffusers", "transformers")
+_LARGE = 100.0  # its products with q and dout do not overflow float16, in which some kernels hold them
+
+
+class Poison(Invariant):
+    """Results depend on nothing but the keys and values that a sequence has."""
+
+    name = "poison"
+    summary = "NaN around every tensor, beyond every length and in fresh memory changes nothing"
+    calls = 1
+
+    def run(self, probe: Probe) -> str:
+        """Call once with everything poisoned, and look at the bands afterwards."""
+        inputs, filled = _poisoned(probe)
+        tensors = probe.handed(inputs)
+        bands = [_Band(t) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)]
+        clean = probe.base
+        with _dirty_memory(probe):
+            found = probe.call(Tensors(*(band.inside for band in bands)))
+        places = f"with NaN around each tensor and in fresh memory{filled}"
+        for name, band in zip(("q", "k", "v", "dout"), bands, strict=True):
+            if band.is_written:
+                return f"the kernel wrote outside {name}, whose neighbouring memory is no longer NaN"
+        changed = probe.change(found, clean)
+        return f"{places}: {changed}" if changed else ""
+
+
+def _poisoned(probe: Probe) -> tuple[Inputs, str]:
+    """Fill keys and values that no sequence has; say with what."""
+    unowned = unowned_keys(probe.inputs)
+    if unowned is None or not bool(unowned.any()):
+        return probe.inputs, ""
+    is_masked = probe.inputs.page_table is None and _pads_by_mask(probe)
+    value = _LARGE if is_masked else math.nan
+    k, v = (t.masked_fill(unowned, value) for t in (probe.inputs.k, probe.inputs.v))
+    return dataclasses.replace(probe.inputs, k=k, v=v), f", and {value:g} in keys beyond the lengths"
+
+
+def _pads_by_mask(probe: Probe) -> bool:
+    subject = probe.subject
+    return not isinstance(subject, Backend) or subject.library in _PADS_BY_MASK
+
+
+def unowned_keys(inputs: Inputs) -> Tensor | None:
+    """Return True where k and v (in their layout, last dimension 1) hold no sequence's key; None where all do."""
+    import torch
+
+    w, lengths = inputs.workload, inputs.kv_lens
+    if lengths is None:
+        return None
+    if inputs.page_table is None:
+        return (torch.arange(w.kv_len, device=lengths.device) >= lengths[:, None])[:, None, :, None]
+    assert w.kv_pages is not None
+    pages, size = inputs.k.shape[:2]
+    unowned = torch.ones(pages, size, dtype=torch.bool, device=lengths.device)
+    for batch, length in enumerate(lengths.tolist()):
+        at = torch.arange(length, device=lengths.device)
+        unowned[inputs.page_table[batch, at // size].long(), at % size] = False
+    return unowned[:, :, None, None]
+
+
+class _Band:
+    """A contiguous copy of a tensor, with a band of NaN on both sides."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.whole = tensor.new_full((tensor.numel() + 2 * _BAND,), math.nan)
+        self.inside = self.whole[_BAND:-_BAND].view(tensor.shape)
+        self.inside.copy_(tensor)
+
+    @property
+    def is_written(self) -> bool:
+        return not bool(self.whole[:_BAND].isnan().all() and self.whole[-_BAND:].isnan().all())
+
+
+@contextmanager
+def _dirty_memory(probe: Probe) -> Iterator[None]:
+    """Leave NaN in memory of the sizes that results have, and let torch.empty fill what it gives with NaN.
+
+    The latter would be a reason to compile again, and on CUDA the allocator gives the freed blocks back anyway.
+    """
+    import torch
+
+    for result in probe.base.values():
+        freed = [torch.full_like(result, math.nan) for _ in range(_FREED_BLOCKS)]
+        del freed
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if probe.device.type != "cpu" or probe.is_compiled or before[0]:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with quiet():  # of operations that have no deterministic way
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,61 @@
+"""The invariants, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_attn.invariants.algebra import Algebra
+from pytest_attn.invariants.batch import Batch
+from pytest_attn.invariants.equivalence import Equivalence
+from pytest_attn.invariants.gradients import Gradients, LseGradient
+from pytest_attn.invariants.invariant import Invariant
+from pytest_attn.invariants.layout import Layout
+from pytest_attn.invariants.leak import Leak
+from pytest_attn.invariants.magnitude import Magnitude
+from pytest_attn.invariants.offsets import Offsets
+from pytest_attn.invariants.opcheck import Opcheck
+from pytest_attn.invariants.options import Options
+from pytest_attn.invariants.poison import Poison
+from pytest_attn.invariants.rerun import Rerun
+from pytest_attn.invariants.shapes import Shapes
+from pytest_attn.invariants.state import State
+
+INVARIANTS: tuple[Invariant, ...] = (
+    Rerun(),
+    Poison(),
+    Layout(),
+    Leak(),
+    Gradients(),
+    LseGradient(),
+    Algebra(),
+    Magnitude(),
+    Options(),
+    Equivalence(),
+    Batch(),
+    Shapes(),
+    Offsets(),
+    Opcheck(),
+    State(),
+)
+
+
+def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, thorough: bool) -> tuple[Invariant, ...]:
+    """Return invariants by name: those named by `only`, else the default ones, and with `thorough` all; less `skip`.
+
+    Raises ValueError for a name that is not one of the known.
+    """
+    wanted, unwanted = _names(only), _names(skip)
+    return tuple(
+        invariant
+        for invariant in INVARIANTS
+        if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
+    )
+
+
+def _names(names: Iterable[str] | str | None) -> tuple[str, ...]:
+    listed = (names,) if isinstance(names, str) else tuple(names or ())
+    known = [invariant.name for invariant in INVARIANTS]
+    for name in listed:
+        if name not in known:
+            raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
+    return listed

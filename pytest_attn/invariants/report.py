@@ -1,0 +1,46 @@
+"""What the invariants found: one finding per invariant, and the report of one workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Outcome: TypeAlias = Literal["passed", "broken", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One invariant on one workload.
+
+    evidence: where broken, the smallest thing that shows it; where not applicable, the reason. calls: of the kernel.
+    """
+
+    invariant: str
+    outcome: Outcome
+    evidence: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class InvariantReport:
+    """All invariants of one callable on one workload; `message` is the text of a failure, "" where none is broken."""
+
+    workload: str
+    subject: str
+    findings: tuple[Finding, ...]
+    message: str = field(default="", repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no invariant is broken."""
+        return not self.broken
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """The findings of invariants that do not hold."""
+        return tuple(finding for finding in self.findings if finding.outcome == "broken")
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the kernel were made, with the plain one that the others are held against."""
+        return 1 + sum(finding.calls for finding in self.findings)

@@ -1,0 +1,76 @@
+"""P8: the same call again gives the same bits, and waits for its inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_attn.invariants.difference import first_difference
+from pytest_attn.invariants.invariant import Invariant
+from pytest_attn.invariants.probe import Probe, Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_RERUNS, _THOROUGH_RERUNS = 2, 20
+_SLEEP_CYCLES = 20_000_000  # about 10 ms
+
+
+class Rerun(Invariant):
+    """A kernel is a function of its inputs."""
+
+    name = "rerun"
+    summary = "the same call gives the same bits again; gradients, which may be summed in any order, the same within rounding"
+    calls = _RERUNS
+
+    def run(self, probe: Probe) -> str:
+        """Repeat the call; on CUDA also behind inputs that arrive late, and beside another stream's work."""
+        tensors = probe.handed()
+        is_cuda = probe.device.type == "cuda"
+        repeats = _THOROUGH_RERUNS if probe.thorough else 0 if is_cuda else _RERUNS
+        for number in range(1, repeats + 1):
+            if changed := self._changed(probe, probe.call(tensors)):
+                return f"rerun {number} of {repeats} on the same tensors: {changed}"
+        return self._beside_streams(probe, tensors) if is_cuda else ""
+
+    def _beside_streams(self, probe: Probe, tensors: Tensors) -> str:
+        if changed := self._changed(probe, _behind_late_inputs(probe, tensors)):
+            return f"with inputs that were written late, by work queued before the call: {changed}"
+        if changed := self._changed(probe, _beside_other_work(probe, tensors)):
+            return f"beside another stream's work: {changed}"
+        return ""
+
+    def _changed(self, probe: Probe, found: dict[str, Tensor]) -> str:
+        """Compare a rerun: outputs bit for bit, gradients within rounding unless torch promises determinism."""
+        import torch
+
+        exactly = probe.base
+        if not torch.are_deterministic_algorithms_enabled():
+            exactly = {name: t for name, t in probe.base.items() if not name.startswith("d")}
+        return first_difference(found, exactly) or probe.change(found)
+
+
+def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
+    """Call the kernel while its inputs are still zeros: they are written by work that waits in the same, side stream."""
+    import torch
+
+    late = tensors.map(torch.zeros_like)
+    stream = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(probe.device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        for name in ("q", "k", "v", "dout"):
+            getattr(late, name).copy_(getattr(tensors, name))
+        return probe.call(late)
+
+
+def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
+    """Call the kernel while another stream multiplies matrices."""
+    import torch
+
+    other = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
+    matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.q.dtype)
+    other.wait_stream(torch.cuda.current_stream(probe.device))
+    with torch.cuda.stream(other):
+        for _ in range(16):
+            matrix @ matrix
+    return probe.call(tensors)

@@ -1,0 +1,505 @@
+"""--attn-fuzz: what is drawn for a test, what a failure says, and that what it says is true."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.configuration import set_hypothesis_home_dir
+
+import pytest_attn
+from pytest_attn import Pages, Window, Workload
+from pytest_attn.session.fuzz import like, write_workload
+from pytest_attn.session.settings import OPTIONS
+from pytest_attn.strategies import workloads
+from pytest_attn.workloads.masks import Causal
+
+IS_WIRED = any(option.stem == "fuzz" for option in OPTIONS)
+#: what plugin.py, parametrize.py and lifecycle.py do where the option exists
+WIRING = """
+from pytest_attn.session import lifecycle, parametrize
+from pytest_attn.session.fuzz import FuzzParameter, fuzz_parameters, make_fuzz_case, require_hypothesis, run_fuzz
+
+list_cases, make_case = parametrize.list_cases, lifecycle.make_case
+
+
+def list_with_fuzz(mark, session, with_backends):
+    cases = list_cases(mark, session, with_backends)
+    return cases + fuzz_parameters(cases)
+
+
+def make_either(request, parameter):
+    return (make_fuzz_case if isinstance(parameter, FuzzParameter) else make_case)(request, parameter)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--attn-fuzz", type=int, default=0)
+
+
+def pytest_configure(config):
+    if config.option.attn_fuzz:
+        require_hypothesis()
+        parametrize.list_cases, lifecycle.make_case = list_with_fuzz, make_either
+
+
+def pytest_unconfigure():
+    parametrize.list_cases, lifecycle.make_case = list_cases, make_case
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    return run_fuzz(pyfuncitem, pyfuncitem.config.option.attn_fuzz)
+"""
+#: the same draws on every run; without a database
+STEADY = """
+import hypothesis
+
+hypothesis.settings.register_profile("steady", derandomize=True, database=None)
+hypothesis.settings.load_profile("steady")
+"""
+CAUSAL = 'Workload(32, heads=2, head_dim=16, mask="causal"), Workload(32, head_dim=16, dtype="float32"), device="cpu"'
+FORGETS = """
+def forgets(q, k, v, causal):  # the mask, where there are more than 70 keys
+    return sdpa(q, k, v, is_causal=causal and k.shape[2] <= 70)
+"""
+CHECK_FORGETS = "attn.check(lambda q, k, v: forgets(q, k, v, attn.workload.mask is not None))"
+
+
+@pytest.fixture(autouse=True)
+def conftest(pytester):
+    """Wire the option in, and keep what Hypothesis writes in the test's own folder."""
+    profile = hypothesis.settings.get_current_profile_name()
+    set_hypothesis_home_dir(pytester.path / ".hypothesis")
+
+    def write(before=STEADY, after=""):
+        pytester.makeconftest(f"import pytest\n{before}\n{'' if IS_WIRED else WIRING}\n{after}")
+
+    write()
+    yield write
+    hypothesis.settings.load_profile(profile)
+    set_hypothesis_home_dir(None)
+
+
+@pytest.fixture
+def fuzz(pytester):
+    """Run the fuzz items in this process."""
+
+    def run_it(*args, number=60):
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--attn-fuzz={number}", "-k", "fuzz", *args)
+
+    return run_it
+
+
+def pasted(result):
+    """Return the test that a failure prints."""
+    text = result.stdout.str()
+    found = re.search(r"-- Captured fuzz call -+\n(.*?)\n(?:=====|_____|-----)", text, re.DOTALL)
+    assert found, text
+    return found[1]
+
+
+def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
+    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
+    result = run("--attn-fuzz=60")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_kernel[[]fuzz[]] _*",
+            "*@pytest.mark.attention*",
+            f">*{CHECK_FORGETS}",
+            "E*AssertionError: mismatch: out of lambda-*: z * over an element, limit 8 (s71-d16-causal, inputs structured)",
+            "E*suggests   it equals attention without the mask *",
+            "E*reproduce  pytest '*.py::test_kernel[[]fuzz[]]' *",
+            'E*fuzz       draw * failed; the smallest workload that does is Workload(71, head_dim=16, mask="causal")',
+            "*- Captured fuzz call -*",
+            "# found by --attn-fuzz=60, draw *, --attn-seed=0: mismatch: *",
+            "import pytest",
+            "from pytest_attn import Workload",
+            "",
+            "",
+            "@pytest.mark.attention(Workload(71, head_dim=16, mask=\"causal\"), device='cpu')",
+            "def test_kernel_s71_d16_causal(attn):",
+            f"    {CHECK_FORGETS}",
+            "mismatch      lambda-* on s71-d16-causal: out z * (found by --attn-fuzz=60, draw *; the smallest that fails)",
+            "2 right, 1 wrong; *",
+        ]
+    )
+    text = result.stdout.str()
+    assert "Falsifying" not in text
+    assert "hypothesis/" not in text, "frames of Hypothesis show"
+    assert "session/fuzz.py" not in text, "the plugin's own frames show"
+
+
+def test_the_printed_test_fails_in_the_same_way(kernel_test, fuzz, pytester):
+    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
+    first = fuzz()
+    path = next(pytester.path.glob("test_*.py"))
+    path.write_text(f"{path.read_text()}\n\n{pasted(first)}\n")
+    second = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "s71_d16_causal")
+    second.assert_outcomes(failed=1, deselected=2)
+    worst = [re.search(r"E +worst.*", result.stdout.str())[0] for result in (first, second)]
+    assert worst[0] == worst[1], "the pasted test has other inputs"
+
+
+def test_the_printed_test_of_a_backend_names_it_and_keeps_other_decorators(conftest, fuzz, pytester):
+    conftest(
+        after="""
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def broken(q, k, v, workload):
+    if workload.is_packed or workload.kv_pages:
+        raise RuntimeError("no such layout")
+    return sdpa(q, k, v, enable_gqa=True)
+
+def pytest_attn_backends(registry):
+    registry.add_function("broken", broken, unsupported_because=lambda w: ["only plain"] if w.mask or w.kv_lens else [])
+"""
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        class TestBackends:
+            @pytest.mark.parametrize("times", [1])
+            @pytest.mark.attention("smoke-full", dtypes=("fp32", "bf16"), device="cpu")
+            def test_it(self, attn, times, attn_backend):
+                for _ in range(times):
+                    attn.check(attn_backend)
+        """
+    )
+    result = fuzz("--attn-backends=broken,math", number=100)
+    result.assert_outcomes(passed=1, failed=1)
+    text = pasted(result)
+    assert "backends='broken'" in text
+    assert "@pytest.mark.parametrize('times', [1])\ndef test_it_" in text
+    assert "dtypes=" not in text
+    path = next(pytester.path.glob("test_*.py"))
+    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    path.write_text(f"{path.read_text()}\n\n{indented}")
+    again = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "test_it_")
+    again.assert_outcomes(failed=1, deselected=16)
+
+
+def test_a_right_kernel_passes_and_leaves_one_record(run, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
+    result = run("--attn-fuzz=30", "-k", "fuzz", "-v")
+    assert result.parseoutcomes()["passed"] == 1
+    result.stdout.fnmatch_lines(["*::test_kernel[[]fuzz[]]*", "*lambda-* on fuzz*: *30 draws", "1 right; 1 kernel on *"])
+
+
+def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytester):
+    conftest(before="import hypothesis\nhypothesis.settings.load_profile('default')")  # with a database, also in CI
+    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
+    draw = r"draw (\d+) failed; the smallest workload that does is Workload\(71, head_dim=16, mask=\"causal\"\)"
+    args = ("-k", "fuzz", "--attn-fuzz=300", "--attn-device=cpu")
+    first = pytester.runpytest_subprocess(*args).stdout.str()
+    assert re.search(draw, first), first
+    assert list(Path(pytester.path, ".hypothesis").rglob("*")), "nothing was kept"
+    again = pytester.runpytest_subprocess("--lf", *args)
+    again.assert_outcomes(failed=1)
+    assert re.search(draw, again.stdout.str())[1] == "1"
+
+
+def test_each_item_replays_its_own_failure(conftest, pytester):
+    conftest(before="import hypothesis\nhypothesis.settings.load_profile('default')")
+    pytester.makepyfile(
+        """
+        import pytest
+        from torch.nn.functional import scaled_dot_product_attention as sdpa
+        from pytest_attn import Workload
+
+        FAULTS = {"long": lambda q: q.shape[2] > 70, "wide": lambda q: q.shape[1] > 1 and q.shape[2] < 60}
+
+        @pytest.mark.attention(Workload(32, head_dim=16), device="cpu")
+        @pytest.mark.parametrize("fault", FAULTS)
+        def test_it(attn, fault):
+            attn.check(lambda q, k, v: sdpa(q, k, v) * (2 if FAULTS[fault](q) else 1))
+        """
+    )
+    args = ("-k", "fuzz", "--attn-fuzz=100")
+    pytester.runpytest_subprocess(*args).assert_outcomes(failed=2, deselected=2)
+    again = pytester.runpytest_subprocess(*args).stdout.str()
+    assert re.findall(r"draw (\d+) failed; the smallest workload that does is (.*)", again) == [
+        ("1", "Workload(71, head_dim=16)"),
+        ("1", "Workload(1, heads=2, head_dim=16)"),
+    ]
+
+
+def test_refusals_are_counted_and_no_draw(conftest, fuzz, kernel_test):
+    conftest(
+        after="""
+def pytest_attn_backends(registry):
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+    registry.add_function("tall", lambda q, k, v, workload: sdpa(q, k, v, enable_gqa=True), unsupported_because=refuses)
+
+def refuses(w):
+    needs = (w.mask, w.kv_lens, w.softcap, w.scale, w.bias, w.alibi, w.sinks, w.score_mod)
+    return ["wants no mask, option or padding"] if any(needs) else []
+"""
+    )
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full", device="cpu"')
+    result = fuzz("--attn-backends=tall", number=8)
+    result.assert_outcomes(passed=1, deselected=1)
+    counts = re.search(r"tall on fuzz.*: .*\b(\d+) draws, ([\d,]+) refused", result.stdout.str())
+    assert counts, result.stdout.str()
+    assert int(counts[2].replace(",", "")) > 8, "few were refused"
+    assert int(counts[1]) == 8, "refused draws count as draws"
+
+
+def test_where_every_draw_is_refused_the_item_is_skipped_with_the_reason(conftest, fuzz, kernel_test):
+    conftest(
+        after="""
+def pytest_attn_backends(registry):
+    registry.add_function("none", lambda q, k, v, workload: q, unsupported_because=lambda w: ["it is Sunday"])
+"""
+    )
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full", device="cpu"')
+    result = fuzz("--attn-backends=none,natten", "-rs")
+    result.assert_outcomes(skipped=2, deselected=2)
+    result.stdout.fnmatch_lines_random(
+        ["*not fuzzed: every draw was refused, most often because: none: it is Sunday", "SKIPPED*natten: *"]
+    )
+
+
+def test_a_test_may_refuse_a_draw_itself(fuzz, kernel_test):
+    body = """
+if attn.workload.heads != 2:
+    pytest.skip("two heads")
+attn.check(lambda q, k, v: sdpa(q, k, v))
+"""
+    kernel_test(body)
+    result = fuzz()
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.re_match_lines([r".*\d+ draws, \d+ refused"])
+
+
+def test_known_defects_are_counted(fuzz, kernel_test):
+    kernel_test("if attn.workload.batch > 1:\n    pytest.xfail('known')\nattn.check(lambda q, k, v: sdpa(q, k, v))")
+    result = fuzz()
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.re_match_lines([r".*\d+ draws, \d+ known defects"])
+
+
+def test_only_what_the_markers_workloads_show_is_drawn(fuzz, kernel_test):
+    """A test of one kernel may rely on what all its workloads have in common."""
+    kernel_test(
+        "attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.5, enable_gqa=True))",
+        marker='Workload(32, heads=4, kv_heads=2, head_dim=32, mask="causal", scale=0.5), device="cpu", backward=True,'
+        ' precision="torch_cpu"',
+    )
+    fuzz().assert_outcomes(passed=1, deselected=1)
+
+
+def test_an_exception_shrinks_as_well(fuzz, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if k.shape[2] < 9 else 1 // 0))")
+    result = fuzz("--tb=short")
+    result.stdout.fnmatch_lines(
+        [
+            "E*ZeroDivisionError: *",
+            "E*fuzz       draw * failed; the smallest workload that does is Workload(9, head_dim=32)",
+            "# found by --attn-fuzz=60, draw *",
+            "raised        - on s9-d32: ZeroDivisionError: * (found by --attn-fuzz=60, draw *; the smallest that fails)",
+        ]
+    )
+
+
+def test_pytest_fail_is_a_failure(fuzz, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))\nif attn.workload.heads > 1:\n    pytest.fail('several heads')")
+    result = fuzz()
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(
+        ["E*Failed: several heads", "E*smallest workload that does is Workload(1, heads=2, head_dim=32)"]
+    )
+
+
+def test_a_kernel_that_fails_at_times_is_named_with_the_workload(fuzz, kernel_test):
+    kernel_test(
+        "calls.append(1)\nattn.check(lambda q, k, v: sdpa(q, k, v) * (2 if len(calls) == 5 else 1))", before="calls = []"
+    )
+    result = fuzz()
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["mismatch: out of lambda-* z *", "It did not fail again on Workload(*)", "# found by *"])
+
+
+def test_every_fixture_belongs_to_the_draw(fuzz, kernel_test, pytester):
+    body = """
+q, k, v = qkv
+w = attn_workload
+assert (w, attn_device) == (attn.workload, attn.device)
+assert tuple(q.shape) == (w.batch, w.heads, w.q_len, w.head_dim)
+assert attn_reference.out.shape == q.shape
+seen.add(tuple(q.shape))
+assert_attention_close(sdpa(q, k, v))
+"""
+    fixtures = "attn, attn_workload, attn_device, qkv, attn_reference, assert_attention_close"
+    kernel_test(body, fixtures=fixtures, before="seen = set()")
+    path = next(pytester.path.glob("test_*.py"))
+    path.write_text(f"{path.read_text()}\n\ndef test_seen_by_fuzz():\n    assert len(seen) > 10\n")
+    fuzz().assert_outcomes(passed=2, deselected=1)
+
+
+def test_measure_only_checks(fuzz, kernel_test):
+    kernel_test("attn.measure(lambda q, k, v: sdpa(q, k, v))\nraise RuntimeError('not reached')")
+    fuzz(number=10).assert_outcomes(passed=1, deselected=1)
+
+
+def test_measure_finds_a_wrong_kernel(fuzz, kernel_test):
+    kernel_test("attn.measure(lambda q, k, v: sdpa(q, k, v) * (k.shape[2] < 9))")
+    result = fuzz()
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["E*the smallest workload that does is Workload(9, head_dim=32)"])
+
+
+@pytest.mark.parametrize(
+    ("body", "before", "fixtures", "reason"),
+    [
+        ("attn.q", "", "attn", "the test judges nothing; it never calls attn.check"),
+        (
+            "attn.check(mine)",
+            "@pytest.fixture\ndef mine(attn):\n    return sdpa\n",
+            "attn, mine",
+            "fixture 'mine' asks for an attention fixture, and would be made once for all draws",
+        ),
+        (
+            "pass",
+            "from hypothesis import HealthCheck, given, settings, strategies as st\n",
+            "attn, x",
+            "the test already draws with Hypothesis",
+        ),
+    ],
+    ids=["judges nothing", "fixture", "hypothesis"],
+)
+def test_a_test_that_cannot_be_drawn_for_is_skipped_with_the_reason(
+    fuzz, kernel_test, pytester, body, before, fixtures, reason
+):
+    kernel_test(body, before=before, fixtures=fixtures)
+    alone = "@settings(suppress_health_check=list(HealthCheck))"
+    if "x" in fixtures:
+        path = next(pytester.path.glob("test_*.py"))
+        path.write_text(path.read_text().replace("def test_kernel", f"{alone}\n@given(x=st.integers())\ndef test_kernel"))
+    result = fuzz("-rs", number=5)
+    result.assert_outcomes(skipped=1, deselected=1)
+    result.stdout.fnmatch_lines([f"*not fuzzed: {reason}"])
+
+
+def test_without_the_option_nothing_is_drawn(kernel_test, pytester):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v")
+    result.assert_outcomes(passed=1)
+    assert "fuzz]" not in result.stdout.str()
+
+
+def test_draws_leave_no_properties(fuzz, kernel_test, pytester):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
+    fuzz("--junitxml=junit.xml", number=5).assert_outcomes(passed=1, deselected=1)
+    assert ElementTree.parse(pytester.path / "junit.xml").find(".//testcase/properties") is None
+
+
+def test_the_first_failure_ends_a_run_with_x_and_junit_has_the_workload(fuzz, kernel_test, pytester):
+    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=f"{FORGETS}\n")
+    path = next(pytester.path.glob("test_*.py"))
+    path.write_text(f"{path.read_text()}\n\n@pytest.mark.attention({CAUSAL})\ndef test_z(attn):\n    {CHECK_FORGETS}\n")
+    fuzz("-x", "--junitxml=junit.xml").assert_outcomes(failed=1, deselected=4)
+    case = ElementTree.parse(pytester.path / "junit.xml").find(".//testcase")
+    assert case.get("name") == "test_kernel[fuzz]"
+    assert 'Workload(71, head_dim=16, mask="causal")' in case.find("failure").text
+
+
+def test_without_hypothesis_the_run_says_what_to_install(conftest, kernel_test, pytester):
+    conftest(before="import sys\nsys.modules['hypothesis'] = None")
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
+    args = ("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess(*args, "--attn-fuzz=3")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--attn-fuzz needs Hypothesis: pip install pytest-attn[[]fuzz[]]"])
+    pytester.runpytest_subprocess(*args).assert_outcomes(passed=1)
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_workload_evaluates_to_the_same():
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(workloads())
+    def evaluates(workload):
+        text, imports = write_workload(workload)
+        names = {}
+        exec("\n".join(imports), names)
+        assert eval(text, names) == workload
+
+    evaluates()
+
+
+@pytest.mark.parametrize(
+    ("workload", "text"),
+    [
+        (Workload(7), "Workload(7)"),
+        (
+            Workload(7, 9, dtype="fp16", mask=Window(None, 3)),
+            'Workload(7, 9, dtype="float16", mask=Window(left=None, right=3))',
+        ),
+        (Workload(7, kv_lens=(7, 2), heads=4, kv_heads=2), "Workload(7, heads=4, kv_heads=2, kv_lens=(7, 2))"),
+        (Workload(q_lens=(3, 4)), "Workload(q_lens=(3, 4))"),
+        (Workload(1, 20, kv_pages=Pages(8)), "Workload(1, 20, kv_pages=Pages(size=8))"),
+        (Workload(2, mask=lambda b, h, q, k: q >= k), "Workload(2, mask=lambda_"),
+    ],
+)
+def test_what_follows_from_the_rest_is_not_written(workload, text):
+    assert write_workload(workload)[0].startswith(text)
+
+
+def own_mask(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def test_functions_are_imported_unless_the_test_stands_beside_them():
+    workload = Workload(3, mask=own_mask)
+    assert write_workload(workload) == (
+        "Workload(3, mask=own_mask)",
+        ["from pytest_attn import Workload", f"from {__name__} import own_mask"],
+    )
+    assert write_workload(workload, home=__name__)[1] == ["from pytest_attn import Workload"]
+
+
+def test_likeness():
+    w = Workload
+    one = like([w(64, 192, heads=4, head_dim=64, mask="causal-bottom-right", softcap=20.0)])
+    assert one == {
+        "softcap": 20.0,
+        "masks": [Causal(bottom_right=True)],
+        "features": ["fewer queries"],
+        "layouts": ["plain"],
+        "dtypes": ["bfloat16"],
+        "head_dims": [(64, 64)],
+    }
+    many = like(
+        [
+            w(64, heads=2, kv_heads=1, head_dim=192, v_head_dim=128, mask=Window(3, 0)),
+            w(64, dtype="fp16", mask=Window(9, 0), softcap=5.0),
+            w(64, 32, kv_lens=(32, 0)),
+        ]
+    )
+    assert many["masks"] == ["window", None]
+    assert many["features"] == ["fewer keys", "empty sequences", "grouped heads", "softcap"]
+    assert many["layouts"] == ["plain", "padded"]
+    assert many["head_dims"] == [(64, 64), (192, 128)]
+    decode = like([w(1, 64, kv_pages=Pages(32)), w(1, 128, kv_pages=Pages(8))])
+    assert decode["q_len"] == 1
+    assert decode["page_sizes"] == [8, 32]
+    assert decode["layouts"] == ["paged"]
+
+
+@pytest.mark.parametrize("name", pytest_attn.workloads.catalog.builtin_catalog().names)
+def test_every_group_of_the_catalog_can_be_drawn_like(name):
+    scope = like(pytest_attn.workloads.catalog.builtin_catalog().select(name))
+    found = []
+
+    @settings(max_examples=5, deadline=None, database=None, derandomize=True)
+    @given(workloads(**scope))
+    def draw(workload):
+        found.append(workload)
+
+    draw()
+    assert found

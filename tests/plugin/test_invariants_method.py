@@ -1,0 +1,69 @@
+"""attn.check_invariants as a user sees it."""
+
+import re
+
+THOROUGH = ("--attn-thorough",)
+KERNEL = 'Workload(70, heads=2, head_dim=32), device="cpu"'
+HONEST = "attn.check_invariants(lambda q, k, v: sdpa(q, k, v))"
+
+
+def test_an_honest_kernel_holds_all(run, kernel_test):
+    kernel_test(HONEST, marker=f"{KERNEL}, backward=True")
+    result = run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["1 with all invariants; 1 kernel on 1 workload"])
+
+
+def test_a_broken_invariant_is_a_failed_test_with_its_evidence(run, kernel_test):
+    kernel_test(
+        "attn.check_invariants(kept)",
+        marker=KERNEL,
+        before="KEPT = {}\ndef kept(q, k, v):\n    return KEPT.setdefault(q.data_ptr(), sdpa(q, k, v))\n",
+    )
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.re_match_lines(
+        [
+            r"E +AssertionError: \d invariants? broken by kept \(h2-s70-d32\)",
+            r"E +state +.*: out\[.*\] = .*, was .*",
+            r"E +reproduce +pytest .*",
+            r"broken +kept on h2-s70-d32: .*state.*",
+            r"1 with a broken invariant; 1 kernel on 1 workload",
+        ],
+        consecutive=False,
+    )
+    assert "pytest_attn/invariants" not in result.stdout.str()
+
+
+def test_invariants_are_chosen_by_name(run, kernel_test):
+    kernel_test(
+        'report = attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["rerun", "state"], skip="state")\n'
+        'assert [f.invariant for f in report.findings] == ["rerun"]\n'
+        'with pytest.raises(ValueError, match="unknown invariant .posion.; known: "):\n'
+        '    attn.check_invariants(sdpa, only="posion")',
+        marker=KERNEL,
+    )
+    run().assert_outcomes(passed=1)
+
+
+def test_thorough_asks_more(run, kernel_test):
+    kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)
+    few, many = ([int(n) for n in re.search(r"\((\d+), (\d+)\) == ", run(*a).stdout.str()).groups()] for a in ((), THOROUGH))
+    assert few[0] < many[0]
+    assert few[1] < many[1]
+
+
+def test_a_backend_is_asked_by_name(run, kernel_test):
+    kernel_test('attn.check_invariants("math")', marker='"smoke-window", device="cpu"')
+    run().assert_outcomes(passed=1)
+
+
+def test_an_expected_break_is_no_failure(run, kernel_test):
+    kernel_test(
+        "with pytest.raises(AssertionError, match='broken'):\n"
+        "    attn.check_invariants(lambda q, k, v: sdpa(q, k, v) + torch.rand(()))",
+        marker=KERNEL,
+    )
+    result = run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["1 wrong as expected*"])
