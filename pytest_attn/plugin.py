@@ -118,8 +118,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what would run, for --attn-list."""
+    """Count the cases, which share the rate of false alarms, and for --attn-list what would run."""
     attention = _session(session.config)
+    if attention.has_attention_tests:
+        from pytest_attn.session.lifecycle import count_cases
+
+        attention.selected = count_cases(session.items)
     if attention.settings.list_only and attention.has_attention_tests:
         from pytest_attn.session.lifecycle import count_runnable
 
@@ -138,10 +142,11 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Record the baselines that were asked for; count a listing without tests as a success."""
     attention = _session(session.config)
-    if attention.pending:
+    if attention.pending and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         from pytest_attn.session.recording import record_baselines
 
-        record_baselines(attention, session.config)
+        if not record_baselines(attention, session.config):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if _session(session.config).settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 

@@ -29,7 +29,8 @@ class Baseline:
     """What was recorded for one case.
 
     shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
-    host (launching one call): seconds, one per fresh process. z: largest element, row and head of the check. memory: bytes.
+    host (launching one call): seconds, one per fresh process. z: largest element, row and head of the check, which
+    `check` describes. memory: bytes.
     conditions: the soft keys. history: (date, median p50 in seconds, reason) of every recording, the oldest first.
     """
 
@@ -45,6 +46,7 @@ class Baseline:
     version: str = ""
     memory: int | None = None
     z: tuple[float, float, float] | None = None
+    check: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     history: tuple[tuple[str, float, str], ...] = ()
     protocol: int = PROTOCOL
@@ -85,6 +87,15 @@ class BaselineFile:
             self.cases = read(self.path).cases
         self.cases = {**self.cases, **{key: case.after(self.cases.get(key)) for key, case in recorded.items()}}
         _write_atomically(self.path, self._text())
+
+    def require_writable(self) -> None:
+        """Raise BaselineError where the file's folder cannot be written to, before anything is timed for it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                pass
+        except OSError as error:
+            raise BaselineError(f"{self.path}: cannot be written: {error}") from None
 
     def _text(self) -> str:
         """One line per case, keys sorted, so that a diff shows what was recorded anew."""
@@ -165,6 +176,7 @@ def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -
         "version": case.version,
         "memory": case.memory,
         "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
+        "check": case.check,
         "conditions": names[tuple(sorted(case.conditions.items()))],
         "history": [[date, _nanoseconds(p50), reason] for date, p50, reason in case.history],
         "protocol": case.protocol,
@@ -175,7 +187,11 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
     p50 = tuple(t * 1e-9 for t in case["p50_ns"])
     anchors = {name: tuple(t * 1e-9 for t in times) for name, times in case["anchors_ns"].items()}
     host = tuple(t * 1e-9 for t in case["host_ns"])
-    if not p50 or any(len(times) != len(p50) for times in (host, *anchors.values())) or not all(t > 0 for t in p50):
+    if (
+        not p50
+        or any(len(times) != len(p50) for times in (host, *anchors.values()))
+        or not _are_positive(p50, *anchors.values())
+    ):
         raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
     return Baseline(
         shape=case["shape"],
@@ -190,10 +206,15 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
         version=case["version"],
         memory=case["memory"],
         z=tuple(case["z"]) if case["z"] else None,
+        check=case["check"],
         conditions=dict(conditions[case["conditions"]]),
         history=tuple((date, p50 * 1e-9, reason) for date, p50, reason in case["history"]),
         protocol=case["protocol"],
     )
+
+
+def _are_positive(*times: tuple[float, ...]) -> bool:
+    return all(time > 0 for one in times for time in one)
 
 
 def _nanoseconds(seconds: float) -> float:

@@ -59,7 +59,10 @@ def policy_for(kind: str) -> Policy:
 
 @dataclass(frozen=True)
 class Run:
-    """One process: the p50 of a case, the medians of its anchors, and launching one call on the host, in seconds."""
+    """One process: the p50 of a case, the medians of its anchors, and launching one call on the host, in seconds.
+
+    host is 0 where the host's clock is what was timed.
+    """
 
     p50: float
     anchors: Mapping[str, float]
@@ -81,7 +84,6 @@ class Decision:
     interval: tuple[float, float] | None = None
     detectable: float | None = None
     recorded: float | None = None
-    recorded_range: tuple[float, float] | None = None
     runs: tuple[float, ...] = ()
     anchors: Mapping[str, float] | None = None
     is_faster: bool = False
@@ -179,22 +181,17 @@ def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
     gained = math.exp(recorded.centre) * math.expm1(judged.change)
     if all(_launches_slower(run, recorded) for run in runs):
-        return judged.decision("regressed", _launch_words(runs, recorded))
+        return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
     is_certain = judged.tail < level and slow >= max(1, len(runs) - 1)
     is_large = math.expm1(judged.change) >= policy.slowdown and gained >= policy.floor
     if is_certain and is_large:
         return judged.decision("inconclusive" if doubt else "regressed", doubt)
     if doubt and math.expm1(judged.change) >= policy.slowdown:
         return judged.decision("inconclusive", doubt)
-    if math.expm1(judged.upper) < policy.margin * policy.slowdown or not is_large_enough(judged, recorded, policy):
+    if math.expm1(judged.upper) < policy.margin * policy.slowdown or not _may_matter(judged, recorded, policy):
         return judged.decision("passed")
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
     return judged.decision("inconclusive", doubt or reason)
-
-
-def is_large_enough(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
-    """Whether even the upper bound of the slowdown reaches the floor of seconds that matter."""
-    return math.exp(recorded.centre) * math.expm1(judged.upper) >= policy.floor
 
 
 def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> tuple[Decision, bool]:
@@ -204,6 +201,11 @@ def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, ag
     is_suspect = gained >= policy.floor and (judged.tail < _SCREEN_ALPHA or math.expm1(judged.change) >= policy.slowdown)
     decision = decide([run], recorded, prior, policy, cases, agreed)
     return decision, is_suspect or decision.verdict != "passed"
+
+
+def _may_matter(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
+    """Whether even the upper bound of the slowdown reaches the floor of seconds that matter."""
+    return math.exp(recorded.centre) * math.expm1(judged.upper) >= policy.floor
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,6 @@ class _Judged:
             (math.expm1(self.change - reach), math.expm1(self.change + reach)),
             self.detectable,
             median(times),
-            (min(times), max(times)),
             tuple(run.p50 for run in self.runs),
             {name: math.expm1(d) for name, d in self.drift.items()},
             is_faster=1 - self.tail < self.level and verdict == "passed",
@@ -253,13 +254,14 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     level = policy.alpha / max(1, cases)
     of_confirmation = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
     reach = (t_quantile(level, degrees) + t_quantile(0.2, degrees)) * of_confirmation
+    least = math.log1p(max(policy.slowdown, policy.floor / math.exp(recorded.centre)))  # of an estimate that fails
     return _Judged(
         change,
         error,
         degrees,
         t_tail(change / error, degrees),
         change + t_quantile(_BOUND_ALPHA, degrees) * error,
-        max(policy.slowdown, math.expm1(reach), policy.floor / math.exp(recorded.centre)),
+        math.expm1(max(reach, least + t_quantile(0.2, degrees) * of_confirmation)),
         values,
         drift,
         recorded,

@@ -1,4 +1,4 @@
-"""Whether the calling thread had its core for itself while a CPU was timed."""
+"""Whether the calling thread had to wait for its core while a CPU was timed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import time
 
 from pytest_attn.latency.guard import Guard
 
-#: of a block's wall time that the calling thread must have computed; timing itself neither sleeps nor waits
-_LEAST_SHARE = 0.8
+#: of a block's wall time that the calling thread may have waited to run; what it sleeps by itself is part of its kernel
+_MOST_WAITING = 0.1
 
 
 class HostGuard(Guard):
-    """A guard for CPUs: a block is disturbed where the thread that timed it was kept from its core."""
+    """A guard for CPUs: a block is disturbed where the kernel kept the thread that timed it waiting for its turn.
+
+    Linux counts that time per thread; elsewhere nothing is said.
+    """
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -19,12 +22,21 @@ class HostGuard(Guard):
 
     def begin(self) -> None:
         """Read both clocks before a block."""
-        self._wall, self._own = time.perf_counter(), time.thread_time()
+        self._wall, self._waited = time.perf_counter(), _waited()
 
     def disturbance(self) -> str | None:
-        """Compare the thread's own seconds with those that passed."""
-        wall, own = time.perf_counter() - self._wall, time.thread_time() - self._own
+        """Compare the time spent waiting for a core with all that passed."""
+        wall, waited = time.perf_counter() - self._wall, _waited() - self._waited
         self.begin()
-        if wall <= 0 or own >= _LEAST_SHARE * wall:
+        if wall <= 0 or waited <= _MOST_WAITING * wall:
             return None
-        return f"this thread had its core for {own / wall:.0%} of the time: other processes compute"
+        return f"this thread waited {waited / wall:.0%} of the time for a core: other processes compute"
+
+
+def _waited() -> float:
+    """Return the seconds that this thread has been ready to run and did not, 0 where nobody counts them."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+
 def direction_of(backward: bool | Literal["both"]) -> LatencyDirection:
     """Return what `backward` asks for. Raises ValueError for anything but False, True and "both"."""
     if backward is False:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from pytest_attn.latency.gate import Decision
 
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
 #: kept with every baseline; a change of what follows makes another protocol, whose times cannot be compared
 PROTOCOL = 1
 #: numbers of blocks after which the interval is looked at

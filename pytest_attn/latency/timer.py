@@ -15,9 +15,10 @@ from pytest_attn.latency.work import StaleError, Work, no_collection
 if TYPE_CHECKING:
     import torch
 
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
 #: how a sample was taken: one call between two events; several; one graph of several; on the host's clock
 Mode: TypeAlias = Literal["events", "batched", "graph", "host"]
-MODES: tuple[Mode, ...] = ("events", "batched", "graph", "host")
 
 _PRIMING_CALLS = 3
 #: seconds of device time and calls per pair of events below it: what a pair adds (about 4 us) is shared among its calls

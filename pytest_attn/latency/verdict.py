@@ -74,8 +74,8 @@ def regression_text(decision: Decision, recorded: Baseline, latency: Latency, ca
     lines.append(f"  anchors    {moved or 'none'} (timed as {latency.mode}, {calls} a sample, L2 {latency.l2})")
     if decision.detectable is not None:
         lines.append(
-            f"  certainty  a slowdown of {decision.detectable:.1%} would be found; of suites of {cases:,} cases,"
-            " at most 1 % alarm falsely"
+            f"  certainty  four of five suites would find a slowdown of {decision.detectable:.1%};"
+            f" of suites of {cases:,} cases, at most 1 % alarm falsely"
         )
     lines.append(f"  reproduce  {command}")
     lines.append(f'  accept     {command} --attn-update-baselines "why it is slower"')

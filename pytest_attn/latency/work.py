@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 LatencyDirection: TypeAlias = Literal["forward", "backward", "forward+backward"]
 DIRECTIONS: tuple[LatencyDirection, ...] = ("forward", "backward", "forward+backward")
@@ -151,11 +153,6 @@ def work_of(
         return Work(kernel, [inputs.q, inputs.k, inputs.v], inputs.dout, direction)
     tensors = [to_layout(inputs.q), to_layout(inputs.k, is_kv=True), to_layout(inputs.v, is_kv=True)]
     return Work(subject, tensors, to_layout(inputs.dout), direction)
-
-
-def inputs_bytes(inputs: Inputs) -> int:
-    """Count the bytes of q, k and v."""
-    return sum(t.nbytes for t in (inputs.q, inputs.k, inputs.v))
 
 
 @contextlib.contextmanager

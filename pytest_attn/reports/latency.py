@@ -9,13 +9,21 @@ from typing import Any
 from pytest_attn.reports.terminal import Line, aligned
 
 Record = Mapping[str, Any]
-_MARKUP = {"regressed": {"red": True}, "inconclusive": {"yellow": True}, "raised": {"red": True}}
+_MARKUP = {
+    "regressed": {"red": True},
+    "unconfirmed": {"red": True},
+    "unrecorded": {"red": True},
+    "inconclusive": {"yellow": True},
+    "raised": {"red": True},
+}
 _WORDS = {
     "passed": "as fast as recorded",
     "regressed": "regressed",
     "inconclusive": "inconclusive",
     "no baseline": "without a baseline",
+    "unconfirmed": "slower and not confirmed",
     "recorded": "recorded",
+    "unrecorded": "not recorded",
     "untimed": "not timed",
     "raised": "cannot be timed",
 }
@@ -81,7 +89,8 @@ def _closing(records: Sequence[Record]) -> Line:
         text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
     elif counts["no baseline"]:
         text += '; record with --attn-update-baselines "first recording"'
-    markup = {"red": True} if counts["regressed"] or counts["raised"] else {"green": True} if counts["passed"] else {}
+    is_bad = any(counts[v] for v in ("regressed", "unconfirmed", "unrecorded", "raised"))
+    markup = {"red": True} if is_bad else {"green": True} if counts["passed"] else {}
     return text, markup
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,7 @@ class AttentionCase(CaseTensors):
         self._request, self._item = request, request.node
         self._checked: Any = None
         self._comparison: Comparison | None = None
-        self._measured = 0
+        self._measured: Counter[tuple[str, str]] = Counter()
 
     def check(self, fn: Callable[..., Any] | Backend | str) -> Comparison:
         """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
@@ -166,13 +167,15 @@ class AttentionCase(CaseTensors):
         is_checked = self._checked is subject and self._comparison is not None and (self._mark.backward or not backward)
         if not is_checked and not is_fresh_process():
             self._check(subject, self._mark.backward or bool(backward))
-        self._measured += 1
-        measurement = Measurement(
-            self._session, self._item, self._question, subject, direction, self._comparison, self._measured
-        )
+        name = subject_name(subject)
+        self._measured[name, direction] += 1
+        numbers = (self._measured[name, direction], sum(self._measured.values()))
+        measurement = Measurement(self._session, self._item, self._question, subject, direction, self._comparison, *numbers)
         if reason := measurement.untimed_because():
             self._record_latency(measurement, "untimed", reason)
-            pytest.skip(f"{subject_name(subject)} is right, but was not timed: {reason}")
+            if self._session.settings.latency == "require":
+                raise AssertionError(f"not timed, which --attn-latency=require asks for: {measurement.name}: {reason}")
+            pytest.skip(f"{name} is right, but was not timed: {reason}")
         latency, failure = self._timed(measurement)
         if failure or latency is None:
             raise AssertionError(failure)
@@ -180,7 +183,8 @@ class AttentionCase(CaseTensors):
 
     def _timed(self, measurement: Measurement) -> tuple[Latency | None, str]:
         """Take a measurement and leave its record; return it, or the text with which the test fails."""
-        from pytest_attn.latency.verdict import regression_text
+        __tracebackhide__ = True
+        from pytest_attn.latency.verdict import change_words, regression_text
         from pytest_attn.latency.work import StaleError
         from pytest_attn.session.deadline import DeadlineError
 
@@ -189,6 +193,9 @@ class AttentionCase(CaseTensors):
         except (StaleError, DeadlineError) as error:
             self._record_latency(measurement, "raised", str(error))
             return None, f"cannot be timed: {measurement.name}: {error}"
+        except Exception as error:
+            self._record_latency(measurement, "raised", f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
         decision = latency.decision
         if is_fresh_process() or decision is None:
             return latency, ""
@@ -197,7 +204,9 @@ class AttentionCase(CaseTensors):
         self._record_latency(measurement, decision.verdict, decision.reason, latency)
         self._show_to_benchmark(latency)
         if decision.verdict == "regressed" and (baseline := measurement.recorded):
-            return latency, regression_text(decision, baseline, latency, measurement.cases, self.command())
+            return latency, regression_text(decision, baseline, latency, self._session.selected, self.command())
+        if decision.verdict == "unconfirmed":
+            return latency, f"looks slower: {measurement.name}: {change_words(decision)}\n  but        {decision.reason}"
         if self._session.settings.latency == "require" and decision.verdict in ("no baseline", "inconclusive"):
             return latency, (
                 f"{decision.verdict}: {measurement.name}: {decision.reason}\n"
@@ -349,7 +358,7 @@ class AttentionCase(CaseTensors):
             verdict=verdict,
             backward=direction != "forward",
             reason=reason,
-            latency={**(latency.to_dict() if latency else {}), "direction": direction},
+            latency={**(latency.to_dict() if latency else {}), "direction": direction, "key": measurement.key},
         )
         self._item.stash.setdefault(RECORD, []).append(record)
         if latency is not None:

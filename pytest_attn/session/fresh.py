@@ -36,13 +36,22 @@ _DROPPED = frozenset(
         *("-s", "--collect-only", "--co", "--cache-clear", "-f", "--looponfail"),
     )
 )
-#: short options whose value is the next word, which may look like a test
-_WITH_VALUE = ("-p", "-k", "-m", "-c", "-o", "-W", "-r")
+#: options whose value is the next word, which may look like a test
+_WITH_VALUE = frozenset(
+    (
+        *("-p", "-k", "-m", "-c", "-o", "-W", "-r", "--rootdir", "--confcutdir", "--ignore", "--ignore-glob", "--deselect"),
+        *("--config-file", "--override-ini", "--import-mode", "--pythonwarnings", "--log-level", "--log-file", "--color"),
+    )
+)
 _SECONDS_PER_PROCESS = 1800
 
 
 class FreshError(Exception):
-    """A fresh process did not end well; the text is the last of what it said."""
+    """Fresh processes did not time what they should have; the text says why."""
+
+
+class StartError(FreshError):
+    """A fresh process could not run the test at all; the text is the last of what it said."""
 
 
 def is_fresh_process() -> bool:
@@ -100,7 +109,7 @@ def _one_process(config: pytest.Config, names: Sequence[str], folder: Path) -> l
     except subprocess.TimeoutExpired:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
-        raise FreshError(_last_words(done.stdout))
+        raise StartError(f"a fresh process could not run it: {_last_words(done.stdout)}")
     return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
 
 
@@ -125,7 +134,9 @@ def _without_dropped(arguments: Iterator[str], named: set[str]) -> Iterator[str]
 
 def _overrides(config: pytest.Config, folder: Path) -> list[str]:
     plugins = config.pluginmanager
-    given = ["-q", f"--rootdir={config.rootpath}", "--attn-latency=auto", "--no-header", "--color=no"]
+    given = [f"--rootdir={config.rootpath}", "--attn-latency=auto", "--attn-fuzz=0"]
+    if plugins.hasplugin("terminal"):
+        given += ["-q", "--no-header", "--color=no"]
     if config.inipath:
         given.append(f"--config-file={config.inipath}")
     if plugins.hasplugin("cacheprovider"):

@@ -26,7 +26,7 @@ from pytest_attn.latency.protocol import PROTOCOL, Latency, Stopwatch, stopwatch
 from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
-from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, fresh_runs, own_processes
+from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, own_processes
 from pytest_attn.session.sharing import device_lock, untimed_because
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from pytest_attn.correctness.compare import Comparison
     from pytest_attn.session.store import AttentionSession
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: which results of a check say how accurate a direction is
 _RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -55,13 +57,17 @@ class Pending:
 
     key: str
     name: str
+    nodeid: str
     baseline: Baseline
     device: torch.device
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One `attn.measure`: what is timed, how, and whose test it is. number: of the measurement within its test."""
+    """One `attn.measure`: what is timed, how, and whose test it is.
+
+    number: of the measurements of this name and direction in its test; nth: of all of them.
+    """
 
     session: AttentionSession
     item: pytest.Item
@@ -70,6 +76,7 @@ class Measurement:
     direction: LatencyDirection
     comparison: Comparison | None
     number: int
+    nth: int = 1
 
     def untimed_because(self) -> str:
         """Say why nothing is timed here; "" where it is."""
@@ -91,7 +98,8 @@ class Measurement:
             _append_run(Path(os.environ[RUNS_VARIABLE]), self.key, latency)
             return replace(latency, decision=Decision("measured"))
         if self.session.settings.update_baselines is not None:
-            pending = Pending(self.key, command_name(self.item), self._to_record(latency), self.question.device)
+            name, device = command_name(self.item), self.question.device
+            pending = Pending(self.key, name, self.item.nodeid, self._to_record(latency), device)
             self.session.pending.append(pending)
             return replace(latency, decision=Decision("recorded"))
         return replace(latency, decision=self._decide(latency))
@@ -112,8 +120,11 @@ class Measurement:
 
     @property
     def cases(self) -> int:
-        """How many cases this run decides over, at most."""
-        return max(1, self.session.cases)
+        """How many cases this run decides over, at most; the n-th measurement of a test counts n (n + 1) fold.
+
+        The reciprocals of n (n + 1) add up to 1: however often tests measure, the suite's rate of false alarms holds.
+        """
+        return max(1, self.session.selected) * self.nth * (self.nth + 1)
 
     @property
     def key(self) -> str:
@@ -123,7 +134,7 @@ class Measurement:
         settings, on_cpu = self.session.settings, self.question.device.type == "cpu"
         name = subject_name(self.subject)
         if not isinstance(self.subject, Backend):
-            name = f"{name} of {self.item.nodeid.partition('@')[0]}" + (f" #{self.number}" if self.number > 1 else "")
+            name = f"{name} of {_test_of(self.item)}" + (f" #{self.number}" if self.number > 1 else "")
         layout = "bhsd" if isinstance(self.subject, Backend) else self.question.layout
         l2 = settings.l2 if self.question.device.type == "cuda" else "warm"
         number = (settings.threads or torch.get_num_threads()) if on_cpu else None
@@ -141,22 +152,26 @@ class Measurement:
         if missing or baseline is None or store.fits is None or store.prior is None:
             return Decision("no baseline", missing)
         if latency.disturbances:
-            return Decision("inconclusive", "; ".join(latency.disturbances))
+            disturbed = Decision("inconclusive", "; ".join(latency.disturbances))
+            return with_other_gates(disturbed, baseline, latency, self._z_against(baseline), self.policy)
         fit, prior = store.fits[self.key], store.prior
         agreed = self._software_agrees(baseline)
-        run = Run(latency.p50, latency.anchors, latency.host)
+        run = Run(latency.p50, latency.anchors, _launching(latency))
         decision, is_suspect = screen(run, fit, prior, self.policy, self.cases, agreed)
         if is_suspect:
             try:
                 runs = self._fresh_runs()
+            except StartError as error:
+                is_slower = (decision.change or 0.0) >= self.policy.slowdown
+                return replace(decision, verdict="unconfirmed" if is_slower else "inconclusive", reason=str(error))
             except FreshError as error:
                 return replace(decision, verdict="inconclusive", reason=f"not confirmed: {error}")
             decision = decide(runs, fit, prior, self.policy, self.cases, agreed)
-        return with_other_gates(decision, baseline, latency, self._z(), self.policy)
+        return with_other_gates(decision, baseline, latency, self._z_against(baseline), self.policy)
 
     def _unusable_because(self, baseline: Baseline | None) -> str:
         if baseline is None:
-            return "none recorded"
+            return f"none recorded in {self.session.baselines_folder}"
         if baseline.protocol != PROTOCOL:
             return f"recorded with protocol {baseline.protocol}, this is {PROTOCOL}"
         shape = self.question.workload.shape_id
@@ -168,7 +183,8 @@ class Measurement:
 
     def _fresh_runs(self) -> list[Run]:
         """Time the same test in fresh processes; raise FreshError where one did not, or was disturbed."""
-        found = fresh_runs(self.item.config, [command_name(self.item)], self.policy.runs)
+        with device_lock(self.question.device):
+            found = fresh_runs(self.item.config, [command_name(self.item)], self.policy.runs)
         mine = [run for run in found if run["key"] == self.key]
         if len(mine) < self.policy.runs:
             raise FreshError(f"{len(mine)} of {self.policy.runs} fresh processes timed it")
@@ -184,7 +200,6 @@ class Measurement:
         with ExitStack() as stack:
             stack.enter_context(current(question.device))
             stack.enter_context(device_lock(question.device))
-            stack.enter_context(self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"))
             if isinstance(self.subject, Backend):
                 stack.enter_context(quiet())
             if question.device.type == "cpu":
@@ -197,6 +212,8 @@ class Measurement:
                     raise pytest.UsageError(f"--attn-lock-clocks: {error}") from None
             work = work_of(self.subject, question.workload, question.device, self.direction, question.seed, self._in_layout)
             name = subject_name(self.subject)
+            with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"), work.context():
+                work.stage()()
             return self._stopwatch.measure(work, question.workload.id, name, mode)  # type: ignore[arg-type]
 
     def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
@@ -225,11 +242,22 @@ class Measurement:
             version=self.subject.version() if isinstance(self.subject, Backend) else "",
             memory=latency.memory,
             z=self._z(),
+            check=self._check,
             conditions=self._conditions(),
         )
 
     def _conditions(self) -> dict[str, str]:
         return conditions_of(self.question.device, self._stopwatch.guard.conditions())
+
+    def _z_against(self, baseline: Baseline) -> tuple[float, float, float] | None:
+        """Return the residuals where they were recorded of the same check, None where there is nothing to compare."""
+        return self._z() if baseline.check == self._check else None
+
+    @property
+    def _check(self) -> str:
+        """Say what the check depended on."""
+        question = self.question
+        return f"{','.join(question.inputs)} seed {question.seed}"
 
     def _z(self) -> tuple[float, float, float] | None:
         """Return the largest residuals over an element, a row and a head of what this direction computes."""
@@ -254,20 +282,35 @@ def _read(session: AttentionSession, device: torch.device) -> Recorded:
         file = find(session.baselines_folder, identity, anchor_hashes(device.type))
     except BaselineError as error:
         return Recorded(problem=str(error))
-    fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == PROTOCOL}
+    try:
+        fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == PROTOCOL}
+    except (ValueError, TypeError) as error:
+        return Recorded(problem=f"{file.path}: is damaged ({error}); restore it from version control")
     return Recorded(file, fits, shared_prior(list(fits.values()), device.type))
 
 
 def _append_run(path: Path, key: str, latency: Latency) -> None:
     """Hand a time to the process that waits for it: one line, written at once."""
-    run = {"key": key, "p50": latency.p50, "host": latency.host, "anchors": dict(latency.anchors), "mode": latency.mode}
+    run = {"key": key, "p50": latency.p50, "host": _launching(latency), "anchors": dict(latency.anchors), "mode": latency.mode}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**run, "disturbances": list(latency.disturbances)}) + "\n")
+
+
+def _launching(latency: Latency) -> float:
+    """Return the seconds of launching a call, 0 where the host's clock is what was timed."""
+    return 0.0 if latency.mode == "host" else latency.host
+
+
+def _test_of(item: pytest.Item) -> str:
+    """Return an item's id as it is without xdist, which adds a group to it."""
+    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
+    return "::".join([item.nodeid.partition("::")[0], *names])
 
 
 def command_name(item: pytest.Item) -> str:
     """Return what names a test on the command line of a fresh process, from whatever folder that runs in."""
     names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
     module = item.getparent(pytest.Module)
-    is_installed = bool(item.config.getoption("pyargs")) and module is not None
+    is_elsewhere = item.config.invocation_params.dir not in item.path.parents
+    is_installed = bool(item.config.getoption("pyargs")) and is_elsewhere and module is not None
     return "::".join([module.obj.__name__ if is_installed and module else str(item.path), *names])

@@ -77,6 +77,9 @@ def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
 def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Move the item's records to its report, as plain dicts; a test that raised without a judgement gets one."""
     records = item.stash.get(RECORD, [])
+    if report.failed:  # what fails in the end is not recorded, whenever it was timed
+        session = item.config.stash[SESSION]
+        session.pending = [one for one in session.pending if one.nodeid != item.nodeid]
     is_stage = report.when in ("setup", "call")
     if is_stage and report.failed and not records and call.excinfo is not None and _is_case(item):
         parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
@@ -93,6 +96,11 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
             path, line, _ = item.location
             report.outcome = "skipped"  # what could not be decided must not look like a pass
             report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
+
+
+def count_cases(items: list[pytest.Item]) -> int:
+    """Count the items that have a case."""
+    return sum(_is_case(item) for item in items)
 
 
 def settle_mutant(item: pytest.Item, report: pytest.TestReport) -> None:

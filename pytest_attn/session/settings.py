@@ -101,8 +101,8 @@ def _percent(text: str) -> float | None:
 
 
 def _threads(text: str) -> int:
-    if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"must be a whole number of threads >= 0 (0 leaves them as they are), got {text!r}")
+    if not re.fullmatch(r"\d{1,4}", text):
+        raise ValueError(f"must be a whole number of threads from 0 (which leaves them as they are) to 9999, got {text!r}")
     return int(text)
 
 
@@ -291,6 +291,10 @@ def _reason(config: pytest.Config) -> str | None:
         return None
     if not text.strip() or text.startswith("-"):
         raise pytest.UsageError(f'--attn-update-baselines: must be a reason such as "first recording", got {text!r}')
+    if "::" in text or os.path.exists(text):
+        raise pytest.UsageError(f'--attn-update-baselines: must be a reason such as "first recording", got the test {text!r}')
+    if config.getoption("attn_latency") == "off":
+        raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
     if config.getoption("numprocesses", None) or config.getoption("tx", None):
         raise pytest.UsageError("--attn-update-baselines: records in processes of its own, one at a time; leave out -n")
     return text.strip()

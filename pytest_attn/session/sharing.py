@@ -75,7 +75,7 @@ def device_lock(device: torch.device) -> Iterator[None]:
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
-        pytest.skip(f"latency: another process has been timing on {device} for {_PATIENCE:.0f} s ({path})")
+        pytest.fail(f"latency: another process has been timing on {device} for {_PATIENCE:.0f} s ({path})", pytrace=False)
     try:
         yield
     finally:

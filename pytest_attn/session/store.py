@@ -54,6 +54,7 @@ class AttentionSession:
         self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
         self.cases = self.runnable = 0
+        self.selected = 0  # items with a case, after collection
         self.latencies: dict[str, Any] = {}  # what session/latency.py knows of each device
         self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
         self.pending: list[Any] = []  # cases whose baselines are recorded at the end

@@ -18,6 +18,13 @@ for name in (registry := Registry()).names:
     registry[name].unavailable_because(machine_of(resolve_device("cpu")))
 
 
+@pytest.fixture(autouse=True)
+def _no_worker(monkeypatch):
+    """Let a story that runs in a worker of these tests' own run not take itself for one."""
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(params=["serial", "xdist"])
 def run(request, pytester):
     """Run pytest on the files of `pytester` and return the result."""
