@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
@@ -86,6 +86,11 @@ def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
         return None
     Fuzzing(item, case, draws).run()
     return True
+
+
+def _fail_of_a_flaky(failure: Failure) -> NoReturn:
+    """Fail with the words of a failure that did not repeat; this frame is not hidden, as pytest 8.4 needs one that is not."""
+    pytest.fail(f"{failure.first_line}\nIt did not fail again on {failure.written}", pytrace=False)
 
 
 class FuzzCase(AttentionCase):
@@ -160,7 +165,7 @@ class Fuzzing:
             if self._failure is None:
                 raise
             self._leave_failure(self._failure)
-            pytest.fail(f"{self._failure.first_line}\nIt did not fail again on {self._failure.written}", pytrace=False)
+            _fail_of_a_flaky(self._failure)
         except BaseException as error:
             if self._failure is None or error is not self._failure.error:
                 raise

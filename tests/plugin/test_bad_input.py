@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ('"flix"', "unknown workload 'flix'; known: smoke, edges, flux"),
+        ('"flix"', "unknown workload 'flix'; known: smoke, edges, features, flux"),
         ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
         ("42", "a workload must be a name or a Workload, got int 42"),
         ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; known: backends, dtypes, layout"),
