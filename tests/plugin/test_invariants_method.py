@@ -2,6 +2,10 @@
 
 import re
 
+import pytest
+
+#: once is enough: that records arrive from a worker is told in test_stories
+ONCE = pytest.mark.parametrize("run", ["serial"], indirect=True)
 THOROUGH = ("--attn-thorough",)
 KERNEL = 'Workload(70, heads=2, head_dim=32), device="cpu"'
 HONEST = "attn.check_invariants(lambda q, k, v: sdpa(q, k, v))"
@@ -35,6 +39,7 @@ def test_a_broken_invariant_is_a_failed_test_with_its_evidence(run, kernel_test)
     assert "pytest_attn/invariants" not in result.stdout.str()
 
 
+@ONCE
 def test_invariants_are_chosen_by_name(run, kernel_test):
     kernel_test(
         'report = attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["rerun", "state"], skip="state")\n'
@@ -46,6 +51,7 @@ def test_invariants_are_chosen_by_name(run, kernel_test):
     run().assert_outcomes(passed=1)
 
 
+@ONCE
 def test_thorough_asks_more(run, kernel_test):
     kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)
     few, many = ([int(n) for n in re.search(r"\((\d+), (\d+)\) == ", run(*a).stdout.str()).groups()] for a in ((), THOROUGH))
@@ -53,6 +59,7 @@ def test_thorough_asks_more(run, kernel_test):
     assert few[1] < many[1]
 
 
+@ONCE
 def test_a_backend_is_asked_by_name(run, kernel_test):
     kernel_test('attn.check_invariants("math")', marker='"smoke-window", device="cpu"')
     run().assert_outcomes(passed=1)
