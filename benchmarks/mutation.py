@@ -3,8 +3,8 @@
     python benchmarks/mutation.py [--groups smoke,edges,features] [--classes masks,...] [--out FILE.json]
 
 Every mutant runs on every workload of the groups whose options reach its fault, forward and backward, until it is found. The
-rules of others get what they use themselves: their input distribution, exact attention as the truth, an eager kernel in the
-same dtype as the twin where they compare with one, and their tolerances for out, dq, dk and dv. At the end the honest kernels
+rules of others get what they use themselves: their input distribution, exact attention as the truth, the honest kernel in one
+tile as the twin where they compare with one, and their tolerances for out, dq, dk and dv. At the end the honest kernels
 run through all of it: a rule that refuses one of them alarms falsely. CPU, one thread.
 """
 
