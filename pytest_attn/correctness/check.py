@@ -100,6 +100,19 @@ class Question:
         if self.backward and self.workload.kv_pages:
             raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
 
+    def put_to(self, subject: object) -> Question:
+        """Return the question as a backend answers it: in the native layout, with the precision and lse that it declares.
+
+        A callable answers it as it is. Raises ValueError for a backend of an unknown precision.
+        """
+        if not isinstance(subject, Backend):
+            return self
+        precision = subject.precision_on(self.device.type)
+        if precision not in PRECISIONS:
+            raise ValueError(f"backend {subject.name!r}: unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
+        layout = "thd" if self.workload.is_packed else "bhsd"
+        return dataclasses.replace(self, precision=precision, returns_lse=subject.returns_lse, layout=layout)
+
     def reference(self, cache: ReferenceCache, distribution: str | None = None, subject: object = None) -> Reference:
         """Return the reference of one distribution, by default the first.
 
@@ -131,12 +144,7 @@ def judge(
     failure's message ends with.
     """
     __tracebackhide__ = True
-    if isinstance(subject, Backend):
-        precision = subject.precision_on(question.device.type)
-        if precision not in PRECISIONS:
-            raise ValueError(f"backend {subject.name!r}: unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
-        layout = "thd" if question.workload.is_packed else "bhsd"
-        question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse, layout=layout)
+    question = question.put_to(subject)
     name = subject_name(subject)
     if not isinstance(subject, Backend) and not callable(subject):
         raise TypeError(f"check needs a callable of (q, k, v) or a backend, got {function_label(subject)}")
@@ -185,13 +193,23 @@ def _own_words(subject: object, where: str, reproduce: str) -> Iterator[None]:
     """Silence a library's warnings, say of a broken contract whose it was, and turn a late refusal into RefusedError."""
     with quiet() if isinstance(subject, Backend) else nullcontext():
         try:
-            yield
+            with late_refusals_of(subject):
+                yield
         except ContractError as error:
             raise ContractError(_with_command(f"{error}\n  by         {where}", reproduce)) from None
-        except Exception as error:
-            if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
-                raise RefusedError(reason) from error
-            raise
+
+
+@contextmanager
+def late_refusals_of(subject: object) -> Iterator[None]:
+    """Turn what a backend knows as a refusal that only its compiler found out into RefusedError."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        if isinstance(subject, Backend) and (reason := subject.refusal_in(error)):
+            raise RefusedError(reason) from error
+        raise
 
 
 def _quantised_by(subject: Backend, given: Inputs) -> Inputs:
@@ -380,18 +398,30 @@ def check_question(
 ) -> tuple[Callable[..., Any] | Backend, Comparison]:
     """Judge a callable, or a backend by its name; return it with the comparison. Raises as `check` does."""
     __tracebackhide__ = True
-    subject: Callable[..., Any] | Backend = Registry()[fn] if isinstance(fn, str) else fn
-    if isinstance(subject, Backend):
-        reason = obstacle(subject, question.workload, machine_of(question.device), question.backward)
-        if reason:
-            raise ValueError(f"backend {subject.name!r} cannot take {question.workload.id}: {reason}")
-    try:
+    with taken_by(fn, question) as subject:
         comparison = judge(subject, question, ReferenceCache())
-    except RefusedError as error:
-        raise ValueError(f"backend {subject_name(subject)!r} cannot take {question.workload.id}: {error}") from None
     if not comparison.passed:
         raise AssertionError(comparison.message)
     return subject, comparison
+
+
+@contextmanager
+def taken_by(fn: Callable[..., Any] | Backend | str, question: Question) -> Iterator[Callable[..., Any] | Backend]:
+    """Yield a callable or backend as it is, and a backend by its name.
+
+    Raises ValueError for a backend that refuses the question's workload, before the block or as late as in it.
+    """
+    subject: Callable[..., Any] | Backend = Registry()[fn] if isinstance(fn, str) else fn
+    reason: object = None
+    if isinstance(subject, Backend):
+        reason = obstacle(subject, question.workload, machine_of(question.device), question.backward)
+    if reason is None:
+        try:
+            yield subject
+        except RefusedError as error:
+            reason = error
+    if reason is not None:
+        raise ValueError(f"backend {subject_name(subject)!r} cannot take {question.workload.id}: {reason}") from None
 
 
 def named(workload: Workload | str) -> Workload:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pytest_attn.backends.backend import Backend, RefusedError, obstacle
-from pytest_attn.backends.machine import machine_of, resolve_device
-from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, named, subject_name
+from pytest_attn.backends.backend import Backend, RefusedError
+from pytest_attn.backends.machine import resolve_device
+from pytest_attn.correctness.check import Question, late_refusals_of, named, subject_name, taken_by
 from pytest_attn.correctness.compare import ContractError
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
@@ -42,28 +40,16 @@ def judge_invariants(
     """
     __tracebackhide__ = True
     invariants = chosen(only, skip, thorough)
-    if isinstance(subject, Backend):
-        layout = "thd" if question.workload.is_packed else "bhsd"
-        precision = subject.precision_on(question.device.type)
-        question = dataclasses.replace(question, precision=precision, returns_lse=subject.returns_lse, layout=layout)
-    elif not callable(subject):
+    if not isinstance(subject, Backend) and not callable(subject):
         raise TypeError(f"check_invariants needs a callable of (q, k, v) or a backend, got {function_label(subject)}")
+    question = question.put_to(subject)
     inputs = draw_inputs(question.workload, question.inputs[0], question.seed, question.device)
     probe = Probe(subject, question, inputs, guard, thorough)
-    _call_plainly(probe)
+    with late_refusals_of(subject):
+        probe.base  # noqa: B018 - the call that the others are held against, made here, once
     findings = tuple(_find(invariant, probe) for invariant in invariants)
     name, workload = subject_name(subject), question.workload.id
     return InvariantReport(workload, name, findings, _message(findings, name, workload, reproduce))
-
-
-def _call_plainly(probe: Probe) -> None:
-    """Make the call that the others are held against."""
-    try:
-        probe.base  # noqa: B018 - it is computed here, once
-    except Exception as error:
-        if isinstance(probe.subject, Backend) and (reason := probe.subject.refusal_in(error)):
-            raise RefusedError(reason) from error
-        raise
 
 
 def _find(invariant: Invariant, probe: Probe) -> Finding:
@@ -76,14 +62,13 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
     if reason := invariant.inapplicable_because(probe):
         return finding("not applicable", reason)
     try:
-        evidence = invariant.run(probe)
+        with late_refusals_of(probe.subject):
+            evidence = invariant.run(probe)
     except (NotApplicable, RefusedError) as reason:
         return finding("not applicable", str(reason))
     except ContractError as error:
         return finding("broken", str(error))
     except Exception as error:
-        if isinstance(probe.subject, Backend) and (refusal := probe.subject.refusal_in(error)):
-            return finding("not applicable", refusal)
         return finding("broken", f"the kernel raised {type(error).__name__}: {error}")
     return finding("broken" if evidence else "passed", evidence)
 
@@ -126,13 +111,8 @@ def check_invariants(
     question = Question(
         named(workload), where, backward, precision=precision, layout=layout, returns_lse=returns_lse, seed=seed
     )
-    subject: Callable[..., Any] | Backend = Registry()[fn] if isinstance(fn, str) else fn
-    if isinstance(subject, Backend) and (reason := obstacle(subject, question.workload, machine_of(where), backward)):
-        raise ValueError(f"backend {subject.name!r} cannot take {question.workload.id}: {reason}")
-    try:
+    with taken_by(fn, question) as subject:
         report = judge_invariants(subject, question, only, skip, thorough)
-    except RefusedError as error:
-        raise ValueError(f"backend {subject_name(subject)!r} cannot take {question.workload.id}: {error}") from None
     if not report.passed:
         raise AssertionError(report.message)
     return report

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pytest_attn.invariants.invariant import NotApplicable
+from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs
 
@@ -18,6 +19,32 @@ class Variation:
 
     words: str
     inputs: Inputs
+
+
+def replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
+    """Return the same tensors under a workload with fields changed."""
+    return Variation(words, replace(inputs, workload=inputs.workload.replace(**changes)))
+
+
+class Derived(Invariant):
+    """An invariant that asks a backend about other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
+
+    calls_thorough = 12
+
+    @abstractmethod
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
+        """Yield the other workloads that these inputs give rise to, the most telling first."""
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Only a backend can be asked about another workload, and only of short ones is the truth at hand."""
+        if not probe.is_backend:
+            return CLOSED_OVER
+        return None if probe.is_short else TOO_LONG
+
+    def run(self, probe: Probe) -> str:
+        """Hold the kernel to exact attention on each variation."""
+        at_most = self.calls_thorough if probe.thorough else self.calls
+        return judge_variations(probe, self.variations(probe.inputs), at_most)
 
 
 def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:

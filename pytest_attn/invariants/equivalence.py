@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pytest_attn.invariants.derived import TOO_LONG, Variation, judge_variations
-from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.derived import Derived, Variation, replaced
 from pytest_attn.workloads.inputs import Inputs, sequence_lengths
 from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload
@@ -16,26 +14,17 @@ from pytest_attn.workloads.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_MOST, _AT_MOST_THOROUGH = 2, 12
 
-
-class Equivalence(Invariant):
+class Equivalence(Derived):
     """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
 
     name = "equivalence"
     summary = "the same attention said in another way is as right: masks, sequences, pages, groups, decoding"
-    calls = _AT_MOST
+    calls = 2
 
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can be asked in another way."""
-        if not probe.is_backend:
-            return CLOSED_OVER
-        return None if probe.is_short else TOO_LONG
-
-    def run(self, probe: Probe) -> str:
-        """Ask in each other way; exact attention, and with it the budget, is that of the same values."""
-        made = (variation for vary in _VARIATIONS for variation in vary(probe.inputs))
-        return judge_variations(probe, made, _AT_MOST_THOROUGH if probe.thorough else _AT_MOST)
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
+        """Say it in each other way; exact attention, and with it the budget, is that of the same values."""
+        return (variation for vary in _VARIATIONS for variation in vary(inputs))
 
 
 def _alone(inputs: Inputs) -> Iterator[Variation]:
@@ -80,12 +69,12 @@ def _mask_written_otherwise(inputs: Inputs) -> Iterator[Variation]:
     """A causal mask as a window, a window as a window of more keys than there are, a mask as a function."""
     w = inputs.workload
     if isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len) and w.kv_lens is None:
-        yield _replaced(inputs, "causal as a window without a left end", mask=Window(None, 0))
-        yield _replaced(inputs, "causal as a mask function", mask=_causal(w.kv_len - w.q_len))
+        yield replaced(inputs, "causal as a window without a left end", mask=Window(None, 0))
+        yield replaced(inputs, "causal as a mask function", mask=_causal(w.kv_len - w.q_len))
     if w.mask is None and not w.is_packed:
-        yield _replaced(inputs, "no mask as a window of all keys", mask=Window(w.q_len + w.kv_len, w.q_len + w.kv_len))
+        yield replaced(inputs, "no mask as a window of all keys", mask=Window(w.q_len + w.kv_len, w.q_len + w.kv_len))
     if isinstance(w.mask, Window) and w.kv_lens is None:
-        yield _replaced(inputs, "a window as a mask function", mask=_window(w.mask, w.kv_len - w.q_len))
+        yield replaced(inputs, "a window as a mask function", mask=_window(w.mask, w.kv_len - w.q_len))
 
 
 def _causal(offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -127,10 +116,6 @@ def _last_row(inputs: Inputs) -> Iterator[Variation]:
 def _ends_together(w: Workload) -> bool:
     """Whether the last row of a causal mask stands at the last key."""
     return w.mask.bottom_right or (w.q_len == w.kv_len and w.kv_lens is None)
-
-
-def _replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
-    return Variation(words, dataclasses.replace(inputs, workload=inputs.workload.replace(**changes)))
 
 
 _VARIATIONS: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (

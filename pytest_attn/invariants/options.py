@@ -6,21 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pytest_attn.invariants.derived import TOO_LONG, Variation, judge_variations
-from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.derived import Derived, Variation, replaced
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Mask, MaskModMask, Window
-from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_AT_MOST, _AT_MOST_THOROUGH = 3, 12
 
-
-class Options(Invariant):
+class Options(Derived):
     """Each option makes the difference that it should, whatever was asked before.
 
     Exact attention with the option changed lies far from that without, so who is within the budget of one is not of the other.
@@ -28,18 +23,11 @@ class Options(Invariant):
 
     name = "options"
     summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
-    calls = _AT_MOST
+    calls = 3
 
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can be asked about other options."""
-        if not probe.is_backend:
-            return CLOSED_OVER
-        return None if probe.is_short else TOO_LONG
-
-    def run(self, probe: Probe) -> str:
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
         """Change one option at a time."""
-        made = (variation for vary in _VARIATIONS for variation in vary(probe.inputs))
-        return judge_variations(probe, made, _AT_MOST_THOROUGH if probe.thorough else _AT_MOST)
+        return (variation for vary in _VARIATIONS for variation in vary(inputs))
 
 
 def _lengths(inputs: Inputs) -> Iterator[Variation]:
@@ -74,10 +62,10 @@ def _mask(inputs: Inputs) -> Iterator[Variation]:
     """Change the mask to one of its kind, then drop it."""
     w = inputs.workload
     if w.plain_mask is None:
-        yield _replaced(inputs, "causal", mask="causal-bottom-right")
+        yield replaced(inputs, "causal", mask="causal-bottom-right")
         return
     for words, mask in _other_masks(w.plain_mask):
-        yield _replaced(inputs, words, mask=mask)
+        yield replaced(inputs, words, mask=mask)
 
 
 def _other_masks(mask: Mask) -> Iterator[tuple[str, Mask | None]]:
@@ -106,30 +94,25 @@ def _two_of_three(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
 
 def _scale(inputs: Inputs) -> Iterator[Variation]:
     """Make scores larger by a factor that is no power of two."""
-    yield _replaced(inputs, "a scale 1.7 times as large", scale=1.7 * inputs.workload.softmax_scale)
+    yield replaced(inputs, "a scale 1.7 times as large", scale=1.7 * inputs.workload.softmax_scale)
 
 
 def _softcap(inputs: Inputs) -> Iterator[Variation]:
     """Cap scores where it shows, then not at all."""
     if inputs.workload.softcap is not None:
-        yield _replaced(inputs, "a softcap of 1.5", softcap=1.5)
-        yield _replaced(inputs, "no softcap", softcap=None)
+        yield replaced(inputs, "a softcap of 1.5", softcap=1.5)
+        yield replaced(inputs, "no softcap", softcap=None)
 
 
 def _left_out(inputs: Inputs) -> Iterator[Variation]:
     """Leave out what is added to scores, and sinks."""
     w = inputs.workload
     if w.sinks:
-        yield _replaced(dataclasses.replace(inputs, sinks=None), "no sinks", sinks=False)
+        yield replaced(dataclasses.replace(inputs, sinks=None), "no sinks", sinks=False)
     if w.bias:
-        yield _replaced(dataclasses.replace(inputs, bias=None), "no bias", bias=None)
+        yield replaced(dataclasses.replace(inputs, bias=None), "no bias", bias=None)
     if w.alibi:
-        yield _replaced(dataclasses.replace(inputs, alibi_slopes=None), "no ALiBi", alibi=False)
-
-
-def _replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
-    workload: Workload = inputs.workload.replace(**changes)
-    return Variation(words, dataclasses.replace(inputs, workload=workload))
+        yield replaced(dataclasses.replace(inputs, alibi_slopes=None), "no ALiBi", alibi=False)
 
 
 _VARIATIONS: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (_lengths, _pages, _softcap, _mask, _scale, _left_out)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
 from pytest_attn.session.fresh import is_fresh_process
 from pytest_attn.session.marker import AttentionMark
-from pytest_attn.session.parametrize import CaseParameter
+from pytest_attn.session.parametrize import CaseParameter, id_under
 from pytest_attn.session.record import RECORD, CaseRecord
 from pytest_attn.session.store import AttentionSession
 from pytest_attn.session.tensors import CaseTensors
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.profiling.profiler import Profile
     from pytest_attn.session.latency import Measurement
+
+_Judged = TypeVar("_Judged")
 
 
 class AttentionCase(CaseTensors):
@@ -55,34 +58,17 @@ class AttentionCase(CaseTensors):
 
     def _check(self, fn: Callable[..., Any] | Backend | str, backward: bool) -> Comparison:
         __tracebackhide__ = True
-        from pytest_attn.backends.backend import RefusedError
         from pytest_attn.correctness.check import judge, subject_name
-        from pytest_attn.correctness.compare import ContractError
-        from pytest_attn.session.deadline import DeadlineError
 
         subject = self._resolved(fn)
         name = subject_name(subject)
         question = self._question if backward == self._mark.backward else replace(self._question, backward=backward)
         self._checked, self._comparison = subject, None
-        failure = refusal = None
-        try:
-            comparison = judge(
-                subject,
-                question,
-                self._session.references,
-                guard=lambda: self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}"),
-                reproduce=self.command(),
-            )
-        except (ContractError, DeadlineError) as error:
-            failure = str(error)
-        except RefusedError as error:
-            refusal = str(error)
-        if refusal is not None:
-            self._record(name, "skipped", reason=refusal)
-            pytest.skip(f"{name}: {refusal}")
-        if failure is not None:
-            self._record(name, "mismatch", reason=failure.splitlines()[0])
-            raise AssertionError(failure)
+        comparison = self._judged(
+            name,
+            "mismatch",
+            lambda: judge(subject, question, self._session.references, lambda: self._deadline(name), self.command()),
+        )
         defects = self._known_defects(subject)
         if comparison.passed:
             self._comparison = comparison
@@ -90,10 +76,7 @@ class AttentionCase(CaseTensors):
             if self._session.settings.profile:
                 self._add_profiles(subject)
             return comparison
-        for defect in (d for d in defects if d.explains(comparison, self.workload)):
-            reason = f"known defect {defect.issue}: {defect.summary}"
-            self._record(name, "known defect", comparison, reason)
-            pytest.xfail(reason)
+        self._xfail_if_known(name, (d for d in defects if d.explains(comparison, self.workload)), comparison)
         self._record(name, "mismatch", comparison)
         raise AssertionError(comparison.message)
 
@@ -109,43 +92,24 @@ class AttentionCase(CaseTensors):
         broken, with the smallest evidence as its text, ValueError for an unknown name.
         """
         __tracebackhide__ = True
-        from pytest_attn.backends.backend import RefusedError
         from pytest_attn.correctness.check import subject_name
-        from pytest_attn.correctness.compare import ContractError
         from pytest_attn.invariants.check import judge_invariants
-        from pytest_attn.session.deadline import DeadlineError
 
         subject = self._resolved(fn)
         name = subject_name(subject)
-        failure = refusal = ""
-        try:
-            report = judge_invariants(
-                subject,
-                self._question,
-                only,
-                skip,
-                thorough=self._session.settings.thorough,
-                guard=lambda: self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}"),
-                reproduce=self.command(),
-            )
-        except (ContractError, DeadlineError) as error:
-            failure = str(error)
-        except RefusedError as error:
-            refusal = str(error)
-        if refusal:
-            self._record(name, "skipped", reason=refusal)
-            pytest.skip(f"{name}: {refusal}")
-        if failure:
-            self._record(name, "broken", reason=failure.splitlines()[0])
-            raise AssertionError(failure)
+        thorough = self._session.settings.thorough
+        report = self._judged(
+            name,
+            "broken",
+            lambda: judge_invariants(
+                subject, self._question, only, skip, thorough, lambda: self._deadline(name), self.command()
+            ),
+        )
         if report.passed:
             self._record(name, "held")
             return report
         broken = {finding.invariant for finding in report.broken}
-        for defect in (d for d in self._known_defects(subject) if broken <= set(d.invariants)):
-            reason = f"known defect {defect.issue}: {defect.summary}"
-            self._record(name, "known defect", reason=reason)
-            pytest.xfail(reason)
+        self._xfail_if_known(name, (d for d in self._known_defects(subject) if broken <= set(d.invariants)))
         self._record(name, "broken", reason=", ".join(finding.invariant for finding in report.broken))
         raise AssertionError(report.message)
 
@@ -288,11 +252,39 @@ class AttentionCase(CaseTensors):
 
     # -- details -------------------------------------------------------------------------------------------------------
 
+    def _deadline(self, name: str) -> AbstractContextManager[None]:
+        return self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}")
+
+    def _judged(self, name: str, verdict: str, judge: Callable[[], _Judged]) -> _Judged:
+        """Return what `judge` returns; a broken contract fails the test with that verdict, a late refusal skips it."""
+        __tracebackhide__ = True
+        from pytest_attn.backends.backend import RefusedError
+        from pytest_attn.correctness.compare import ContractError
+        from pytest_attn.session.deadline import DeadlineError
+
+        try:
+            return judge()
+        except (ContractError, DeadlineError) as error:
+            failure, refusal = str(error), ""
+        except RefusedError as error:
+            failure, refusal = "", str(error)
+        if refusal:
+            self._record(name, "skipped", reason=refusal)
+            pytest.skip(f"{name}: {refusal}")
+        self._record(name, verdict, reason=failure.splitlines()[0])
+        raise AssertionError(failure)
+
+    def _xfail_if_known(self, name: str, defects: Iterable[KnownDefect], comparison: Comparison | None = None) -> None:
+        for defect in defects:
+            reason = f"known defect {defect.issue}: {defect.summary}"
+            self._record(name, "known defect", comparison, reason)
+            pytest.xfail(reason)
+
     def _profiles(self, subject: Callable[..., Any] | Backend, with_ceilings: bool = True) -> list[Profile]:
         from pytest_attn.correctness.check import subject_name
         from pytest_attn.profiling.subject import profile_subject
 
-        with self._session.deadline.around(f"{subject_name(subject)} on {self.workload.id}, {self._item.nodeid}"):
+        with self._deadline(subject_name(subject)):
             return profile_subject(subject, self._question, with_ceilings)
 
     def _add_profiles(self, subject: Callable[..., Any] | Backend) -> None:
@@ -396,7 +388,6 @@ def _runnable(item: pytest.Item) -> str:
     import os
     from pathlib import Path
 
-    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     shown = str(item.path) if path.startswith("..") else str(Path(path).as_posix())
-    return "::".join([shown, *names])  # not item.nodeid, to which xdist may have added a group
+    return id_under(shown, item)

@@ -27,6 +27,7 @@ from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, own_processes
+from pytest_attn.session.parametrize import id_under
 from pytest_attn.session.sharing import device_lock, untimed_because
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class Measurement:
         settings, on_cpu = self.session.settings, self.question.device.type == "cpu"
         name = subject_name(self.subject)
         if not isinstance(self.subject, Backend):
-            name = f"{name} of {_test_of(self.item)}" + (f" #{self.number}" if self.number > 1 else "")
+            test = id_under(self.item.nodeid.partition("::")[0], self.item)
+            name = f"{name} of {test}" + (f" #{self.number}" if self.number > 1 else "")
         layout = "bhsd" if isinstance(self.subject, Backend) else self.question.layout
         l2 = settings.l2 if self.question.device.type == "cuda" else "warm"
         number = (settings.threads or torch.get_num_threads()) if on_cpu else None
@@ -301,16 +303,9 @@ def _launching(latency: Latency) -> float:
     return 0.0 if latency.mode == "host" else latency.host
 
 
-def _test_of(item: pytest.Item) -> str:
-    """Return an item's id as it is without xdist, which adds a group to it."""
-    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
-    return "::".join([item.nodeid.partition("::")[0], *names])
-
-
 def command_name(item: pytest.Item) -> str:
     """Return what names a test on the command line of a fresh process, from whatever folder that runs in."""
-    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function)]
     module = item.getparent(pytest.Module)
     is_elsewhere = item.config.invocation_params.dir not in item.path.parents
     is_installed = bool(item.config.getoption("pyargs")) and is_elsewhere and module is not None
-    return "::".join([module.obj.__name__ if is_installed and module else str(item.path), *names])
+    return id_under(module.obj.__name__ if is_installed and module else str(item.path), item)

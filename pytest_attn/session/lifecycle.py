@@ -20,7 +20,6 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
-from pytest_attn.session.fuzz import FuzzParameter, make_fuzz_case
 from pytest_attn.session.marker import AttentionMark, RequiresMark
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected, test_of
 from pytest_attn.session.record import RECORD, CaseRecord
@@ -29,10 +28,13 @@ from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
     """Make the case of a test item; skips it where backend or device cannot take it."""
-    if isinstance(parameter, FuzzParameter):
-        return make_fuzz_case(request, parameter)
     item = request.node
     session = item.config.stash[SESSION]
+    if session.settings.fuzz:
+        from pytest_attn.session.fuzz import FuzzParameter, make_fuzz_case
+
+        if isinstance(parameter, FuzzParameter):
+            return make_fuzz_case(request, parameter)
     marker = item.get_closest_marker("attention")
     mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
     if session.settings.mutants and parameter.backend:

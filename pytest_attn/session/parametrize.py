@@ -92,6 +92,11 @@ def case_id(case: CaseParameter) -> str:
     return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"
 
 
+def id_under(path: str, item: pytest.Item) -> str:
+    """Return the item's id under another path; not item.nodeid, to which xdist may have added a group."""
+    return "::".join([path, *(node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function))])
+
+
 def test_of(item: pytest.Item) -> str:
     """Return the test that an item is a case of."""
     return item.nodeid.partition("[")[0]
