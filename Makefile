@@ -1,5 +1,6 @@
 # `make suite`: the bundled tests on every backend, on this machine's best device. `make test`: the tests of the plugin.
-# Both set up .venv first. On a GPU machine, say TORCH=torch to take torch's default build, or point VENV at an environment
+# `make docs`: the pages of docs/ as a site, in docs/_build/html.
+# Each sets up .venv first. On a GPU machine, say TORCH=torch to take torch's default build, or point VENV at an environment
 # that has one.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
-.PHONY: suite test test-oldest lint check clean
+.PHONY: suite test test-oldest lint docs check clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +34,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/ready
+	$(BIN)/python -m sphinx -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+
 check: lint suite test-oldest test
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pytest_attn import Workload, draw_inputs
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.workloads.catalog import builtin_catalog
 
 

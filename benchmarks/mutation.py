@@ -2,6 +2,8 @@
 
     python benchmarks/mutation.py [--groups smoke,edges,features] [--classes masks,...] [--out FILE.json]
 
+    --groups pairs: the covering set of pairs of features; --classes none: only the honest kernels
+
 Every mutant runs on every workload of the groups whose options reach its fault, forward and backward, until it is found. The
 rules of others get what they use themselves: their input distribution, exact attention as the truth, the honest kernel in one
 tile as the twin where they compare with one, and their tolerances for out, dq, dk and dv. At the end the honest kernels
@@ -20,14 +22,17 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.precision import precision_named
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.catalog import KINDS, MUTANTS
 from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.mutants.variants import HONEST
+from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.pairs import pairwise_workloads
 from pytest_attn.workloads.workload import Workload
 
 CPU = torch.device("cpu")
@@ -173,12 +178,17 @@ def _native(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     return tensor[0].transpose(0, 1) if workload.is_packed else tensor
 
 
+def workloads_of(group: str) -> list[Workload]:
+    """Return a group of the catalog, or the covering set of pairs."""
+    return list(pairwise_workloads()) if group == "pairs" else builtin_catalog().select(group)
+
+
 def cases_of(workloads: list[Workload]) -> list[Case]:
     return [Case(w, backward) for w in workloads for backward in (False, True) if not (backward and w.kv_pages)]
 
 
 def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:
-    """Whether attn.check finds the mutant on one of the cases, on its default inputs; one kernel lives through them all."""
+    """Whether attn.check finds the mutant on one of the cases, on the suite's inputs; one kernel lives through them all."""
     backend = mutant.backend()
     return any(is_refused(backend, case) for case in cases)
 
@@ -186,7 +196,7 @@ def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:
 def is_refused(backend: Backend, case: Case) -> bool:
     """Whether attn.check fails; a kernel that raises does, too."""
     try:
-        return not judge(backend, Question(case.workload, CPU, case.backward), CACHE).passed
+        return not judge(backend, Question(case.workload, CPU, case.backward, INPUTS), CACHE).passed
     except Exception:
         return True
 
@@ -211,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    everything = cases_of([w for group in options.groups.split(",") for w in builtin_catalog().select(group)])
+    everything = cases_of([w for group in options.groups.split(",") for w in workloads_of(group)])
     chosen = [mutant for mutant in MUTANTS if mutant.kind in options.classes.split(",")]
     began, peers, rows = time.monotonic(), Peers(), []
     for mutant in chosen:
@@ -235,7 +245,8 @@ def main() -> None:
             }
         )
         print(f"{time.monotonic() - began:6.0f} s {mutant.kind:10} {mutant.name:42} {_word(rows[-1])}", flush=True)
-    report(rows)
+    if rows:
+        report(rows)
     false_alarms(everything, peers)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
@@ -280,7 +291,7 @@ def false_alarms(cases: list[Case], peers: Peers) -> None:
             number += 1
             backend = variant.backend()
             question = Question(case.workload, CPU, case.backward)
-            alarms["check"] += not judge(backend, question, CACHE).passed
+            alarms["check"] += not judge(backend, Question(case.workload, CPU, case.backward, INPUTS), CACHE).passed
             alarms["check_invariants"] += not judge_invariants(variant.backend(), question).passed
             for name in peers.refused_by(backend, case, list(RULES)):
                 alarms[name] += 1

@@ -11,24 +11,29 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend, KnownDefect
+    from pytest_attn.backends.capabilities import Capabilities
     from pytest_attn.backends.machine import Machine
     from pytest_attn.correctness.check import check
     from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.failures.failure import Failure, load_failure
     from pytest_attn.invariants.check import check_invariants
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.measure import measure
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.session.case import AttentionCase
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
-    from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+    from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.workload import Pages, Workload
 
 __all__ = [
     "AttentionCase",
     "Backend",
     "BooleanMask",
+    "Capabilities",
+    "Causal",
     "Comparison",
     "Document",
+    "Failure",
     "Inputs",
     "InvariantReport",
     "KnownDefect",
@@ -41,6 +46,7 @@ __all__ = [
     "check",
     "check_invariants",
     "draw_inputs",
+    "load_failure",
     "measure",
 ]
 
@@ -48,8 +54,11 @@ _HOMES = {
     "AttentionCase": "pytest_attn.session.case",
     "Backend": "pytest_attn.backends.backend",
     "BooleanMask": "pytest_attn.workloads.masks",
+    "Capabilities": "pytest_attn.backends.capabilities",
+    "Causal": "pytest_attn.workloads.masks",
     "Comparison": "pytest_attn.correctness.compare",
     "Document": "pytest_attn.workloads.masks",
+    "Failure": "pytest_attn.failures.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
     "KnownDefect": "pytest_attn.backends.backend",
@@ -62,6 +71,7 @@ _HOMES = {
     "check": "pytest_attn.correctness.check",
     "check_invariants": "pytest_attn.invariants.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
+    "load_failure": "pytest_attn.failures.failure",
     "measure": "pytest_attn.latency.measure",
 }
 

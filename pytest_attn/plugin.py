@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from pytest_attn.backends.backend import Backend
     from pytest_attn.session.case import AttentionCase
+    from pytest_attn.session.outputs import JsonLines
     from pytest_attn.session.parametrize import CaseParameter
     from pytest_attn.session.store import AttentionSession
     from pytest_attn.session.tensors import ReferenceTensors
@@ -47,23 +49,47 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.fuzz import require_hypothesis
 
         require_hypothesis()
+    if session.settings.report:
+        from pytest_attn.session.lifecycle import require_report_libraries
+
+        require_report_libraries()
     session.check_names()
     config.stash[SESSION] = session
-    config.pluginmanager.register(Recorder(session), "attn-recorder")
+    lines = None
+    if session.settings.json:
+        from pytest_attn.session.outputs import json_lines
+
+        lines = json_lines(session, config)
+    config.pluginmanager.register(Recorder(session, lines), "attn-recorder")
+    if session.settings.tune:
+        from pytest_attn.session.tuning import progress_of
+
+        if progress := progress_of(session, config):
+            config.pluginmanager.register(progress, "attn-tune-progress")
 
 
 class Recorder:
     """Keeps the records of finished cases: in the one process, or in the controller of many."""
 
-    def __init__(self, session: AttentionSession) -> None:
-        self._session = session
+    def __init__(self, session: AttentionSession, lines: JsonLines | None) -> None:
+        self._session, self._lines = session, lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the records off the report, where it carries any."""
-        self._session.records.extend(getattr(report, "attn", ()))
+        """Take the records off the report, where it carries any, and write them where they are asked for."""
+        records = getattr(report, "attn", ())
+        self._session.records.extend(records)
+        if records and self._lines is not None:
+            self._lines.write(records)
         if found := getattr(report, "attn_mutant", None):
             self._session.mutants.append(found)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Finish the file of --attn-json."""
+        if self._lines is not None:
+            self._lines.close()
+            if self._lines.problem:
+                terminalreporter.write_line(self._lines.problem, red=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -199,10 +225,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.lifecycle import print_summary
 
         print_summary(session, terminalreporter, config.get_verbosity())
+    if session.settings.rank and not session.settings.list_only:
+        from pytest_attn.session.ranking import report_ranking
+
+        report_ranking(session, config, terminalreporter)
+    if session.settings.summary or (session.records and os.environ.get("GITHUB_ACTIONS") == "true"):
+        from pytest_attn.session.outputs import write_summaries
+
+        write_summaries(session, terminalreporter)
     if session.settings.support and session.records:
         from pytest_attn.session.lifecycle import write_support
 
         write_support(session, session.settings.support, terminalreporter)
+    if session.settings.report and not session.settings.list_only:
+        from pytest_attn.session.lifecycle import write_report
+
+        write_report(session, session.settings.report, terminalreporter)
 
 
 def _session(config: pytest.Config) -> AttentionSession:
@@ -216,6 +254,7 @@ def _session(config: pytest.Config) -> AttentionSession:
 
 @pytest.fixture
 def _attn_parameter(request: pytest.FixtureRequest) -> CaseParameter:
+    """What the attention marker gave this item; for the other fixtures."""
     if not hasattr(request, "param"):
         pytest.fail(f"{request.node.nodeid}: the attention fixtures must be arguments of the test, not asked for later", False)
     parameter: CaseParameter = request.param

@@ -7,7 +7,8 @@ import torch
 from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends import machine as machines
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = machines.machine_of(torch.device("cpu"))
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
@@ -91,7 +92,7 @@ def test_varlen_packs_dense_batches_and_documents(monkeypatch):
         backend = Registry()["varlen"]
         assert backend.unsupported_because(workload, H200) == []
         assert judged("varlen", workload).passed
-    dense, documents, packed = calls[0], calls[2], calls[4]
+    dense, documents, packed = calls[0], calls[3], calls[6]  # a check makes three calls: two distributions, the first again
     assert dense[1:] == ([0, 8, 16], [0, 12, 24], 8, 12, (-1, 0), True)
     assert documents[1:4] == ([0, 4, 10], [0, 4, 10], 6)
     assert packed[1:3] == ([0, 3, 8], [0, 7, 12])

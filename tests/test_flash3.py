@@ -6,8 +6,9 @@ from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.adapters.flash3 import _refused_by_build
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
 from pytest_attn.correctness.compare import ContractError
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = torch.device("cpu")
 HERE_MACHINE = machine_of(CPU)

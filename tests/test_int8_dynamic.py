@@ -7,7 +7,8 @@ import pytest_attn
 from pytest_attn import Machine, Pages, Window, Workload
 from pytest_attn.backends.adapters import int8_dynamic
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")

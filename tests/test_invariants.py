@@ -5,7 +5,7 @@ import torch
 
 from pytest_attn import Window, Workload
 from pytest_attn.backends.backend import FunctionBackend
-from pytest_attn.correctness.check import Question
+from pytest_attn.correctness.question import Question
 from pytest_attn.invariants.check import check_invariants, judge_invariants
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.mutants.catalog import mutant_named

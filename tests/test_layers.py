@@ -12,12 +12,14 @@ import pytest_attn
 ROOT = Path(pytest_attn.__file__).parent
 #: from the top: a folder may import those after it, and itself
 LAYERS = (
+    "__main__",
     "plugin",
     "hooks",
     "session",
     "reports",
     "suite",
     "strategies",
+    "failures",
     "invariants",
     "mutants",
     "profiling",

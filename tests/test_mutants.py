@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pytest_attn import Window, Workload
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
 from pytest_attn.correctness.compare import ContractError
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.mutants.catalog import KINDS, MUTANTS, mutant_named
 from pytest_attn.mutants.equivalent import EQUIVALENT
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
@@ -79,7 +80,7 @@ def cache():
 @pytest.fixture(autouse=True)
 def only_the_verdict(monkeypatch):
     """Leave out the explanation of a failure: there are many here."""
-    monkeypatch.setattr("pytest_attn.correctness.check.explain", lambda *_: ["somewhere"])
+    monkeypatch.setattr("pytest_attn.correctness.judge.explain", lambda *_: ["somewhere"])
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from fakes import HERE, install, uninstall
 
 from pytest_attn import Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = torch.device("cpu")
 #: its backend looks at the device of the tensors that it is asked about

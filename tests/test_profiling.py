@@ -3,7 +3,7 @@ import torch
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question
+from pytest_attn.correctness.question import Question
 from pytest_attn.profiling.kernels import CATEGORIES, answers_to, architecture_of, name_of
 from pytest_attn.profiling.profiler import profile_call
 from pytest_attn.profiling.subject import profile_subject

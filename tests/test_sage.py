@@ -5,7 +5,8 @@ from fakes import HERE, install, uninstall
 from pytest_attn import Machine, Pages, Window, Workload
 from pytest_attn.backends.adapters import sage
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")

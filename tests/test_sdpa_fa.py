@@ -10,7 +10,8 @@ from pytest_attn import Machine, Window, Workload, draw_inputs
 from pytest_attn.backends.adapters.sdpa_fa import _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = torch.device("cpu")
 HERE_MACHINE = dataclasses.replace(machine_of(CPU), torch_version="2.11.0+cu130")

@@ -9,7 +9,8 @@ from fakes import HERE, install, uninstall
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ from pytest_attn import Document, Machine, Window, Workload
 from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.workloads.masks import interval
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.compiled import Compiled, compilation_of, compile_kernel
 from pytest_attn.backends.graphed import Graphed
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = torch.device("cpu")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")

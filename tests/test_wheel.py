@@ -36,6 +36,8 @@ def wheel(tmp_path_factory):
 def test_the_wheel_has_types_suite_and_entry_point(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pytest_attn/py.typed", "pytest_attn/suite/test_correctness.py"} <= set(names)
+    page = {"page.html", "style.css", *(path.name for path in (ROOT / "pytest_attn/reports/html").glob("*.js"))}
+    assert {f"pytest_attn/reports/html/{name}" for name in page} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "conftest"))]
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "[pytest11]\nattn = pytest_attn.plugin" in zipfile.ZipFile(wheel).read(entry_points).decode()

@@ -5,7 +5,8 @@ from fakes import HERE, install, uninstall
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.adapters.xformers import XformersCutlass
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.check import Question, ReferenceCache, judge
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.question import Question, ReferenceCache
 
 CPU = torch.device("cpu")
 H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # its operators asked on the CPU
@@ -195,7 +196,9 @@ def test_cutlass_ends_at_sm90(put):
 
 
 def test_gradients_of_rows_without_a_key_are_a_known_defect_of_cutlass():
-    (defect,) = XformersCutlass.known_defects
+    defect, of_invariants, _ = XformersCutlass.known_defects
+    assert not of_invariants.tensors  # a check of the forward pass does not wait for it
+    assert of_invariants.spoils(Workload(257, 129, mask="causal-bottom-right"), H200, backward=False)
     assert defect.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
     assert defect.applies(Workload(q_lens=(9, 4), kv_lens=(3, 4), mask="causal-bottom-right"), H200)
     assert not defect.applies(Workload(129, 257, mask="causal-bottom-right"), H200)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.configured import Options, expanded, out_of_resources
 from pytest_attn.backends.library import Library, quiet
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.workloads.inputs import Inputs
@@ -15,6 +17,8 @@ from pytest_attn.workloads.workload import DTYPES, Workload
 
 if TYPE_CHECKING:
     import torch
+
+    from pytest_attn.backends.configured import Declared
 
 Kernel: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
 
@@ -26,7 +30,8 @@ class KnownDefect:
     applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
     changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
-    without, every failure of these tensors does. invariants: names of those that it breaks.
+    without, every failure of these tensors does. invariants: names of those that it may break, empty where it may break any;
+    tensors are empty where only invariants show it.
     """
 
     issue: str
@@ -38,6 +43,11 @@ class KnownDefect:
     changes_input: tuple[str, ...] = ()
     shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
     invariants: tuple[str, ...] = ()
+
+    def spoils(self, workload: Workload, machine: Machine, backward: bool) -> bool:
+        """Whether a workload is in its reach: one of gradients only is in a backward pass."""
+        is_of_gradients = bool(self.tensors) and not self.changes_input and all(name.startswith("d") for name in self.tensors)
+        return (backward or not is_of_gradients) and self.applies(workload, machine)
 
     def explains(self, comparison: Any, workload: Workload) -> bool:
         """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""
@@ -79,7 +89,13 @@ class Backend(ABC):
     capabilities: Capabilities | None = None
     #: what it needs, in a few words, for the same table
     needs: str = ""
+    #: whether it hides padded keys behind a mask: then 0 * NaN is NaN, by the rules of arithmetic, and padding must be finite
+    pads_by_mask: bool = True
     known_defects: tuple[KnownDefect, ...] = ()
+    #: the options that its configurations may set (backends/configured.py); None where it takes any
+    tunable: frozenset[str] | None = frozenset()
+    #: those that this one is run with; empty for the backend as it is
+    configuration: Options = MappingProxyType({})
 
     def version(self) -> str:
         """Return the library's version; called only where the backend is available."""
@@ -127,6 +143,14 @@ class Backend(ABC):
         del kind
         return self.precision
 
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """List the options worth trying on a workload that the backend claims, besides its default; --attn-tune times them.
+
+        backward: whether the case asks for gradients. `configuration` holds the options when `prepare` is called.
+        """
+        del workload, machine, backward
+        return ()
+
     def variant(self, name: str) -> Backend | None:
         """Return this backend's own "compile" or "max_autotune" variant; None where compiling its callable will do."""
         del name
@@ -148,6 +172,7 @@ class LibraryBackend(Backend):
     """
 
     source: Library
+    pads_by_mask = False
     #: compute capabilities that its kernels are built for, both ends included
     capability_range: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (12, 1))
     capabilities: Capabilities
@@ -205,9 +230,14 @@ class FunctionBackend(Backend):
         layout: str = "bhsd",
         precision: str = "flash",
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
+        configurations: Declared = (),
     ) -> None:
         self.name, self.fn, self.layout, self.precision = name, fn, layout, precision
-        self._reasons = unsupported_because
+        self._reasons, self._declared = unsupported_because, configurations
+        if callable(configurations):
+            self.tunable = None
+        else:
+            self.tunable = frozenset(option for options in expanded(configurations) for option in options)
 
     def version(self) -> str:
         """Functions have none."""
@@ -218,14 +248,22 @@ class FunctionBackend(Backend):
         reasons = self._reasons(workload) if self._reasons else ()
         return [reasons] if isinstance(reasons, str) else list(reasons)
 
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Those given at registration."""
+        return expanded(self._declared(workload) if callable(self._declared) else self._declared)
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """A configuration whose tiles do not fit the device is refused, not wrong."""
+        return out_of_resources(error) if self.configuration else None
+
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Close over the workload and turn the layout."""
         swap = self.layout == "bshd" and not inputs.workload.is_packed
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if not swap:
-                return self.fn(q, k, v, workload=inputs.workload)
-            out = self.fn(*(t.transpose(1, 2) for t in (q, k, v)), workload=inputs.workload)
+                return self.fn(q, k, v, workload=inputs.workload, **self.configuration)
+            out = self.fn(*(t.transpose(1, 2) for t in (q, k, v)), workload=inputs.workload, **self.configuration)
             return out.transpose(1, 2) if hasattr(out, "transpose") else out  # what is no tensor is refused by the check
 
         return call

@@ -67,3 +67,19 @@ FLASH4_DQ = KnownDefect(
     applies=_dq_tiles_of_another_width,
     tensors=("dq",),
 )
+
+
+def _last_row_alone(workload: Workload, machine: Machine) -> bool:
+    """Whether the last tile of 64 query rows holds one row, and a mask or bias tells rows apart."""
+    lengths = workload.q_lens or (workload.q_len,)
+    is_alone = workload.heads > 1 and any(length > 1 and length % 64 == 1 for length in lengths)
+    return is_alone and (workload.mask is not None or workload.bias is not None)
+
+
+CUTLASS_SHARED_HEAD = KnownDefect(
+    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    summary="k and v of stride 0 over heads, without gradients: a last row alone in its tile gets the mask of other rows",
+    applies=_last_row_alone,
+    tensors=(),
+    invariants=("layout",),
+)

@@ -51,6 +51,7 @@ class Dispatcher(LibraryBackend):
     """
 
     needs = "what the kernel needs"
+    pads_by_mask = True
     judged: dict[str, Dispatched]
     #: what the library calls what it has names for
     noun: str

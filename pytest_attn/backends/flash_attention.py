@@ -52,6 +52,7 @@ class FlashAttention(LibraryBackend):
             "causal": causal,
             "window_size": (left, right),
             "softcap": w.softcap or 0.0,
+            **self.configuration,
         }
 
     def _packed(self, inputs: Inputs) -> Kernel:
@@ -79,3 +80,9 @@ class FlashAttention(LibraryBackend):
 def without_lse(returned: Any) -> Any:
     """Return out: some builds return (out, lse), others out alone. Never index what may be the tensor itself."""
     return returned[0] if isinstance(returned, tuple) else returned
+
+
+def refused_by_compiler(error: Exception) -> str | None:
+    """Return the words of flash-attn 4's compiler, which finds no layout for some head sizes; None for other errors."""
+    words = " ".join(str(error).split())[:160]
+    return f"its compiler: {words}" if type(error).__name__ == "MLIRError" else None

@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest_attn.backends.backend import Backend, FunctionBackend
 from pytest_attn.backends.compiled import Compiled
+from pytest_attn.backends.configured import Declared, configured, options_of, split
 from pytest_attn.backends.graphed import Graphed
 from pytest_attn.workloads.workload import Workload
 
@@ -118,17 +119,24 @@ class Registry:
         layout: str = "bhsd",
         precision: str = "flash",
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
+        configurations: Declared = (),
     ) -> None:
         """Register `fn(q, k, v, workload=workload) -> out` under `name`.
 
         layout: "bhsd" or "bshd", in which fn takes and returns tensors. precision: the rounding that it declares.
         unsupported_because: a function of the workload that returns reasons to refuse it, none where fn claims it.
+        configurations: what --attn-tune tries, each handed to fn as further keyword arguments: {option: values} for every
+        combination, a list of {option: value} or triton.Config, or a function of the workload that returns one of these.
         """
         if not callable(fn):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"backend {name!r}: layout must be 'bhsd' or 'bshd', got {layout!r}")
-        self.add(FunctionBackend(name, fn, layout, precision, unsupported_because))
+        try:
+            backend = FunctionBackend(name, fn, layout, precision, unsupported_because, configurations)
+        except ValueError as error:
+            raise ValueError(f"backend {name!r}: {error}") from None
+        self.add(backend)
 
     def _require_free(self, name: object) -> None:
         if not isinstance(name, str):
@@ -157,11 +165,15 @@ class Registry:
     def canonical(self, name: str) -> str:
         """Return the name that an alias stands for; other names as they are."""
         base, plus, variant = name.partition("+")
-        return ALIASES.get(base, base) + plus + variant if base not in self._loaders else name
+        plain, label = split(base)
+        if plain in self._loaders:
+            return name
+        return "".join((ALIASES.get(plain, plain), f"@{label}" if label else "", plus, variant))
 
     def require(self, name: str) -> None:
         """Raise ValueError unless `name` is registered, without loading it."""
         base, plus, variant = self.canonical(name).partition("+")
+        base, label = split(base)
         prefix, colon, rest = base.partition(":")
         if base not in self._loaders and not (prefix in _FAMILIES and rest):
             if colon and prefix in _FAMILIES:
@@ -169,6 +181,8 @@ class Registry:
             raise ValueError(f"unknown backend {base!r}; known: {', '.join([*self._loaders, *dict(self.families)])}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
+        if label:
+            configured(self[base], options_of(label))
 
     def is_known(self, name: str) -> bool:
         """Whether `require` would let the name pass."""
@@ -179,6 +193,9 @@ class Registry:
         return True
 
     def _load(self, base: str) -> Backend:
+        plain, label = split(base)
+        if label:
+            return configured(self[plain], options_of(label))
         if base in self._loaders:
             return self._loaders[base]()
         prefix, _, rest = base.partition(":")

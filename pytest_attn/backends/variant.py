@@ -16,6 +16,7 @@ class Variant(Backend):
         self.name = f"{inner.name}+{variant}"
         self.library, self.precision = inner.library, inner.precision
         self.returns_lse, self.known_defects = inner.returns_lse, inner.known_defects
+        self.pads_by_mask = inner.pads_by_mask
         self.capabilities, self.needs, self.full_graph = inner.capabilities, inner.needs, inner.full_graph
         self.is_approximate, self.launches = inner.is_approximate, inner.launches
 

@@ -178,7 +178,8 @@ def _fitting_profiles(fits: dict[str, float | None], reference: Reference) -> li
     if fits.get(reference.precision.name) is not None:
         return []
     found = [f"{name!r} (z {z:.1f} there)" for name, z in fits.items() if z is not None and name != reference.precision.name]
-    return [f"it fits the precision profile {', '.join(found)}, not {reference.precision.name!r}"] if found else []
+    words = f"it fits the precision profile {', '.join(found)}, not {reference.precision.name!r}"
+    return [f"{words}; say so if it rounds there"] if found else []
 
 
 def _profiles_of_gradient(got: torch.Tensor, reference: Reference, w: Workload, comparison: TensorComparison) -> list[str]:

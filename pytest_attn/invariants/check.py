@@ -8,13 +8,13 @@ from typing import Any
 
 from pytest_attn.backends.backend import Backend, RefusedError
 from pytest_attn.backends.machine import resolve_device
-from pytest_attn.correctness.check import Question, late_refusals_of, named, subject_name, taken_by
+from pytest_attn.correctness.check import named, taken_by
 from pytest_attn.correctness.compare import ContractError
+from pytest_attn.correctness.question import Question, subject_name
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport
-from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import function_label
 from pytest_attn.workloads.workload import Workload
 
@@ -43,10 +43,9 @@ def judge_invariants(
     if not isinstance(subject, Backend) and not callable(subject):
         raise TypeError(f"check_invariants needs a callable of (q, k, v) or a backend, got {function_label(subject)}")
     question = question.put_to(subject)
-    inputs = draw_inputs(question.workload, question.inputs[0], question.seed, question.device)
+    inputs = question.draw(question.inputs[0])
     probe = Probe(subject, question, inputs, guard, thorough)
-    with late_refusals_of(subject):
-        probe.base  # noqa: B018 - the call that the others are held against, made here, once
+    probe.base  # noqa: B018 - the call that the others are held against, made here, once
     findings = tuple(_find(invariant, probe) for invariant in invariants)
     name, workload = subject_name(subject), question.workload.id
     return InvariantReport(workload, name, findings, _message(findings, name, workload, reproduce))
@@ -62,8 +61,7 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
     if reason := invariant.inapplicable_because(probe):
         return finding("not applicable", reason)
     try:
-        with late_refusals_of(probe.subject):
-            evidence = invariant.run(probe)
+        evidence = invariant.run(probe)
     except (NotApplicable, RefusedError) as reason:
         return finding("not applicable", str(reason))
     except ContractError as error:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.backends.backend import RefusedError
 from pytest_attn.correctness.compare import ContractError
+from pytest_attn.correctness.strides import REFUSALS, fused, swapped
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, Tensors
 
@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 
 #: A tensor with the same shape and values, and other strides.
 Relaid: TypeAlias = "Callable[[Tensor], Tensor]"
-
-#: What a kernel raises that does not take some layout.
-REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError)
-
-
-def swapped(tensor: Tensor) -> Tensor:
-    """Heads and rows lie in memory the other way round, as between "bhsd" and "bshd"."""
-    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
-
-
-def fused(tensor: Tensor) -> Tensor:
-    """The middle slice of a tensor three times as wide, as q, k and v are of one projection."""
-    import torch
-
-    return torch.cat([tensor + 1, tensor, tensor - 1], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
 
 
 def padded(tensor: Tensor) -> Tensor:

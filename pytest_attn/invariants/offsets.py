@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.compare import ContractError
+from pytest_attn.correctness.strides import REFUSALS
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
-from pytest_attn.invariants.layout import REFUSALS
 from pytest_attn.invariants.probe import Probe
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, obstacle
+from pytest_attn.backends.backend import Backend, KnownDefect, obstacle
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current, machine_of
-from pytest_attn.correctness.check import Question, in_layout
 from pytest_attn.correctness.compare import ContractError, check_contract, compare_tensor, limits_named
+from pytest_attn.correctness.judge import late_refusals_of
 from pytest_attn.correctness.precision import precision_named
+from pytest_attn.correctness.question import Question, in_layout
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.invariants.difference import Results, first_difference
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -50,6 +51,11 @@ class Count:
     """Calls of one kernel, by all probes of it."""
 
     calls: int = 0
+
+
+def _spoils_values(defect: KnownDefect) -> bool:
+    """Whether a defect shows in plain calls as well, not only in what one invariant does."""
+    return not defect.invariants or "options" in defect.invariants
 
 
 class Pending:
@@ -182,6 +188,7 @@ class Probe:
         stack.enter_context(self.guard())
         stack.enter_context(current(self.device))
         stack.enter_context(quiet() if self.is_backend else nullcontext())
+        stack.enter_context(late_refusals_of(self.subject))
         return stack
 
     def handed(self, inputs: Inputs | None = None) -> Tensors:
@@ -215,11 +222,14 @@ class Probe:
     # -- other workloads -----------------------------------------------------------------------------------------------
 
     def on(self, other: Inputs | Workload) -> Probe | None:
-        """Return a probe of the same backend on another workload, None where the backend refuses it."""
+        """Return a probe of the same backend on another workload, None where it refuses it or is known to be wrong there."""
         workload = other if isinstance(other, Workload) else other.workload
         if not isinstance(self.subject, Backend):
             return None
-        if obstacle(self.subject, workload, machine_of(self.device), self.backward):
+        machine = machine_of(self.device)
+        if obstacle(self.subject, workload, machine, self.backward):
+            return None
+        if any(_spoils_values(d) and d.spoils(workload, machine, self.backward) for d in self.subject.known_defects):
             return None
         layout = "thd" if workload.is_packed else "bhsd"
         question = dataclasses.replace(self.question, workload=workload, layout=layout)

@@ -63,6 +63,15 @@ class Baseline:
         """Fit the recorded runs."""
         return fit(self.runs, expected_sensitivity(self.flops, self.nbytes, median(self.p50)))
 
+    def to_report(self) -> dict[str, Any]:
+        """Return what a report shows, of builtin types."""
+        return {
+            "p50": list(self.p50),
+            "date": self.date,
+            "reason": self.reason,
+            "history": [list(one) for one in self.history],
+        }
+
     def after(self, older: Baseline | None) -> Baseline:
         """Return this baseline with the history of the one it replaces."""
         kept = older.history if older and older.shape == self.shape and older.protocol == self.protocol else ()

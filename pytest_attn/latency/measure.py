@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import current, resolve_device
-from pytest_attn.correctness.check import Question, check_question, in_layout, named, subject_name
+from pytest_attn.correctness.check import check_question, named
+from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.protocol import Latency, stopwatch_of, threads
 from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.workloads.inputs import distribution_names

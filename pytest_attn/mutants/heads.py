@@ -87,6 +87,8 @@ class _ValuesReadWithKeysHeadDim(Kernel):
     """Rows of v are taken to lie head_dim apart, as those of k do."""
 
     def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+        if v.shape[-1] == k.shape[-1]:
+            return q, k, v
         return q, k, read_with_strides(v, contiguous_strides((*v.shape[:-1], k.shape[-1])))
 
 

@@ -654,6 +654,7 @@ class KernelBackend(Backend):
     """A kernel of this package as a backend. It keeps its kernel, and with it what that keeps from call to call."""
 
     library = "pytest_attn"
+    pads_by_mask = False
     needs = "any device"
 
     def __init__(self, name: str, kernel: Kernel, precision: str = "flash", returns_lse: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current
-from pytest_attn.correctness.check import Question, in_layout
+from pytest_attn.correctness.question import Question, in_layout
 from pytest_attn.profiling.ceilings import ceilings_of
 from pytest_attn.profiling.profiler import Profile, profile_call
 from pytest_attn.workloads.inputs import draw_inputs

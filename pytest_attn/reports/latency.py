@@ -43,7 +43,7 @@ def latency_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
     yield from _reasons(records)
-    yield _closing(records)
+    yield closing(records)
 
 
 def _extra(records: Sequence[Record]) -> tuple[str, ...]:
@@ -81,7 +81,8 @@ def _reasons(records: Sequence[Record]) -> Iterator[Line]:
         yield f"{verdict:12}  {which}: {reason}", _MARKUP.get(verdict, {})
 
 
-def _closing(records: Sequence[Record]) -> Line:
+def closing(records: Sequence[Record]) -> Line:
+    """Return the sentence that says how it all went."""
     counts = Counter(r["verdict"] for r in records)
     text = "latency: " + ", ".join(f"{counts[v]:,} {words}" for v, words in _WORDS.items() if counts[v])
     faster = [r for r in records if (r["latency"].get("decision") or {}).get("is_faster")]

@@ -18,7 +18,7 @@ def summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
-    yield _closing(records)
+    yield closing(records)
 
 
 def _rows(records: Sequence[Record]) -> Iterator[Line]:
@@ -103,7 +103,8 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
 
 
-def _closing(records: Sequence[Record]) -> Line:
+def closing(records: Sequence[Record]) -> Line:
+    """Return the sentence that says how it all went, of checks and invariants."""
     counts = Counter("approximate" if r["verdict"] == "passed" and r["is_approximate"] else r["verdict"] for r in records)
     backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
     workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}

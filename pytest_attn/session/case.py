@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
     from pytest_attn.backends.backend import Backend, KnownDefect
     from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.correctness.question import Question
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.protocol import Latency
     from pytest_attn.profiling.profiler import Profile
     from pytest_attn.session.latency import Measurement
+    from pytest_attn.session.saving import FailureSaver
 
 _Judged = TypeVar("_Judged")
 
@@ -58,16 +60,21 @@ class AttentionCase(CaseTensors):
 
     def _check(self, fn: Callable[..., Any] | Backend | str, backward: bool) -> Comparison:
         __tracebackhide__ = True
-        from pytest_attn.correctness.check import judge, subject_name
+        from pytest_attn.correctness.judge import judge
+        from pytest_attn.correctness.question import subject_name
 
         subject = self._resolved(fn)
         name = subject_name(subject)
         question = self._question if backward == self._mark.backward else replace(self._question, backward=backward)
         self._checked, self._comparison = subject, None
+        saver = self._saver(subject, question)
+        references = self._session.references
         comparison = self._judged(
             name,
-            "mismatch",
-            lambda: judge(subject, question, self._session.references, lambda: self._deadline(name), self.command()),
+            "check",
+            saver.watching(
+                lambda: judge(subject, question, references, lambda: self._deadline(name), self.command(), saver.see)
+            ),
         )
         defects = self._known_defects(subject)
         if comparison.passed:
@@ -78,7 +85,7 @@ class AttentionCase(CaseTensors):
             return comparison
         self._xfail_if_known(name, (d for d in defects if d.explains(comparison, self.workload)), comparison)
         self._record(name, "mismatch", comparison)
-        raise AssertionError(comparison.message)
+        raise AssertionError(saver.told(comparison.message, comparison))
 
     def check_invariants(
         self,
@@ -92,26 +99,29 @@ class AttentionCase(CaseTensors):
         broken, with the smallest evidence as its text, ValueError for an unknown name.
         """
         __tracebackhide__ = True
-        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.question import subject_name
         from pytest_attn.invariants.check import judge_invariants
 
         subject = self._resolved(fn)
         name = subject_name(subject)
         thorough = self._session.settings.thorough
+        saver = self._saver(subject, self._question)
         report = self._judged(
             name,
-            "broken",
-            lambda: judge_invariants(
-                subject, self._question, only, skip, thorough, lambda: self._deadline(name), self.command()
+            "invariants",
+            saver.watching(
+                lambda: judge_invariants(
+                    subject, self._question, only, skip, thorough, lambda: self._deadline(name), self.command()
+                )
             ),
         )
         if report.passed:
-            self._record(name, "held")
+            self._record(name, "held", question="invariants")
             return report
         broken = {finding.invariant for finding in report.broken}
-        self._xfail_if_known(name, (d for d in self._known_defects(subject) if broken <= set(d.invariants)))
-        self._record(name, "broken", reason=", ".join(finding.invariant for finding in report.broken))
-        raise AssertionError(report.message)
+        self._xfail_if_known(name, self._breaking(subject, broken), question="invariants")
+        self._record(name, "broken", reason=", ".join(sorted(broken)), question="invariants")
+        raise AssertionError(saver.told(report.message, broken=tuple(sorted(broken))))
 
     def measure(self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False) -> Latency:
         """Check `fn`, time it, and hold its p50 against the baseline of this machine.
@@ -122,7 +132,7 @@ class AttentionCase(CaseTensors):
         or takes more memory than recorded. Skips where nothing can be timed.
         """
         __tracebackhide__ = True
-        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.question import subject_name
         from pytest_attn.latency.measure import direction_of
         from pytest_attn.session.latency import Measurement
 
@@ -182,20 +192,21 @@ class AttentionCase(CaseTensors):
     def assert_close(self, out: torch.Tensor) -> None:
         """Compare `out`, computed from attn.q, attn.k and attn.v, with the reference; AssertionError where it is wrong."""
         __tracebackhide__ = True
-        from pytest_attn.correctness.check import judge_output
         from pytest_attn.correctness.compare import ContractError
+        from pytest_attn.correctness.judge import judge_output
 
         failure = None
+        saver = self._saver(None, self._question)
         try:
-            comparison = judge_output(out, self._question, self._reference, reproduce=self.command())
+            comparison = judge_output(out, self._question, self._reference, self.command(), saver.see)
         except ContractError as error:
-            failure = str(error)
+            failure = saver.told(str(error))
         if failure is not None:
             self._record("out", "mismatch", reason=failure.splitlines()[0])
             raise AssertionError(failure)
         self._record("out", "passed" if comparison.passed else "mismatch", comparison)
         if not comparison.passed:
-            raise AssertionError(comparison.message)
+            raise AssertionError(saver.told(comparison.message, comparison))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
         """Assert that `fn`, by default what `check` was last given, launches a kernel that answers to all of `words`.
@@ -204,7 +215,7 @@ class AttentionCase(CaseTensors):
         Copies and elementwise kernels do not count. Returns the profiles; raises AssertionError listing what ran instead.
         """
         __tracebackhide__ = True
-        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.question import subject_name
         from pytest_attn.profiling.kernels import answers_to, may_answer
 
         if self._session.settings.mutants:
@@ -252,11 +263,16 @@ class AttentionCase(CaseTensors):
 
     # -- details -------------------------------------------------------------------------------------------------------
 
+    def _saver(self, subject: object, question: Question) -> FailureSaver:
+        from pytest_attn.session.saving import FailureSaver
+
+        return FailureSaver(self._session, self._item, question, subject, self.command())
+
     def _deadline(self, name: str) -> AbstractContextManager[None]:
         return self._session.deadline.around(f"{name} on {self.workload.id}, {self._item.nodeid}")
 
-    def _judged(self, name: str, verdict: str, judge: Callable[[], _Judged]) -> _Judged:
-        """Return what `judge` returns; a broken contract fails the test with that verdict, a late refusal skips it."""
+    def _judged(self, name: str, question: str, judge: Callable[[], _Judged]) -> _Judged:
+        """Return what `judge` returns; a broken contract fails the test, a late refusal skips it."""
         __tracebackhide__ = True
         from pytest_attn.backends.backend import RefusedError
         from pytest_attn.correctness.compare import ContractError
@@ -269,19 +285,22 @@ class AttentionCase(CaseTensors):
         except RefusedError as error:
             failure, refusal = "", str(error)
         if refusal:
-            self._record(name, "skipped", reason=refusal)
+            self._record(name, "skipped", reason=refusal, question=question)
             pytest.skip(f"{name}: {refusal}")
-        self._record(name, verdict, reason=failure.splitlines()[0])
+        verdict = "broken" if question == "invariants" else "mismatch"
+        self._record(name, verdict, reason=failure.splitlines()[0], question=question)
         raise AssertionError(failure)
 
-    def _xfail_if_known(self, name: str, defects: Iterable[KnownDefect], comparison: Comparison | None = None) -> None:
-        for defect in defects:
-            reason = f"known defect {defect.issue}: {defect.summary}"
-            self._record(name, "known defect", comparison, reason)
+    def _xfail_if_known(
+        self, name: str, defects: Iterable[KnownDefect], comparison: Comparison | None = None, question: str = "check"
+    ) -> None:
+        if known := "; ".join(f"{defect.issue}: {defect.summary}" for defect in defects):
+            reason = f"known defect {known}"
+            self._record(name, "known defect", comparison, reason, question)
             pytest.xfail(reason)
 
     def _profiles(self, subject: Callable[..., Any] | Backend, with_ceilings: bool = True) -> list[Profile]:
-        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.question import subject_name
         from pytest_attn.profiling.subject import profile_subject
 
         with self._deadline(subject_name(subject)):
@@ -307,19 +326,27 @@ class AttentionCase(CaseTensors):
             pytest.skip(f"{backend.name}: {reason}" if backend else reason)
 
     def _known_defects(self, subject: object) -> list[KnownDefect]:
+        """List those that a check of this case may show."""
+        from pytest_attn.workloads.inputs import distribution_names
+
+        names = distribution_names(self._mark.inputs)
+        shown = (d for d in self._spoiling(subject) if d.tensors or d.changes_input)
+        return [d for d in shown if d.inputs is None or d.inputs in names]
+
+    def _breaking(self, subject: object, broken: set[str]) -> list[KnownDefect]:
+        """List those that together explain every broken invariant; none, where one is left."""
+        found = [d for d in self._spoiling(subject) if not d.invariants or broken & set(d.invariants)]
+        explained = {name for d in found for name in d.invariants or broken}
+        return found if broken <= explained else []
+
+    def _spoiling(self, subject: object) -> list[KnownDefect]:
+        """List those that have this case in their reach."""
         from pytest_attn.backends.backend import Backend
 
         if not isinstance(subject, Backend):
             return []
         machine = self._session.machine(self._mark.device)
-        return [d for d in subject.known_defects if self._reaches(d) and d.applies(self.workload, machine)]
-
-    def _reaches(self, defect: KnownDefect) -> bool:
-        """Whether the case looks at what the defect spoils: a gradient only shows in a backward case."""
-        from pytest_attn.workloads.inputs import distribution_names
-
-        shown = self._mark.backward or defect.changes_input or not all(name.startswith("d") for name in defect.tensors)
-        return bool(shown) and (defect.inputs is None or defect.inputs in distribution_names(self._mark.inputs))
+        return [d for d in subject.known_defects if d.spoils(self.workload, machine, self._mark.backward)]
 
     def _cupti(self, measurement: Measurement) -> float | None:
         """Return the device seconds of one call by torch's profiler, None where it has no such direction or device."""
@@ -339,31 +366,45 @@ class AttentionCase(CaseTensors):
             record_samples(self._request, latency.samples, facts)
 
     def _record_latency(self, measurement: Measurement, verdict: str, reason: str, latency: Latency | None = None) -> None:
-        from pytest_attn.correctness.check import subject_name
+        from pytest_attn.correctness.question import subject_name
 
         subject, direction = subject_name(measurement.subject), measurement.direction
+        taken = latency.to_dict() if latency else {}
+        baseline = {"baseline": recorded.to_report()} if (recorded := measurement.recorded) else {}
         record = CaseRecord(
-            test=self._item.nodeid,
-            workload=self.workload.id,
-            name=self.workload.name or "",
-            subject=subject,
+            **self._facts(subject),
             verdict=verdict,
+            question="latency",
+            direction=direction,
             backward=direction != "forward",
             reason=reason,
-            latency={**(latency.to_dict() if latency else {}), "direction": direction, "key": measurement.key},
+            latency={**taken, **baseline, "direction": direction, "key": measurement.key},
         )
         self._item.stash.setdefault(RECORD, []).append(record)
         if latency is not None:
             self._item.user_properties.append((f"attn_p50_{subject}_{direction}", f"{latency.p50:.6g}"))
 
-    def _record(self, subject: str, verdict: str, comparison: Comparison | None = None, reason: str | None = None) -> None:
+    def _facts(self, subject: str) -> dict[str, Any]:
+        from pytest_attn.session.facts import facts_of
+
+        facts = facts_of(self._session, self.workload, subject, self._mark.device)
+        return {"test": self._item.nodeid, "command": self.command(), **facts}
+
+    def _record(
+        self,
+        subject: str,
+        verdict: str,
+        comparison: Comparison | None = None,
+        reason: str | None = None,
+        question: str = "check",
+    ) -> None:
+        backward = self._mark.backward
         record = CaseRecord.from_comparison(
-            test=self._item.nodeid,
-            workload=self.workload.id,
-            name=self.workload.name or "",
-            subject=subject,
+            **self._facts(subject),
             verdict=verdict,
-            backward=self._mark.backward,
+            question=question,
+            direction="forward+backward" if backward else "forward",
+            backward=backward,
             comparison=comparison,
             reason=_wrong(comparison) if verdict == "mismatch" and comparison else reason or "",
         )
@@ -375,7 +416,7 @@ class AttentionCase(CaseTensors):
 
 def _wrong(comparison: Comparison) -> str:
     """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
-    from pytest_attn.correctness.check import verdict
+    from pytest_attn.correctness.words import verdict
 
     row = next((t for t in comparison.tensors if not t.passed), None)
     if row is None:

@@ -23,7 +23,8 @@ _DROPPED_WITH_VALUE = frozenset(
     (
         *("--attn-update-baselines", "--attn-support", "--attn-json", "--attn-report", "--attn-summary", "--attn-latency"),
         *("--attn-save-failures", "-n", "--numprocesses", "--maxprocesses", "--dist", "--tx", "--junitxml", "--junit-xml"),
-        *("--maxfail", "--report-log", "--html", "--durations", "--benchmark-min-time", "--benchmark-max-time"),
+        *("--attn-rank-to", "--maxfail", "--report-log", "--html", "--durations"),
+        *("--benchmark-min-time", "--benchmark-max-time"),
         *("--benchmark-min-rounds", "--benchmark-timer", "--benchmark-calibration-precision", "--benchmark-group-by"),
         *("--benchmark-columns", "--benchmark-sort", "--benchmark-storage", "--benchmark-save", "--benchmark-json"),
         *("--benchmark-name", "--benchmark-netrc", "--benchmark-time-unit", "--benchmark-warmup-iterations"),
@@ -31,7 +32,8 @@ _DROPPED_WITH_VALUE = frozenset(
 )
 _DROPPED = frozenset(
     (
-        *("--attn-profile", "--attn-cupti", "--attn-gpu-per-worker", "-x", "--exitfirst", "--lf", "--last-failed", "--ff"),
+        *("--attn-json-samples", "--attn-rank", "--attn-profile", "--attn-cupti", "--attn-gpu-per-worker"),
+        *("-x", "--exitfirst", "--lf", "--last-failed", "--ff"),
         *("--failed-first", "--nf", "--new-first", "--sw", "--stepwise", "--sw-skip", "--stepwise-skip", "--pdb", "--trace"),
         *("-s", "--collect-only", "--co", "--cache-clear", "-f", "--looponfail"),
     )
@@ -41,6 +43,7 @@ _WITH_VALUE = frozenset(
     (
         *("-p", "-k", "-m", "-c", "-o", "-W", "-r", "--rootdir", "--confcutdir", "--ignore", "--ignore-glob", "--deselect"),
         *("--config-file", "--override-ini", "--import-mode", "--pythonwarnings", "--log-level", "--log-file", "--color"),
+        "--attn-tune",
     )
 )
 _SECONDS_PER_PROCESS = 1800

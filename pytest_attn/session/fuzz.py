@@ -249,7 +249,15 @@ class Fuzzing:
     def _record(self, verdict: str, reason: str) -> CaseRecord:
         backend = self._case.backend
         subject = backend.name if backend else "-"
-        return CaseRecord(self._item.nodeid, "fuzz", subject, verdict, self._case.mark.backward, reason, name="fuzz")
+        return CaseRecord(
+            test=self._item.nodeid,
+            workload="fuzz",
+            name="fuzz",
+            subject=subject,
+            verdict=verdict,
+            backward=self._case.mark.backward,
+            reason=reason,
+        )
 
     def _leave_failure(self, failure: Failure) -> str:
         """Leave the record and the test to paste; return what the failure's message says about them."""
@@ -281,7 +289,7 @@ def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
 
 def _own_session(session: AttentionSession) -> AttentionSession:
     """Return the session as draws see it: their references leave those of other tests in the cache; nothing is profiled."""
-    from pytest_attn.correctness.check import ReferenceCache
+    from pytest_attn.correctness.question import ReferenceCache
 
     own = copy.copy(session)
     own._references = ReferenceCache(_CACHE_BYTES)

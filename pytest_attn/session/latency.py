@@ -16,7 +16,7 @@ import pytest
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current
-from pytest_attn.correctness.check import Question, in_layout, subject_name
+from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find
 from pytest_attn.latency.gate import Decision, Fit, Policy, Run, decide, policy_for, screen, shared_prior

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_attn.backends.backend import Backend, LibraryBackend, obstacle
-from pytest_attn.backends.capabilities import COLUMNS
-from pytest_attn.backends.library import try_imports
-from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.backend import obstacle
+from pytest_attn.backends.configured import split
+from pytest_attn.backends.listing import status_of, tables
 from pytest_attn.reports.support import support_page
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
+from pytest_attn.session.facts import facts_of
 from pytest_attn.session.marker import AttentionMark, RequiresMark
+from pytest_attn.session.outputs import write_whole
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected, test_of
 from pytest_attn.session.record import RECORD, CaseRecord
 from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
@@ -37,6 +36,8 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
             return make_fuzz_case(request, parameter)
     marker = item.get_closest_marker("attention")
     mark = AttentionMark.from_marker(marker, session.catalog, session.registry)
+    if session.lost and session.device(mark.device).type == "cuda":
+        pytest.skip(session.lost)
     if session.settings.mutants and parameter.backend:
         session.mutation.skip_if_killed(test_of(item), parameter.backend)
     case = AttentionCase(request, parameter, mark, session)
@@ -82,15 +83,18 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     if report.failed:  # what fails in the end is not recorded, whenever it was timed
         session = item.config.stash[SESSION]
         session.pending = [one for one in session.pending if one.nodeid != item.nodeid]
+        session.lost = session.lost or _lost_in(item)
     is_stage = report.when in ("setup", "call")
     if is_stage and report.failed and not records and call.excinfo is not None and _is_case(item):
         parameter: CaseParameter = item.callspec.params[PARAMETER]  # type: ignore[attr-defined]
         reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
-        w = parameter.workload
-        records = [CaseRecord(item.nodeid, w.id, parameter.backend or "-", "raised", False, reason, w.name or "")]
+        records = [_raised(item, parameter, reason)]
     if records:
         awaited = report.outcome == "passed" or hasattr(report, "wasxfail")  # by pytest.raises, or by an xfail mark
         records = [replace(r, verdict="expected") if awaited and r.verdict in ("mismatch", "broken") else r for r in records]
+        date = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds")
+        place = (item.location[1] or 0) + 1
+        records = [replace(r, date=date, seconds=round(report.duration, 4), line=place) for r in records]
         report.attn = [record.to_dict() for record in records]  # type: ignore[attr-defined]
         item.stash[RECORD] = []
         doubts = [r.reason for r in records if r.verdict == "inconclusive"]
@@ -98,6 +102,30 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
             path, line, _ = item.location
             report.outcome = "skipped"  # what could not be decided must not look like a pass
             report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
+
+
+def _lost_in(item: pytest.Item) -> str:
+    """Say that a test left the CUDA context of this process unusable, as an illegal memory access does; "" where none did."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        words = str(error).splitlines()[0]
+        return f"no CUDA in this process any more: {item.nodeid} lost it ({words}); run the others again without that test"
+    return ""
+
+
+def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> CaseRecord:
+    """Return the record of a test that raised without a judgement."""
+    subject = parameter.backend or "-"
+    try:
+        session, marker = item.config.stash[SESSION], item.get_closest_marker("attention")
+        facts = facts_of(session, parameter.workload, subject, marker.kwargs.get("device") if marker else None)
+    except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
+        facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": subject}
+    return CaseRecord(test=item.nodeid, verdict="raised", backward=False, direction="forward", reason=reason, **facts)
 
 
 def count_cases(items: list[pytest.Item]) -> int:
@@ -132,6 +160,8 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         _print(reporter, profile_tables(sorted(session.records, key=_place_of(session))), "attention kernels")
     judged = [record for record in session.records if record["latency"] is None]
     timed = [record for record in session.records if record["latency"] is not None]
+    if session.settings.tune:  # configurations have no baselines: how they stand is what --attn-tune prints
+        timed = [record for record in timed if not split(record["subject"])[1]]
     wrong = any(record["verdict"] in ("mismatch", "broken", "raised") for record in judged)
     if judged and (verbosity >= 0 or wrong):
         _print(reporter, summary(judged, verbose=verbosity > 0))
@@ -163,21 +193,30 @@ def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
         group = groups.get(record["name"])
         return (*by_backend(record), columns.index(group) if group else len(columns))
 
-    of_invariants = ("held", "broken")
-    judged = [r for r in session.records if r["latency"] is None and r["verdict"] not in of_invariants]
+    judged = [r for r in session.records if r["question"] == "check"]
     records = sorted(judged, key=place)
     ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
     backends = [session.registry[name] for name in ran if session.registry.is_known(name)]
-    versions = [f"{backend.name} {_status(backend, machine)[1]}" for backend in backends]
+    versions = [f"{backend.name} {status_of(backend, machine)[1]}" for backend in backends]
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
-    target = Path(path)
-    unfinished = target.with_name(f"{target.name}.part")
-    try:
-        unfinished.write_text(support_page(records, groups, title), encoding="utf-8")
-        unfinished.replace(target)
-    except OSError as error:
-        reporter.write_line(f"--attn-support: cannot write {path}: {error}", red=True)
+    write_whole("--attn-support", path, lambda: support_page(records, groups, title), reporter)
+
+
+def require_report_libraries() -> None:
+    """Raise pytest.UsageError where what draws the charts of --attn-report is not installed."""
+    from pytest_attn.reports.html.page import INSTALL, missing_libraries
+
+    if missing := missing_libraries():
+        raise pytest.UsageError(f"--attn-report: needs {' and '.join(missing)}; {INSTALL}")
+
+
+def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
+    """Write the page of --attn-report, whole or not at all, with backends in the order of the registry."""
+    from pytest_attn.reports.html.page import report_page
+
+    records = sorted(session.records, key=_place_of(session))
+    write_whole("--attn-report", path, lambda: report_page(records), reporter)
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -201,54 +240,11 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     except (ValueError, NoTorchError) as error:
         _print(reporter, [(str(error), {"red": True})])
         return
-    backends = [session.registry[name] for name in session.registry.names]
-    libraries = [backend for backend in backends if isinstance(backend, LibraryBackend)]
-    try_imports([one.source for one in libraries if _answer_of(partial(one.unavailable_because, machine)) is None])
-    statuses = []
-    for name in session.registry.names:
-        backend = session.registry[name]
-        reason, version = _status(backend, machine)
-        variants = " ".join(f"+{variant}" for variant in backend.variants)
-        statuses.append((name, version, variants or "-", reason or "available"))
-    statuses += [(family, "-", "-", f"{about}; by name only, no part of all") for family, about in session.registry.families]
-    tables = (
-        (("backend", "version", "variants", "status"), statuses),
-        capability_table(session.registry),
-        (
-            ("workload", "group", "shape", "source"),
-            [(e.workload.id, e.group, e.workload.shape_id, e.source) for e in session.catalog],
-        ),
-    )
     closing = (
         f"{session.runnable:,} of {session.cases:,} cases would run on {machine.name}"
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
-    _print(reporter, listing(tables, closing))
-
-
-def _status(backend: Backend, machine: Machine) -> tuple[str | None, str]:
-    """Return why a backend is not available, or None, and its version."""
-    reason = _answer_of(lambda: backend.unavailable_because(machine) or backend.broken_because())
-    return reason, "-" if reason else _answer_of(backend.version) or "-"
-
-
-def _answer_of(question: Callable[[], str | None]) -> str | None:
-    """Ask a backend something; a fault of its own code is an answer as well, and harms no other."""
-    try:
-        return question()
-    except Exception as error:
-        return f"cannot be asked: {type(error).__name__}: {error}"
-
-
-def capability_table(registry: Registry) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return header and rows of what each backend can do, wherever it runs; docs/backends.md shows the built-in ones."""
-    rows = []
-    for name in registry.names:
-        backend = registry[name]
-        if backend.capabilities is not None:
-            kind = "approximate" if backend.is_approximate else backend.precision
-            rows.append((name, backend.needs, kind, *backend.capabilities.row()))
-    return ("backend", "needs", "precision", *COLUMNS), rows
+    _print(reporter, listing(tables(session.registry, session.catalog, machine), closing))
 
 
 def _print(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:

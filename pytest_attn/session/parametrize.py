@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from pytest_attn.backends.configured import split
 from pytest_attn.session.marker import AttentionMark, RequiresMark
 from pytest_attn.session.store import FIXTURES, AttentionSession, NoTorchError, require_torch
 from pytest_attn.workloads.workload import Workload
@@ -63,10 +64,15 @@ def list_cases(mark: AttentionMark, session: AttentionSession, with_backends: bo
     if session.settings.mutants:
         return [CaseParameter(w, name) for w in workloads for name in session.mutation.names_for(w, mark.backward)]
     backends: list[str | None] = [None]
+    if with_backends and session.settings.tune:
+        from pytest_attn.session.tuning import tuned_names
+
+        cases = [CaseParameter(w, name) for w in workloads for name in tuned_names(session, mark, w)]
+        return [case for case in cases if mark.backends is None or split(case.backend or "")[0] in mark.backends]
     if with_backends:
         chosen = mark.backends if mark.backends and "backends" not in session.settings.given else None
         selected = chosen or session.backend_names(mark.device)
-        backends = [name for name in selected if mark.backends is None or name in mark.backends]
+        backends = [name for name in selected if mark.backends is None or split(name)[0] in mark.backends]
     return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
 
 

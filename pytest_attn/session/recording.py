@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -50,8 +51,7 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
         say(f"baselines: nothing recorded: {str(error) or 'interrupted'}", red=True)
     else:
         for one in (one for one in pending if one.key not in session.recorded):
-            number = len(_undisturbed(one, runs))
-            say(f"baselines: not {one.key}: {number} of {FEWEST_RUNS} fresh processes timed it undisturbed", yellow=True)
+            say(f"baselines: not {one.key}: {_missing(one, runs)}", yellow=True)
     missed = [one for one in pending if one.key not in session.recorded]
     _name_the_missed(session, {one.key for one in missed})
     return not missed
@@ -88,6 +88,13 @@ def _undisturbed(one: Pending, runs: Runs) -> Runs:
     """Return the case's runs, one of each process: a second one in the same process is no second value."""
     mine = {run["process"]: run for run in reversed(runs) if run["key"] == one.key and not run["disturbances"]}
     return [mine[process] for process in sorted(mine)][:FEWEST_RUNS]
+
+
+def _missing(one: Pending, runs: Runs) -> str:
+    """Say what a recording lacks, and what disturbed most of its runs."""
+    text = f"{len(_undisturbed(one, runs))} of {FEWEST_RUNS} fresh processes timed it undisturbed"
+    disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
+    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
 
 
 def _by_device(pending: list[Pending], runs: Runs) -> dict[Any, dict[str, Baseline]]:

@@ -122,6 +122,20 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * base ** ("KMGT".index(prefix[0]) + 1 if prefix else 0))
 
 
+class OutputFile(NamedTuple):
+    """A file that `--attn-STEM` names and a run writes."""
+
+    suffix: str
+    help: str
+
+
+FILES = {
+    "support": OutputFile(".md", "Write which backend passed, refused or failed which group of workloads, as a table"),
+    "json": OutputFile(".jsonl", "Write a JSON object per line and judgement, as the run goes"),
+    "report": OutputFile(".html", "Write one page that opens offline: verdicts, latencies, errors, roofline, history"),
+    "summary": OutputFile(".md", "Write a summary in Markdown, as GitHub Actions gets it by itself"),
+}
+
 OPTIONS = (
     Option(
         "backends",
@@ -148,7 +162,13 @@ OPTIONS = (
         _dtypes,
     ),
     Option("device", "auto", "DEVICE", "auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)", _device),
-    Option("limits", "default", "NAME", "default (8, 4, 1.5) or strict (6, 2, 1 for outputs) (default: default)", _limits),
+    Option(
+        "limits",
+        "default",
+        "NAME",
+        "Largest z of an element, RMS of a row and of a head: default (8, 4, 1.5) or strict (6, 2, 1 for outputs)",
+        _limits,
+    ),
     Option("seed", "0", "N", "Seed of the inputs (default: 0)", _seed),
     Option(
         "fuzz",
@@ -158,7 +178,13 @@ OPTIONS = (
         _seed,
     ),
     Option("timeout", "0", "SECONDS", "Stop a callable that takes longer, 0 waits forever (default: 0)", _timeout),
-    Option("memory", "4GiB", "SIZE", "Memory for references shared by backends (default: 4GiB)", parse_size),
+    Option(
+        "memory",
+        "4GiB",
+        "SIZE",
+        "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
+        parse_size,
+    ),
     Option(
         "latency",
         "auto",
@@ -171,7 +197,7 @@ OPTIONS = (
         "max-slowdown",
         "",
         "PERCENT",
-        "Slowdowns below never fail (default: 2 on a GPU, 10 on a CPU)",
+        "A slowdown of less never fails a test (default: 2 on a GPU, 10 on a CPU)",
         _percent,
     ),
     Option("baselines", "baselines", "DIR", "Folder of the recorded latencies, from rootdir (default: baselines)", str),
@@ -215,7 +241,15 @@ class Settings:
     mutants: bool
     thorough: bool
     support: str | None
+    json: str | None
+    json_samples: bool
+    report: str | None
+    summary: str | None
     update_baselines: str | None
+    save_failures: str | None
+    rank: bool
+    rank_to: str | None
+    tune: str | None
     given: dict[str, str]
 
     @classmethod
@@ -238,14 +272,21 @@ class Settings:
             "gpu_per_worker": bool(config.getoption("attn_gpu_per_worker")),
             "mutants": bool(config.getoption("attn_mutants")),
             "thorough": bool(config.getoption("attn_thorough")),
-            "support": _writable_file("--attn-support", config.getoption("attn_support")),
+            "json_samples": bool(config.getoption("attn_json_samples")),
+            **{
+                stem: _writable_file(f"--attn-{stem}", config.getoption(f"attn_{stem}"), one.suffix)
+                for stem, one in FILES.items()
+            },
             "update_baselines": _reason(config),
+            "save_failures": _failures_folder(config.getoption("attn_save_failures")),
+            **_ranking(config, values["latency"]),
         }
         return cls(**values, **actions, given=given)
 
     def as_options(self) -> str:
         """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""
-        shown = {"backends": "available", "device": "auto", "seed": "0", **self.given}
+        chosen = {"tune": self.tune} if self.tune else {"backends": "available"}
+        shown = {**chosen, "device": "auto", "seed": "0", **self.given}
         return " ".join(f"--attn-{stem}={shlex.quote(text)}" for stem, text in shown.items())
 
 
@@ -264,16 +305,35 @@ def add_options(parser: pytest.Parser) -> None:
         ("cupti", "Print beside each p50 what torch's profiler (CUPTI) says of the same call"),
         ("thorough", "attn.check_invariants: all invariants, with more repetitions"),
         ("mutants", "Run the tests with faulty kernels in place of theirs, and print which of these they find"),
+        ("json-samples", "Put every sample of each latency into the lines of --attn-json"),
+        ("rank", "Print for each workload which backend is fastest and right, and which cannot be told from it"),
         ("gpu-per-worker", "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES"),
     ):
         dest = f"attn_{flag.replace('-', '_')}"
         group.addoption(f"--attn-{flag}", dest=dest, action="store_true", default=False, help=text)
+    for stem, file in FILES.items():
+        metavar = f"FILE{file.suffix}"
+        group.addoption(f"--attn-{stem}", dest=f"attn_{stem}", metavar=metavar, default=None, help=file.help)
     group.addoption(
-        "--attn-support",
-        dest="attn_support",
-        metavar="FILE.md",
+        "--attn-save-failures",
+        dest="attn_save_failures",
+        metavar="DIR",
         default=None,
-        help="Write which backend passed, refused or failed which group of workloads, as a table",
+        help="Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
+    )
+    group.addoption(
+        "--attn-rank-to",
+        dest="attn_rank_to",
+        metavar="STEM",
+        default=None,
+        help="--attn-rank, written to STEM.json, and to STEM.py as tables {workload: backend} that a model can load",
+    )
+    group.addoption(
+        "--attn-tune",
+        dest="attn_tune",
+        metavar="BACKEND",
+        default=None,
+        help="Check and time one backend under each of its configurations, in tests that use attn_backend, and rank these",
     )
     group.addoption(
         "--attn-update-baselines",
@@ -300,14 +360,46 @@ def _reason(config: pytest.Config) -> str | None:
     return text.strip()
 
 
-def _writable_file(flag: str, text: str | None) -> str | None:
-    """Return the path of a Markdown file, links followed; raise pytest.UsageError, before anything runs, for any other."""
+def _failures_folder(text: str | None) -> str | None:
+    if text is None:
+        return None  # every start of pytest comes here: nothing to import
+    from pytest_attn.session.saving import failures_folder
+
+    return failures_folder(text)
+
+
+def _ranking(config: pytest.Config, latency: str) -> dict[str, Any]:
+    """Return what is to be ranked and written; raise pytest.UsageError where no times could come of it."""
+    stem, tune = config.getoption("attn_rank_to"), config.getoption("attn_tune")
+    asked = {"--attn-tune": tune, "--attn-rank-to": stem, "--attn-rank": config.getoption("attn_rank")}
+    flag = next((name for name, value in asked.items() if value), None)
+    if flag and latency == "off":
+        raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
+    if flag and config.getoption("attn_mutants"):
+        raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
+    if tune and latency == "require":
+        raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
+    if tune is not None and (not tune.strip() or "," in tune):
+        raise pytest.UsageError(f"--attn-tune: must be the name of one backend, got {tune!r}")
+    if tune and config.getoption("attn_backends") is not None:
+        raise pytest.UsageError("--attn-tune: chooses the backends itself; leave out --attn-backends")
+    if stem is not None:
+        path = os.path.realpath(os.path.expanduser(stem))
+        is_stem = os.path.basename(stem) and not os.path.isdir(path) and not path.endswith((".json", ".py"))
+        if not is_stem or not os.path.isdir(os.path.dirname(path)):
+            raise pytest.UsageError(f"--attn-rank-to: must be a name without suffix in a folder that exists, got {stem!r}")
+        stem = path
+    return {"rank": bool(flag), "rank_to": stem, "tune": tune}
+
+
+def _writable_file(flag: str, text: str | None, suffix: str) -> str | None:
+    """Return the path of a file to write, links followed; raise pytest.UsageError, before anything runs, for any other."""
     if text is None:
         return None
     path = os.path.realpath(os.path.expanduser(text))
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
-    if not is_file or not path.endswith(".md"):
-        raise pytest.UsageError(f"{flag}: must be a file NAME.md in a folder that exists, got {text!r}")
+    if not is_file or not path.endswith(suffix):
+        raise pytest.UsageError(f"{flag}: must be a file NAME{suffix} in a folder that exists, got {text!r}")
     return path
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
-    from pytest_attn.correctness.check import ReferenceCache
+    from pytest_attn.correctness.question import ReferenceCache
     from pytest_attn.session.deadline import Deadline
     from pytest_attn.session.mutation import Mutation
     from pytest_attn.workloads.catalog import Catalog
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 MARKERS = (
     "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
     " precision='flash', returns_lse=False): run the test on these attention workloads (catalog names or Workload objects),"
-    " and on each selected backend if it uses attn_backend",
+    " and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or 'bshd' (flash-attn), of the tensors that"
+    " fn takes and returns; backward: gradients too; inputs: names of distributions ('structured', 'flat', 'randn', 'peaky',"
+    " 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash', 'eager', ...); returns_lse: fn returns"
+    " (out, lse)",
     "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
     " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
     " is missing",
@@ -59,10 +62,12 @@ class AttentionSession:
         self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
         self.pending: list[Any] = []  # cases whose baselines are recorded at the end
         self.recorded: dict[str, Any] = {}  # and those that were
+        self.lost = ""  # which test left the CUDA context of this process unusable
         self.rootpath = config.rootpath
         self.has_attention_tests = False
         self._devices: dict[str, torch.device] = {}
         self._machines: dict[str, Machine] = {}
+        self._versions: dict[str, str] = {}
         self._references: ReferenceCache | None = None
         self._deadline: Deadline | None = None
         if self.settings.timeout:
@@ -97,6 +102,15 @@ class AttentionSession:
         """Return a registered backend, or under --attn-mutants a faulty kernel."""
         return self.mutation.backend(name) if self.settings.mutants else self.registry[name]
 
+    def version_of(self, name: str) -> str:
+        """Return the version of a backend's library, asked for once; "?" where the backend cannot say."""
+        if name not in self._versions:
+            try:
+                self._versions[name] = self.registry[name].version()
+            except Exception:  # of a conftest's backend: a fault there is no fault of the kernel
+                self._versions[name] = "?"
+        return self._versions[name]
+
     @property
     def deadline(self) -> Deadline:
         """The time limit of a callable."""
@@ -119,6 +133,13 @@ class AttentionSession:
                     self.registry.require(name) if flag == "--attn-backends" else self.catalog.select(name)
                 except ValueError as error:
                     raise pytest.UsageError(f"{flag}: {error}") from None
+        if self.settings.tune:
+            from pytest_attn.session.tuning import require_tunable
+
+            try:
+                require_tunable(self.registry, self.settings.tune)
+            except ValueError as error:
+                raise pytest.UsageError(f"--attn-tune: {error}") from None
 
     def device(self, wanted: str | None = None) -> torch.device:
         """Return the device of the run, or the one that a marker names.
@@ -153,7 +174,7 @@ class AttentionSession:
     def references(self) -> ReferenceCache:
         """The references shared by the run's backends."""
         if self._references is None:
-            from pytest_attn.correctness.check import ReferenceCache
+            from pytest_attn.correctness.question import ReferenceCache
 
             self._references = ReferenceCache(self.settings.memory)
         return self._references

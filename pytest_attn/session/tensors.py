@@ -11,7 +11,7 @@ from pytest_attn.session.store import AttentionSession
 if TYPE_CHECKING:
     import torch
 
-    from pytest_attn.correctness.check import Question
+    from pytest_attn.correctness.question import Question
     from pytest_attn.correctness.reference import Reference
     from pytest_attn.workloads.inputs import Inputs
     from pytest_attn.workloads.workload import Workload
@@ -115,7 +115,7 @@ class CaseTensors:
 
     @property
     def _question(self) -> Question:
-        from pytest_attn.correctness.check import Question
+        from pytest_attn.correctness.question import Question
         from pytest_attn.workloads.inputs import distribution_names
 
         mark, settings = self._mark, self._session.settings
@@ -153,6 +153,6 @@ class CaseTensors:
         return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
 
     def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
-        from pytest_attn.correctness.check import in_layout
+        from pytest_attn.correctness.question import in_layout
 
         return in_layout(tensor, self._question, is_kv)

@@ -54,6 +54,15 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def group_of(self, name: str | None) -> str:
+        """Return the group of a workload's name, "" where it is not in the catalog."""
+        entry = self._entries.get(name or "")
+        return entry.group if entry else ""
+
+    def aliases_of(self, name: str | None) -> list[str]:
+        """Return the other names of a workload."""
+        return [alias for alias, meant in self._aliases.items() if meant == name]
+
     @property
     def names(self) -> list[str]:
         """Every name that `select` takes: groups, workloads and aliases."""

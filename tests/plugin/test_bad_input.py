@@ -129,7 +129,7 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
     result.stdout.fnmatch_lines(
         ["E*RuntimeError: no kernel image", "raised        - on h2-s32-d32: RuntimeError: no kernel image"]
     )
-    assert "correctness/check.py" not in result.stdout.str()
+    assert "correctness/judge.py" not in result.stdout.str()
 
 
 def test_a_callable_that_is_none_of_these_is_refused(run, kernel_test):

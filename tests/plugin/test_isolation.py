@@ -100,3 +100,35 @@ def test_thd_for_a_dense_workload_is_a_collection_error(run, kernel_test):
     result = run()
     result.assert_outcomes(errors=1)
     assert "layout 'thd' needs a packed workload (q_lens), smoke-full is not one" in result.stdout.str()
+
+
+def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pytester):
+    """A stand-in of torch.cuda: an illegal memory access makes every later call fail."""
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+
+        @pytest.mark.attention("smoke-full")
+        def test_reads_past_the_end(attn):
+            def refuse(*_):
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, refuse
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def test_stand_in(request):
+            from pytest_attn.session.store import SESSION
+
+            session = request.config.stash[SESSION]
+            assert "test_reads_past_the_end[smoke-full] lost it" in session.lost
+            session._devices["auto"] = torch.device("cuda")
+
+        @pytest.mark.attention("smoke-full")
+        def test_innocent(attn):
+            raise AssertionError("is not run")
+        """
+    )
+    result = pytester.runpytest_subprocess("-rs")
+    result.assert_outcomes(failed=1, passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * no CUDA in this process any more: *test_reads_past_the_end*lost it (CUDA error*"])

@@ -30,6 +30,7 @@ class CudnnFrontend(LibraryBackend):
     variants = ("graph",)
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
+    pads_by_mask = True
     known_defects = (CUDNN_NAN, CUDNN_BLIND_ROWS)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right", "window")),
@@ -41,6 +42,10 @@ class CudnnFrontend(LibraryBackend):
         """Build the graphs, without memory, and say why cuDNN supports none, in its own words."""
         reason = _not_supported_because(workload, machine.device, backward)
         return [reason] if reason else []
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return its words where it supports no graph of some strides."""
+        return str(error).splitlines()[0] if type(error).__name__ == "cudnnGraphNotSupportedError" else None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """The bias in full, and gradients of each query head in float32."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.configured import Options
 from pytest_attn.backends.flash_attention import FlashAttention
 from pytest_attn.backends.layouts import in_bshd, not_decoding_because
 from pytest_attn.backends.library import Library, refusal_of_build
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 _SCORE = frozenset(("softcap", "alibi", "scale", "grouped heads"))
 _PAGE_STEP = 256
+#: 0, the default, lets the library's heuristic decide
+_SPLITS: tuple[Options, ...] = tuple({"num_splits": number} for number in (1, 2, 4, 8, 16, 32))
 
 
 class Flash2(FlashAttention):
@@ -35,9 +39,16 @@ class Flash2(FlashAttention):
         masks=frozenset(("bottom-right", "window", "documents")),
         features=_SCORE | {"packed", "padded", "paged", "backward"},
     )
+    tunable = frozenset(("num_splits",))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Into how many parts the keys of a page table are split; by default the library's heuristic decides."""
+        return _SPLITS if workload.kv_pages else ()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what this build was made without, in its own words, and pages of another size."""
+        if self.configuration and not workload.kv_pages:
+            return ["splits the keys of a page table only"]
         if workload.kv_pages and workload.kv_pages.size % _PAGE_STEP:
             return [f"takes pages of a multiple of {_PAGE_STEP} tokens, not {workload.kv_pages.size}"]
         reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
@@ -54,6 +65,10 @@ class Flash2KvCache(Flash2):
     name = "flash2_kvcache"
     variants = ()
     capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_SCORE)
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Into how many parts the keys are split; by default the library's heuristic decides."""
+        return _SPLITS
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse all that does not happen in decoding."""

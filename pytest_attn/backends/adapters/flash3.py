@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.configured import Options
 from pytest_attn.backends.flash_attention import FlashAttention
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
@@ -37,6 +39,15 @@ class Flash3(FlashAttention):
         features=frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "backward")),
         v_head_dim=True,
     )
+    tunable = frozenset(("num_splits", "pack_gqa"))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Into how many parts the keys are split, and whether the query heads of a group share a tile; forward only."""
+        if backward:
+            return ()
+        splits: list[Options] = [{"num_splits": number} for number in (1, 2, 4, 8, 16, 32)]
+        packings = (True, False) if workload.group > 1 else ()
+        return [*splits, *({"pack_gqa": packing} for packing in packings)]
 
     @property
     def source(self) -> Library:  # type: ignore[override]

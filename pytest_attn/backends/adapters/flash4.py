@@ -6,7 +6,7 @@ from typing import Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import FLASH4_DQ
-from pytest_attn.backends.flash_attention import FLASH4, FlashAttention
+from pytest_attn.backends.flash_attention import FLASH4, FlashAttention, refused_by_compiler
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -37,6 +37,10 @@ class Flash4(FlashAttention):
         """State what its asserts would say for this architecture."""
         family = machine.capability[0] if machine.capability else 9
         return [words for refused, words in _limits(workload, family, backward) if refused]
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return the words of its compiler, which finds no layout for some head sizes."""
+        return refused_by_compiler(error)
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """Add the sinks."""

@@ -6,11 +6,13 @@ import dataclasses
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, needs_cuda
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.compiled import compilation_of, compile_kernel
+from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.machine import Machine, release
@@ -34,6 +36,22 @@ _ALL_BUT_PAGES = Capabilities(
 _MOST_DECODE_ROWS = 128
 #: Rows and keys of one block of a block mask.
 _BLOCK = 128
+#: BLOCK_M, BLOCK_N, num_stages, num_warps of the forward pass: inductor's own candidates (template_heuristics/triton.py,
+#: torch 2.13) and narrower ones for large head dimensions. All divide the blocks of a mask.
+_FORWARD = (
+    *((128, 64, 3, 4), (128, 128, 3, 4), (128, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4)),
+    *((128, 64, 3, 8), (128, 64, 2, 4), (128, 32, 3, 4), (64, 32, 3, 4), (32, 64, 3, 4)),
+)
+#: M, N, num_stages, num_warps of the backward pass, where (BLOCK_M1, BLOCK_N1, BLOCK_M2, BLOCK_N2) is (M, N, N, M).
+#: N must be a multiple of M.
+_BACKWARD = (
+    *((64, 128, 3, 8), (64, 128, 3, 4), (64, 128, 1, 8), (64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 1, 4)),
+    *((32, 128, 3, 8), (32, 128, 3, 4), (32, 64, 3, 4), (32, 64, 1, 4), (32, 32, 3, 4), (16, 16, 1, 4)),
+)
+#: BLOCK_N, num_stages, num_warps of the decoding kernel
+_DECODING = ((64, 3, 2), (32, 3, 2), (128, 3, 2), (64, 1, 4), (128, 1, 4))
+_SHARED = ("num_stages", "num_warps")
+_BACKWARD_TILES = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_stages", "bwd_num_warps")
 
 
 class Flex(Backend):
@@ -45,13 +63,26 @@ class Flex(Backend):
     needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
     capabilities: Capabilities = _ALL_BUT_PAGES
     max_autotune = False
+    tunable = frozenset(("BLOCK_M", "BLOCK_N", *_SHARED, *_BACKWARD_TILES))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Tiles, stages and warps (`kernel_options`) of the forward pass, or of the backward pass where there is one."""
+        if machine.kind == "cpu":
+            return ()
+        if backward:
+            return [dict(zip(_BACKWARD_TILES, (m, n, n, m, stages, warps), strict=True)) for m, n, stages, warps in _BACKWARD]
+        return [dict(zip(("BLOCK_M", "BLOCK_N", *_SHARED), one, strict=True)) for one in _FORWARD]
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """A configuration whose tiles do not fit the device is refused, not wrong."""
+        return out_of_resources(error) if self.configuration else None
 
     def variant(self, name: str) -> Backend | None:
         """Compile once in another mode, not twice."""
         if name not in self.variants:
             return None
         tuned = type(self)()
-        tuned.name, tuned.max_autotune = f"{self.name}+{name}", True
+        tuned.name, tuned.max_autotune, tuned.configuration = f"{self.name}+{name}", True, self.configuration
         return tuned
 
     def unavailable_because(self, machine: Machine) -> str | None:
@@ -69,13 +100,15 @@ class Flex(Backend):
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")
+            if self.configuration:
+                reasons.append("takes no kernel options on a CPU")
         elif workload.head_dim < 16 or workload.v_head_dim < 16:
             reasons.append("needs a head dimension of at least 16")
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Build the block mask; the kernel is compiled at its first call."""
-        return self._compiled(inputs, _kernel_named("TRITON", inputs))
+        return self._compiled(inputs, {**(_kernel_named("TRITON", inputs) or {}), **self.configuration} or None)
 
     def _compiled(self, inputs: Inputs, kernel_options: Any, block_rows: int = _BLOCK) -> Kernel:
         kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
@@ -102,6 +135,11 @@ class FlexDecode(Flex):
     variants = ()
     needs = "CUDA or XPU, fewer than 128 query rows"
     capabilities = dataclasses.replace(_ALL_BUT_PAGES, features=_ALL_BUT_PAGES.features - {"packed", "backward"})
+    tunable = frozenset(("BLOCK_N", *_SHARED))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Keys of a tile, stages and warps."""
+        return [dict(zip(("BLOCK_N", *_SHARED), one, strict=True)) for one in _DECODING]
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """A Triton kernel: GPUs only."""
@@ -122,7 +160,7 @@ class FlexDecode(Flex):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
-        return self._compiled(inputs, _kernel_named("TRITON_DECODE", inputs))
+        return self._compiled(inputs, {**(_kernel_named("TRITON_DECODE", inputs) or {}), **self.configuration} or None)
 
 
 class FlexFlash(Flex):
@@ -135,6 +173,11 @@ class FlexFlash(Flex):
     capabilities = dataclasses.replace(_ALL_BUT_PAGES, dtypes=("bfloat16", "float16"), head_dim=256, head_dim_step=8)
     kernels = FLASH4
     known_defects = (FLASH4_DQ,)
+    tunable = frozenset()
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """None: the tiles are flash-attn 4's own."""
+        return ()
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where torch does not know the option, or flash-attn 4 or its block-sparse kernels are missing."""

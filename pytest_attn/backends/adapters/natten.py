@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, LibraryBackend, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.configured import Options
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
@@ -28,6 +29,14 @@ _CHECKS = (
     "can_run_cutlass_hopper_fna",
     "can_run_cutlass_fna",
 )
+#: Its kernels with tiles, by the name of `backend=` and of the function that lists them, and its words for Hopper's schedules.
+_TUNED = (
+    ("blackwell-fna", "cutlass_blackwell_fna"),
+    ("hopper-fna", "cutlass_hopper_fna"),
+    ("cutlass-fna", "cutlass_fna"),
+)
+_TILES = ("q_tile_shape", "kv_tile_shape")
+_SCHEDULES = {"NonPersistent": "non", "WarpSpecializedCooperative": "coop", "WarpSpecializedPingpong": "pp"}
 _FULL_CHECKS = (
     "can_run_cutlass_blackwell_fmha",
     "can_run_cutlass_hopper_fmha",
@@ -54,6 +63,23 @@ class Natten(LibraryBackend):
         head_dim=None,
         v_head_dim=True,
     )
+
+    tunable = frozenset(("backend", "kernel_schedule", *(f"{way}{tile}" for way in ("", "backward_") for tile in _TILES)))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Every kernel of its library that takes the workload, with every tile shape that this has.
+
+        Those of the forward pass, or of the backward pass where there is one. Tile shapes of one dimension are numbers.
+        """
+        mask = workload.plain_mask
+        if not isinstance(mask, Neighborhood) or _is_handed_to_plain_attention(mask):
+            return ()
+        tensors = _empty_tensors(workload, mask, machine, backward)
+        natten, found = import_module("natten"), []
+        for kernel, name in _TUNED:
+            ask = getattr(natten, f"get_{'bwd_' if backward else ''}configs_for_{name}", None)
+            found += [_as_options(kernel, one, "backward_" if backward else "") for one in (ask(*tensors) if ask else ())]
+        return found
 
     def version(self) -> str:
         """Say where NATTEN runs without kernels of its own."""
@@ -92,6 +118,7 @@ class Natten(LibraryBackend):
             "dilation": mask.dilation,
             "is_causal": _causal_flags(mask),
             "scale": w.softmax_scale,
+            **{name: (value,) if isinstance(value, int) else value for name, value in self.configuration.items()},
         }
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -109,15 +136,8 @@ def _causal_flags(mask: Neighborhood) -> tuple[bool, ...]:
 
 def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, backward: bool) -> list[str]:
     """Ask every kernel; empty where one of them can run. NATTEN looks at shapes only, so the tensors hold no memory."""
-    import torch
-
     kernels = import_module("natten.backends")
-
-    def tensor(heads: int, dim: int) -> torch.Tensor:
-        one = torch.zeros((), dtype=getattr(torch, w.dtype), device=machine.device, requires_grad=backward)
-        return one.expand(w.batch, *mask.shape, heads, dim)
-
-    tensors = [tensor(w.heads, w.head_dim), tensor(w.kv_heads, w.head_dim), tensor(w.kv_heads, w.v_head_dim)]
+    tensors = _empty_tensors(w, mask, machine, backward)
     checks, options = _CHECKS, dict[str, bool]()
     if _is_handed_to_plain_attention(mask):
         tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
@@ -126,6 +146,28 @@ def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, 
     asked.append(("can_run_flex_attention", {**options, "torch_compile": False}))
     reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in asked]
     return [] if None in reasons else [reason for reason in reasons if reason]
+
+
+def _empty_tensors(w: Workload, mask: Neighborhood, machine: Machine, backward: bool) -> list[torch.Tensor]:
+    """Return q, k and v as NATTEN lays them out; of one element each, however large they look."""
+    import torch
+
+    def tensor(heads: int, dim: int) -> torch.Tensor:
+        one = torch.zeros((), dtype=getattr(torch, w.dtype), device=machine.device, requires_grad=backward)
+        return one.expand(w.batch, *mask.shape, heads, dim)
+
+    return [tensor(w.heads, w.head_dim), tensor(w.kv_heads, w.head_dim), tensor(w.kv_heads, w.v_head_dim)]
+
+
+def _as_options(kernel: str, config: Any, prefix: str) -> Options:
+    """Return one of NATTEN's configurations as arguments: (q tile, kv tile), or ((q tile, kv tile), schedule) on Hopper."""
+    options: dict[str, Any] = {"backend": kernel}
+    tiles = config
+    if hasattr(config[1], "name"):
+        tiles = config[0]
+        options["kernel_schedule"] = _SCHEDULES[config[1].name]
+    shapes = (tuple(shape) if len(shape) > 1 else shape[0] for shape in tiles)
+    return {**options, **{prefix + name: shape for name, shape in zip(_TILES, shapes, strict=True)}}
 
 
 def _refusal_of(check: Callable[..., bool], tensors: list[torch.Tensor], options: dict[str, bool]) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, half_precision_only, scores_bytes
 from pytest_attn.backends.capabilities import MASKS, Capabilities
-from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN
+from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN, CUTLASS_SHARED_HEAD
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
@@ -123,7 +123,7 @@ class Efficient(Automatic):
     """SDPA's memory-efficient kernel (CUTLASS fmha)."""
 
     name, kernel, precision = "sdpa_efficient", "EFFICIENT_ATTENTION", "cutlass"
-    known_defects = ()
+    known_defects = (CUTLASS_SHARED_HEAD,)
     launches = ("CUTLASS", "fmha")
     needs = "CUDA"
     capabilities = replace(_MASK_TENSOR, features=_MASK_TENSOR.features - {"grouped heads"}, head_dim_step=8)

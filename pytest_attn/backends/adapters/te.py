@@ -17,7 +17,7 @@ from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, sc
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import CUDNN_NAN, FLASH4_DQ, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
-from pytest_attn.backends.flash_attention import FLASH4
+from pytest_attn.backends.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library, environment, refusal_of_build
 from pytest_attn.backends.machine import Machine
@@ -192,6 +192,10 @@ class TeFlash(TransformerEngine):
         ),
         replace(FLASH4_DQ, applies=_dq_through_flash4),
     )
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return the words of flash-attn 4's compiler."""
+        return refused_by_compiler(error)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Ask the selection, then flash-attn's build, which the selection does not know."""

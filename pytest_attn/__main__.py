@@ -1,0 +1,67 @@
+"""`python -m pytest_attn`: what is installed here, and what this machine can run; collects no tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.versions import own_version, versions_of
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.machine import Machine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the listing; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2, as usual."""
+    from pytest_attn.backends.machine import machine_of, resolve_device
+    from pytest_attn.session.store import NoTorchError, require_torch
+
+    parser = _parser()
+    wanted = parser.parse_args(arguments).device
+    try:
+        require_torch()
+        machine = machine_of(resolve_device(wanted))
+    except NoTorchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(f"argument --device: {error}")
+    command = "pytest --pyargs pytest_attn.suite --attn-workloads=smoke"
+    if wanted != "auto":
+        command += f" --attn-device={wanted}"
+    print("\n".join(_lines(machine, f"next: {command}  (the bundled tests, on small workloads)")))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pytest_attn",
+        description="Print versions, backends with what they can do, and workloads. Runs nothing.",
+        epilog="Backends and workloads of your conftests are in: pytest --attn-list",
+    )
+    parser.add_argument("--version", action="version", version=f"pytest-attn {own_version()}")
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
+    )
+    return parser
+
+
+def _lines(machine: Machine, closing: str) -> Iterator[str]:
+    """Yield versions, tables and the closing sentence."""
+    from pytest_attn.backends.listing import tables
+    from pytest_attn.backends.registry import Registry
+    from pytest_attn.reports.terminal import aligned, listing
+    from pytest_attn.workloads.catalog import builtin_catalog
+
+    architecture = f", {machine.architecture}" if machine.capability else ""
+    device = f"{machine.device}, {machine.name}{architecture}, {machine.memory / 2**30:,.0f} GiB"
+    yield from aligned([*versions_of(machine).items(), ("device", device)])
+    yield ""
+    for text, _ in listing(tables(Registry(), builtin_catalog(), machine), closing):
+        yield text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The same values in other memory: how models, and awkward callers, hand tensors over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.backend import RefusedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: What a kernel raises that does not take some strides; some libraries assert.
+REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    """Heads and rows lie in memory the other way round, as between "bhsd" and "bshd"."""
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def fused(tensor: Tensor) -> Tensor:
+    """The middle slice of a tensor three times as wide, as q, k and v are of one projection."""
+    import torch
+
+    return torch.cat([tensor + 1, tensor, tensor - 1], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Which of q, k, v and dout are views, as models hand them over, and which contiguous."""
+
+    views: frozenset[str]
+
+    def of(self, name: str, tensor: Tensor, layout: str) -> Tensor:
+        """Return a copy of the tensor that lies so."""
+        if name not in self.views:
+            return tensor.clone()
+        return swapped(tensor) if layout == "bhsd" else fused(tensor)
+
+    def words(self, layout: str) -> str:
+        """Say how q, k and v lie."""
+        how = "transposed views of (batch, row, head, dim) tensors" if layout == "bhsd" else "slices of wider tensors"
+        return f"q, k and v are {how}" if "k" in self.views else f"q and v are {how}, k is contiguous"
+
+
+CONTIGUOUS = Memory(frozenset())
+#: q, k and v are one projection's, seen by heads
+PROJECTED = Memory(frozenset(("q", "k", "v", "dout")))
+#: k has been written anew, as rotary embeddings and caches do
+REWRITTEN_KEYS = Memory(frozenset(("q", "v", "dout")))

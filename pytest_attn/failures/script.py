@@ -1,0 +1,109 @@
+"""repro.py of a saved failure: the kernel by its name, and one line that judges it again."""
+
+from __future__ import annotations
+
+import keyword
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot."""
+
+    expression: str
+    lines: tuple[str, ...] = ()
+    missing: str = ""
+
+
+def script(title: str, kernel: Kernel, paths: list[str]) -> str:
+    """Return the text of repro.py. title: comment lines; paths: folders that its imports, and the workload's, need."""
+    return "\n".join(
+        [
+            *(f"# {line}" for line in title.splitlines()),
+            "# Judges the kernel again, on the tensors beside this file: status 1, with the diagnosis, while it is wrong.",
+            "import sys",
+            "from pathlib import Path",
+            "",
+            "import pytest_attn",
+            "",
+            *[f"sys.path.insert(0, {path!r})" for path in reversed(paths)],
+            *kernel.lines,
+            *_placeholder(kernel),
+            f"judged = pytest_attn.load_failure(Path(__file__).parent).check({kernel.expression})",
+            'print(f"right now: {judged.subject} on {judged.workload}")',
+            "",
+        ]
+    )
+
+
+def _placeholder(kernel: Kernel) -> list[str]:
+    """Return the lines that a user fills in, and that end the script with status 2 until then."""
+    if not kernel.missing:
+        return []
+    return [
+        f"{kernel.expression} = None  # put your kernel here: {kernel.missing}",
+        f"if {kernel.expression} is None:",
+        f'    print(f"{{__file__}}: in place of {kernel.expression} = None, put", {kernel.missing!r}, file=sys.stderr)',
+        "    sys.exit(2)",
+    ]
+
+
+def named_backend(name: str) -> Kernel:
+    """Return a backend that every process knows."""
+    return Kernel(repr(name))
+
+
+def conftest_backend(name: str, path: str) -> Kernel:
+    """Return a backend that the hook of a conftest registers."""
+    lines = (
+        "import runpy",
+        "from pytest_attn.backends.registry import Registry",
+        "",
+        f"sys.path.insert(0, {str(Path(path).parent)!r})",
+        "registry = Registry()",
+        f'runpy.run_path({path!r})["pytest_attn_backends"](registry)',
+    )
+    return Kernel(f"registry[{name!r}]", lines)
+
+
+def kernel_of(fn: Callable[..., Any], label: str, test: str) -> Kernel:
+    """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place."""
+    module, name = _address(fn)
+    if module:
+        return Kernel(name, (f"from {module} import {name.partition('.')[0]}", ""))
+    code = getattr(fn, "__code__", None)
+    where = f", {code.co_filename}:{code.co_firstlineno}" if code else ""
+    return Kernel("my_kernel", missing=f"the callable of (q, k, v) that {test} checked ({label}{where})")
+
+
+def import_root(fn: object) -> str | None:
+    """Return the folder from which a function's module is imported, None for an installed one or one without a file."""
+    module, _ = _address(fn)
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if not module or not path:
+        return None
+    parts = Path(path).with_suffix("").parts
+    names = module.split(".")
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    if list(parts[-len(names) :]) != names or any(Path(place) in Path(path).parents for place in installed):
+        return None
+    return str(Path(*parts[: -len(names)]))
+
+
+def _address(fn: object) -> tuple[str, str]:
+    """Return module and name under which any process can import a function; two empty texts where none can."""
+    module, name = str(getattr(fn, "__module__", None) or ""), str(getattr(fn, "__qualname__", None) or "")
+    words = [*module.split("."), *name.split(".")]
+    if module == "__main__" or not all(word.isidentifier() and not keyword.iskeyword(word) for word in words):
+        return "", ""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name) if found is fn else ("", "")

@@ -1,0 +1,220 @@
+"""What the terminal says of a `Ranking`: one line of 80 columns per workload and direction, with -v a table of everything."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from pytest_attn.backends.configured import split
+from pytest_attn.reports.latency import in_units
+from pytest_attn.reports.rank import Candidate, Line, Ranking, Standing
+from pytest_attn.reports.terminal import Line as Text
+from pytest_attn.reports.terminal import aligned
+
+WIDTH = 80
+_PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "f+b"}
+_MOST_REASONS = 12
+#: the order in which reasons are named: what is a fault of the backend comes first
+_FAULTS = ("wrong", "raised", "known defect", "inconclusive", "untimed", "unchecked", "skipped")
+_RED = {"red": True}
+
+
+def rank_summary(ranking: Ranking, verbose: bool) -> Iterator[Text]:
+    """Yield the lines of the section "attention rank"; one sentence where nothing was timed."""
+    if not ranking.timed:
+        yield nothing_timed(ranking), {}
+        yield from _reasons(ranking)
+        return
+    machines = list(dict.fromkeys(machine_name(line) for line in ranking.lines))
+    for name in machines:
+        lines = [line for line in ranking.lines if machine_name(line) == name]
+        if len(machines) > 1:
+            yield f"on {name}", {"bold": True}
+        yield from _full(ranking, lines) if verbose else _short(ranking, lines)
+    if not verbose:
+        yield from _reasons(ranking)
+    yield from _closing(ranking, verbose)
+
+
+def nothing_timed(ranking: Ranking) -> str:
+    """Say why there is nothing to rank, and what to type."""
+    if ranking.untimed:
+        return f"rank: nothing was timed: {ranking.untimed[0]}"
+    if ranking.lines:
+        why = Counter(one.excluded for line in ranking.lines for one in line.excluded)
+        return f"rank: nothing can be ranked: {', '.join(f'{number} {word}' for word, number in why.most_common())}"
+    what = f"--attn-tune={ranking.tuned}" if ranking.tuned else "--attn-rank"
+    return (
+        "rank: nothing was timed; call attn.measure(attn_backend) in a test, or type"
+        f" pytest --pyargs pytest_attn.suite.test_latency {what}"
+    )
+
+
+def machine_name(line: Line) -> str:
+    """Return what distinguishes the machine of a line for a reader."""
+    return f"{line.machine.get('name', '?')} ({line.machine.get('device', '?')}, torch {line.machine.get('torch', '?')})"
+
+
+# -- without -v --------------------------------------------------------------------------------------------------------
+
+
+def _short(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
+    gain = "gain" if ranking.tuned else "ahead"
+    first = "configuration" if ranking.tuned else "fastest"
+    table: list[tuple[str, ...]] = [("workload", "", first, "p50", "+-", gain, "ties", "front")]
+    for line in lines:
+        if line.exact.fastest or (not line.approximate.fastest and _has_faults(line)):
+            table.append(_short_row(ranking, line, line.exact))
+        if line.approximate.fastest:
+            table.append(_short_row(ranking, line, line.approximate))
+    for number, text in enumerate(aligned(_fitted(table), right=(3, 4, 5))):
+        yield text, {"bold": True} if number == 0 else _RED if table[number][2] == _NONE else {}
+
+
+_NONE = "none is right"
+
+
+def _has_faults(line: Line) -> bool:
+    return any(one.excluded != "skipped" for one in line.excluded)
+
+
+def _short_row(ranking: Ranking, line: Line, standing: Standing) -> tuple[str, ...]:
+    fastest = standing.fastest
+    where = (line.workload, _PASSES[line.direction])
+    if fastest is None or fastest.timed is None:
+        return (*where, _NONE, "", "", "", "", "")
+    low, high, _ = fastest.timed.interval
+    shown = [_shown(one, ranking) for one in (fastest, *standing.ties)]
+    return (
+        *where,
+        shown[0] + (" approx." if fastest.is_approximate else ""),
+        in_units(fastest.timed.p50),
+        f"{(high - low) / 2 / fastest.timed.p50:.1%}",
+        _gain(ranking, standing) if ranking.tuned else _factor(standing.ahead),
+        ", ".join(shown[1:]) or "-",
+        ", ".join(_shown(one, ranking) for one in standing.pareto) or "-",
+    )
+
+
+def _shown(one: Candidate, ranking: Ranking) -> str:
+    if not ranking.tuned:
+        return one.name
+    return split(one.name)[1] or "default"
+
+
+def _gain(ranking: Ranking, standing: Standing) -> str:
+    """Say what the fastest configuration gains over the default: "tie" where that is not certain."""
+    default = next((one for one in standing.ranked if one.name == ranking.tuned), None)
+    if default is None or default is standing.fastest:
+        return "-"
+    return _factor(standing.times_as_long(default)) if standing.is_told_from_fastest(default) else "tie"
+
+
+def _factor(times: float | None) -> str:
+    if times is None:
+        return "-"
+    return f"{times - 1:+.1%}" if times < 1.1 else f"x{times:.2f}"
+
+
+#: columns that may be cut, and to how many letters, in the order in which they give way
+_CUTS = ((7, 17), (6, 14), (0, 24), (7, 5), (6, 4), (0, 14), (2, 24), (0, 8), (2, 13))
+
+
+def _fitted(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Cut cells until a row fits the width."""
+    rows = [list(row) for row in table]
+    for column, least in _CUTS:
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        if excess > 0:
+            limit = max(least, widths[column] - excess)
+            for row in rows[1:]:
+                row[column] = _cut_list(row[column], limit) if column in (6, 7) else _cut(row[column], limit)
+    return [tuple(row) for row in rows]
+
+
+def _cut(text: str, limit: int) -> str:
+    """Leave out the middle: ids and configurations differ at both ends."""
+    if len(text) <= limit:
+        return text
+    head = (limit - 2 + 1) // 2
+    return f"{text[:head]}..{text[len(text) - (limit - 2 - head) :]}"
+
+
+def _cut_list(text: str, limit: int) -> str:
+    """Leave out names at the end, and say how many: "a, b +3"."""
+    names = text.split(", ")
+    for kept in range(len(names), 0, -1):
+        shown = ", ".join(names[:kept]) + (f" +{len(names) - kept}" if kept < len(names) else "")
+        if len(shown) <= limit:
+            return shown
+    return f"+{len(names)}"
+
+
+def _reasons(ranking: Ranking) -> Iterator[Text]:
+    """One line per reason for which candidates are not ranked, the backends' faults first."""
+    found: dict[tuple[str, str], list[Candidate]] = {}
+    for line in ranking.lines:
+        for one in line.excluded:
+            found.setdefault((one.excluded, re.sub(r"\d+", "", one.reason)), []).append(one)
+    order = sorted(found.values(), key=lambda alike: _FAULTS.index(alike[0].excluded))
+    for alike in order[:_MOST_REASONS]:
+        kind, reason, names = alike[0].excluded, alike[0].reason, [_shown(one, ranking) for one in alike]
+        text = f"{kind:12}  {_cut_list(', '.join(dict.fromkeys(names)), 24)}: {reason}"
+        yield (text if len(text) <= WIDTH else f"{text[: WIDTH - 2]}.."), _markup(kind)
+    if len(order) > _MOST_REASONS:
+        yield f"... {len(order) - _MOST_REASONS} more reasons with -v", {}
+
+
+def _markup(excluded: str) -> dict[str, bool]:
+    return _RED if excluded in ("wrong", "raised") else {}
+
+
+# -- with -v -----------------------------------------------------------------------------------------------------------
+
+
+def _full(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
+    what = "configuration" if ranking.tuned else "backend"
+    head = ("", what, "p50", "+-", "takes", "relative L2", "memory", "front", "")
+    for line in lines:
+        condition = ", ".join(filter(None, (line.l2, _count(line.threads, "thread") if line.threads else "")))
+        yield f"{line.workload} {line.direction}" + (f" ({condition})" if condition else ""), {"bold": True}
+        rows = [*_rows(ranking, line.exact), *_rows(ranking, line.approximate)]
+        for text in aligned([head, *rows], right=(2, 3, 4, 5, 6)) if rows else ():
+            yield f"  {text}", {}
+        for one in line.excluded:
+            yield f"  {one.excluded}: {_shown(one, ranking)}: {one.reason}", _markup(one.excluded)
+
+
+def _rows(ranking: Ranking, standing: Standing) -> Iterator[tuple[str, ...]]:
+    for one in standing.ranked:
+        assert one.timed is not None
+        low, high, _ = one.timed.interval
+        place = "fastest" if one is standing.fastest else "tie" if one in standing.ties else "slower"
+        processes = len(one.timed.processes)
+        yield (
+            place,
+            _shown(one, ranking),
+            in_units(one.timed.p50),
+            f"{(high - low) / 2 / one.timed.p50:.1%}",
+            "-" if one is standing.fastest else _factor(standing.times_as_long(one)),
+            "-" if one.error is None else f"{one.error:.1e}",
+            "-" if one.memory is None else f"{one.memory / 2**20:,.1f} MiB",
+            "front" if one in standing.pareto or one is standing.fastest else "",
+            "approximate" if one.is_approximate else f"of {processes} processes" if standing.by_processes else "",
+        )
+
+
+def _closing(ranking: Ranking, verbose: bool) -> Iterator[Text]:
+    """Say who is fastest how often, and what a tie is."""
+    counts = Counter(_shown(one, ranking) for line in ranking.timed if (one := line.exact.fastest))
+    winners = ", ".join(f"{name} {number}" for name, number in counts.most_common())
+    what = f"{_count(len(ranking.timed), 'workload and direction', 'workloads and directions')} ranked"
+    fastest = f"; fastest: {winners if verbose else _cut_list(winners, 30)}" if winners else ""
+    yield f"rank: {what}{fastest}", {"green": True}
+    yield "rank: ties cannot be told from the fastest (95 %)" + ("" if verbose else "; -v shows every time and error"), {}
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"

@@ -1,0 +1,46 @@
+"""--attn-rank, --attn-rank-to and --attn-tune at the end of a run: print how backends stand, and write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_attn.reports.rank import Ranking, rank
+from pytest_attn.reports.rank_files import to_json, to_python
+from pytest_attn.reports.rank_lines import nothing_timed, rank_summary
+from pytest_attn.session.fresh import is_fresh_process
+from pytest_attn.session.outputs import write_whole
+from pytest_attn.session.store import AttentionSession
+
+
+def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
+    """Print the section, or one sentence where nothing was timed, and write the files that were asked for."""
+    if is_fresh_process():
+        return
+    tuned = session.settings.tune
+    ranking = rank(session.records, session.registry.canonical(tuned) if tuned else "")
+    _print(ranking, session, config, reporter)
+    stem = session.settings.rank_to
+    if not stem:
+        return
+    if not ranking.timed:
+        reporter.write_line(f"--attn-rank-to: nothing to write to {stem}.json and {stem}.py", yellow=True)
+        return
+    write_whole("--attn-rank-to", f"{stem}.json", lambda: to_json(ranking), reporter)
+    write_whole("--attn-rank-to", f"{stem}.py", lambda: to_python(ranking), reporter)
+    reporter.write_line(f"rank: written to {stem}.json and .py")
+
+
+def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
+    if not ranking.timed and not ranking.lines:
+        reporter.write_line(nothing_timed(ranking))
+        return
+    reporter.section("attention rank")
+    for text, markup in rank_summary(ranking, config.get_verbosity() > 0):
+        reporter.write_line(text, **markup)
+    if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
+        reporter.write_line(
+            "rank: workers with GPUs of their own shared the cases of one workload; --dist loadgroup keeps them on one GPU",
+            yellow=True,
+        )

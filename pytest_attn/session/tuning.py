@@ -1,0 +1,140 @@
+"""--attn-tune: one backend under each of its configurations, in the tests that take attn_backend, and how far that is."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.backends.backend import Backend, obstacle
+from pytest_attn.backends.configured import joined, split
+from pytest_attn.backends.library import quiet
+from pytest_attn.backends.machine import current
+from pytest_attn.session.fresh import is_fresh_process
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.registry import Registry
+    from pytest_attn.session.marker import AttentionMark
+    from pytest_attn.session.store import AttentionSession
+    from pytest_attn.workloads.workload import Workload
+
+#: seconds for which a run says nothing of its progress
+SILENT_SECONDS = 10.0
+#: moves a terminal's cursor to the line above
+_UP = "\x1b[A"
+
+
+def require_tunable(registry: Registry, name: str) -> None:
+    """Raise ValueError for a backend that is not registered, names a configuration already, or declares none."""
+    registry.require(name)
+    plain, label = split(registry.canonical(name))
+    if label:
+        raise ValueError(f"{name!r} is one configuration; name the backend alone: {plain}")
+    if not _declares(registry[plain.partition("+")[0]]):
+        known = [one for one in registry.names if _declares(registry[one])]
+        raise ValueError(
+            f"backend {name!r} declares no configurations; those that do: {', '.join(known) or 'none'}."
+            " One of yours does with registry.add_function(name, fn, configurations=...)"
+        )
+
+
+def _declares(backend: Backend) -> bool:
+    return backend.tunable is None or bool(backend.tunable)
+
+
+def tuned_names(session: AttentionSession, mark: AttentionMark, workload: Workload) -> list[str]:
+    """Return the backend of --attn-tune, then its configurations for a workload; it alone where it cannot take that.
+
+    Raises ValueError, with its words, where the backend cannot say which configurations it has.
+    """
+    name = session.registry.canonical(session.settings.tune or "")
+    machine = session.machine(mark.device)
+    try:
+        if obstacle(session.registry[name], workload, machine, mark.backward):
+            return [name]  # the case is skipped with its reason
+        with quiet(), current(machine.device):
+            options = session.registry[name.partition("+")[0]].configurations(workload, machine, mark.backward)
+        return list(dict.fromkeys([name, *(joined(name, one) for one in options)]))
+    except Exception as error:
+        raise ValueError(
+            f"--attn-tune={name}: no configurations for {workload.id}: {type(error).__name__}: {error}"
+        ) from error
+
+
+class TuneProgress:
+    """Says on a terminal, between tests, how many cases are done and how long the rest will take.
+
+    The text stands behind what pytest has printed, or on the line below where there is no room, and is gone before pytest
+    prints on. Nothing is said where the output is no terminal, or for the first ten seconds.
+    """
+
+    def __init__(self, session: AttentionSession, config: pytest.Config) -> None:
+        self._session, self._config = session, config
+        self._begun, self._done = time.monotonic(), 0
+        self._taken_back = ""  # what must be written for the text to be gone
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self) -> None:
+        """Start the clock."""
+        self._begun = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        """Make room for pytest's own words."""
+        self._erase()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self) -> None:
+        """Likewise."""
+        self._erase()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        """Say how far the run is."""
+        self._done += 1
+        elapsed, total = time.monotonic() - self._begun, self._session.selected
+        if elapsed < SILENT_SECONDS or not self._done < total:
+            return
+        left = round(elapsed / self._done * (total - self._done))
+        self._show(f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Leave nothing behind."""
+        self._erase()
+
+    @property
+    def _reporter(self) -> Any:
+        return self._config.pluginmanager.get_plugin("terminalreporter")
+
+    def _show(self, text: str) -> None:
+        reporter = self._reporter
+        if reporter is None or not reporter.isatty:
+            return
+        self._erase()
+        writer = self._config.get_terminal_writer()
+        column = writer.width_of_current_line
+        is_inline = writer.fullwidth - column >= len(text) + 3
+        shown = f"  {text}" if is_inline else text
+        back = "\b" * len(shown)
+        self._write(shown if is_inline else f"\n{shown}")
+        self._taken_back = back + " " * len(shown) + back + ("" if is_inline else f"{_UP}\x1b[{column}C")
+
+    def _erase(self) -> None:
+        """Take the text back: pytest goes on where it stood."""
+        if self._taken_back:
+            self._write(self._taken_back)
+        self._taken_back = ""
+
+    def _write(self, text: str) -> None:
+        """Write past the terminal writer's count of columns, which is about what pytest has printed."""
+        file = self._config.get_terminal_writer()._file
+        file.write(text)
+        file.flush()
+
+
+def progress_of(session: AttentionSession, config: pytest.Config) -> TuneProgress | None:
+    """Return what shows the progress; None in a worker, and in a process that another one waits for."""
+    is_watched = not hasattr(config, "workerinput") and not is_fresh_process() and not config.getoption("numprocesses", None)
+    return TuneProgress(session, config) if is_watched else None

@@ -1,0 +1,110 @@
+"""`python -m pytest_attn`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pytest_attn import __version__
+from pytest_attn.__main__ import main
+from pytest_attn.backends import versions
+from pytest_attn.backends.machine import Machine
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def test_it_prints_versions_then_the_tables_then_how_to_go_on(capsys):
+    lines = printed(capsys, "--device", "cpu")
+    assert lines[0].split() == ["pytest-attn", __version__]
+    assert lines[1].split() == ["python", sys.version.split()[0]]
+    assert ["torch", torch.__version__] in [line.split() for line in lines[:4]]
+    assert lines[lines.index("") - 1].startswith("device       cpu, ")
+    headers = [line.split()[0] for line, before in zip(lines[1:], lines, strict=False) if before == ""]
+    assert any(line.startswith("hub:REPO ") for line in lines)
+    assert headers == ["backend", "backend", "workload", "next:"]
+    assert lines[-1] == (
+        "next: pytest --pyargs pytest_attn.suite --attn-workloads=smoke --attn-device=cpu"
+        "  (the bundled tests, on small workloads)"
+    )
+
+
+def test_the_tables_are_those_of_attn_list(capsys, pytester):
+    mine = printed(capsys, "--device=cpu")
+    listed = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-list", "--attn-device=cpu").outlines
+    tables = mine[mine.index("") + 1 : -1]
+    first = listed.index(tables[0])
+    assert listed[first : first + len(tables)] == tables
+
+
+def test_the_command_that_it_closes_with_runs(capsys, pytester):
+    command = printed(capsys, "--device=cpu")[-1].removeprefix("next: ").partition("  ")[0].split()
+    result = pytester.runpytest_inprocess(*command[1:], "-p", "no:cacheprovider", "--collect-only", "-q")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*test_correctness.py::*[[]smoke-full-math]"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "usage: python -m pytest_attn [-h] [--version] [--device DEVICE]"),
+        (["--version"], 0, f"pytest-attn {__version__}"),
+        (["--bogus"], 2, "error: unrecognized arguments: --bogus"),
+        (["flux"], 2, "error: unrecognized arguments: flux"),
+        (["--device", "tpu"], 2, "error: argument --device: unknown device 'tpu'; expected auto, cpu, cuda"),
+        (["--device", "xpu:7"], 2, "error: argument --device: device 'xpu:7' is not there; this machine has"),
+    ],
+)
+def test_arguments_behave_as_people_expect(capsys, arguments, code, text):
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == code
+    captured = capsys.readouterr()
+    assert text in (captured.err if code else captured.out)
+
+
+def run_without(module, *arguments):
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_module('pytest_attn', run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_missing_torch_is_said_in_one_line():
+    done = run_without("torch")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "pytest-attn needs torch, which is not installed; pip install torch\n"
+    assert run_without("torch", "--help").returncode == 0
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "pytest_attn"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nbackend " in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: pytest ")
+
+
+def test_a_gpu_has_more_versions(monkeypatch, tmp_path):
+    gpu = Machine("cuda:0", "H200", (9, 0), "sm90", 1 << 37, 1, "2.11.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(versions, "_driver", lambda: "580.95.05")
+    found = versions.versions_of(gpu)
+    assert (found["cuda"], found["driver"], found["torch"]) == ("13.0", "580.95.05", "2.11.0+cu130")
+    assert "rocm" not in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\nGCC version: 12",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder)",
+    ],
+)
+def test_the_driver_is_what_its_kernel_module_says(monkeypatch, tmp_path, text):
+    path = tmp_path / "version"
+    path.write_text(text)
+    monkeypatch.setattr("builtins.open", lambda name, **options: path.open(**options))
+    assert versions._driver() == "580.95.05"

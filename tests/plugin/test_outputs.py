@@ -1,0 +1,156 @@
+"""The files of a run: --attn-json, --attn-summary, and what a job of GitHub Actions gets."""
+
+import pytest
+
+from pytest_attn.reports.records import FIELDS, read_records
+
+TESTS = """
+    import pytest
+    import torch
+
+    def right(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    @pytest.mark.attention("smoke-full", "smoke-half")
+    def test_right(attn):
+        attn.check(right)
+
+    @pytest.mark.attention("smoke-full", backward=True)
+    def test_wrong(attn):
+        attn.check(lambda q, k, v: right(q, k, v) * 1.5)
+
+    @pytest.mark.attention("smoke-full")
+    def test_raises(attn):
+        raise RuntimeError("no kernel")
+
+    @pytest.mark.attention("smoke-full")
+    def test_backends(attn, attn_backend):
+        attn.check(attn_backend)
+
+    @pytest.mark.attention("smoke-full")
+    def test_rules(attn):
+        attn.check_invariants(right, only="leak")
+"""
+OPTIONS = ("--attn-backends=math", "-p", "no:cacheprovider")
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_a_line_for_each_judgement_with_every_field(pytester, workers):
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS, *workers)
+    result.assert_outcomes(passed=4, failed=2)
+    records = {(r["test"].partition("::")[2], r["question"]): r for r in read_records(pytester.path / "run.jsonl")}
+    assert len(records) == 6
+    for record in records.values():
+        assert list(record) == [name for name, _, _ in FIELDS]
+    right = records["test_right[smoke-full]", "check"]
+    assert (right["verdict"], right["subject"], right["tags"]["family"]) == ("passed", "right", "callable")
+    assert right["shape"]["flops"]["backward"] == 2.5 * right["shape"]["flops"]["forward"]
+    assert {t["name"] for t in right["tensors"]} == {"out"}
+    wrong = records["test_wrong[smoke-full]", "check"]
+    assert (wrong["verdict"], wrong["direction"]) == ("mismatch", "forward+backward")
+    assert {t["name"] for t in wrong["tensors"]} == {"out", "dq", "dk", "dv"}
+    assert wrong["command"].startswith("pytest 'test_a_line_for_each_judgement_with_every_field.py::test_wrong[smoke-full]'")
+    assert wrong["line"] == 11
+    assert records["test_raises[smoke-full]", "check"]["reason"] == "RuntimeError: no kernel"
+    math = records["test_backends[smoke-full-math]", "check"]
+    assert math["tags"] == {"family": "torch", "backend": "math", "compile": "none"}
+    assert math["version"]
+    assert records["test_rules[smoke-full]", "invariants"]["verdict"] == "held"
+
+
+def test_what_was_judged_before_a_crash_is_in_the_file(pytester):
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+        import torch
+
+        @pytest.mark.attention("smoke-full")
+        def test_first(attn):
+            attn.check(torch.nn.functional.scaled_dot_product_attention)
+
+        def test_then_the_process_dies():
+            os._exit(9)
+        """
+    )
+    pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS)
+    (record,) = read_records(pytester.path / "run.jsonl")
+    assert record["verdict"] == "passed"
+
+
+def test_aliases_name_the_same_workload(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.attention("cuda_attn_L128_bfloat16", device="cpu")
+        def test_it(attn):
+            pytest.skip("only its name is asked for")
+        """
+    )
+    pytester.makeconftest(
+        """
+        import pytest
+        from pytest_attn.session.facts import facts_of
+        from pytest_attn.session.store import SESSION
+
+        def pytest_collection_finish(session):
+            attention = session.config.stash[SESSION]
+            (workload,) = attention.catalog.select("flux-L128")
+            print(facts_of(attention, workload, "sdpa", "cpu"))
+        """
+    )
+    result = pytester.runpytest_subprocess("-s", *OPTIONS)
+    result.stdout.fnmatch_lines(["*'group': 'flux', 'aliases': ('cuda_attn_L128_bfloat16',)*"])
+
+
+@pytest.mark.parametrize("text", ["run.txt", "nowhere/run.jsonl", "."])
+def test_a_file_that_cannot_be_written_is_a_usage_error(pytester, text):
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest_subprocess(f"--attn-json={text}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --attn-json: must be a file NAME.jsonl in a folder that exists, got '{text}'"])
+
+
+def test_a_summary_in_markdown(pytester):
+    pytester.makepyfile(TESTS)
+    pytester.runpytest_subprocess("--attn-summary=run.md", *OPTIONS)
+    text = (pytester.path / "run.md").read_text()
+    assert "### Wrong" in text
+    assert "| mismatch |" in text
+    assert "| raised |" in text
+
+
+def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkeypatch):
+    pytester.makepyfile(TESTS)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
+    (pytester.path / "step.md").write_text("# Another step\n")
+    result = pytester.runpytest_subprocess(*OPTIONS)
+    result.stdout.fnmatch_lines(
+        ["::error file=test_a_job_of_github*.py,line=11,title=mismatch%3A * on smoke-full::*%0Apytest *"]
+    )
+    text = (pytester.path / "step.md").read_text()
+    assert text.startswith("# Another step\n## Attention\n")
+
+
+def test_nothing_is_annotated_elsewhere(pytester, monkeypatch):
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    pytester.makepyfile(TESTS)
+    assert "::error" not in pytester.runpytest_subprocess(*OPTIONS).stdout.str()
+
+
+def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
+    pytester.makepyfile(TESTS)
+    pytester.makeconftest(
+        """
+        import json
+
+        def pytest_runtest_logreport(report):
+            for record in getattr(report, "attn", ()):
+                assert type(record["machine"]["torch"]) is str
+                json.dumps(record)
+        """
+    )
+    pytester.runpytest_subprocess(*OPTIONS).assert_outcomes(passed=4, failed=2)

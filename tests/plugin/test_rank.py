@@ -1,0 +1,302 @@
+"""--attn-rank and --attn-tune as a user sees them. Times come from a clock of the tests, one for each backend's name."""
+
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pytest_attn.session.fresh import _without_dropped
+
+CONFTEST = """
+import dataclasses, json, os
+import pytest_attn.latency.gate as gate, pytest_attn.session.recording as recording
+from pytest_attn.latency.protocol import Latency, Stopwatch
+from pytest_attn.latency.statistics import median_interval
+from pytest_attn.session.fresh import is_fresh_process
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+recording.FEWEST_RUNS = 3
+gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
+TIMES = json.loads(os.environ.get("TIMES", "{}"))
+
+def measure(self, work, workload, subject, mode=None, seconds=None):
+    p50 = TIMES.get(subject + ("/fresh" if is_fresh_process() else ""), TIMES.get(subject, 100)) * 1e-6
+    interval = median_interval([p50 * 0.999, p50 * 1.001] * 3)
+    return Latency(workload, subject, work.direction, p50, interval, samples=(p50,) * 6, blocks=6, mode="host", calls=1,
+                   l2="warm", host=p50, anchors={"compute": 1e-3, "memory": 2e-3}, memory=1000, threads=1)
+
+class Silent:
+    def conditions(self):
+        return {}
+
+Stopwatch.measure = measure
+Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "guard", Silent())
+
+def fast(q, k, v, workload):
+    return sdpa(q, k, v)
+
+def bad(q, k, v, workload):
+    return 1.1 * sdpa(q, k, v)
+
+def tiled(q, k, v, workload, BLOCK=0, warps=4):
+    out = sdpa(q, k, v)
+    return 1.1 * out if BLOCK == 48 else out
+
+def pytest_attn_backends(registry):
+    registry.add_function("fast", fast)
+    registry.add_function("same", fast)
+    registry.add_function("slow", fast)
+    registry.add_function("bad", bad)
+    registry.add_function("refused", fast, unsupported_because=lambda workload: ["takes nothing"])
+    registry.add_function("tiled", tiled, configurations={"BLOCK": [16, 32, 48]})
+    registry.add_function("broken", fast, configurations=lambda workload: 1 / 0)
+"""
+TEST = """
+import pytest
+from pytest_attn import Workload
+
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu", backward=True)
+def test_both(attn, attn_backend):
+    attn.measure(attn_backend)
+    if attn.backend.name != "slow":
+        attn.measure(attn_backend, backward=True)
+
+@pytest.mark.attention("smoke-full", device="cpu", dtypes="fp32", backends=("fast", "slow", "tiled"))
+def test_named(attn, attn_backend):
+    attn.check(attn_backend)
+"""
+FORWARD = """
+import pytest
+from pytest_attn import Workload
+
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu")
+def test_forward(attn, attn_backend):
+    attn.measure(attn_backend)
+"""
+TALKATIVE = "\nimport pytest_attn.session.tuning as tuning\ntuning.SILENT_SECONDS = {silent}\n"
+NAMES = "--attn-backends=fast,same,slow,bad,refused,int8_dynamic"
+TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder with backends, a test and a clock; returns a function that runs pytest there."""
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_it=TEST)
+
+    def run(*args, **times):
+        monkeypatch.setenv("TIMES", json.dumps({**TIMES, **times}))
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
+
+    return run
+
+
+def section(result, title):
+    """Return the lines below a title."""
+    start = next(i for i, line in enumerate(result.outlines) if f" {title} " in line)
+    return list(itertools.takewhile(lambda line: not line.startswith("==="), result.outlines[start + 1 :]))
+
+
+def test_backends_are_ranked_printed_and_written(project, pytester):
+    result = project(NAMES, f"--attn-rank-to={pytester.path / 'best'}")
+    lines = section(result, "attention rank")
+    assert [line.split() for line in lines[:4]] == [
+        ["workload", "fastest", "p50", "+-", "ahead", "ties", "front"],
+        ["tiny", "fwd", "fast", "100.00", "us", "0.1%", "x2.00", "same", "-"],
+        ["tiny", "bwd", "fast", "100.00", "us", "0.1%", "-", "same", "-"],
+        lines[3].split(),
+    ]
+    assert lines[3].startswith("wrong         bad: out z ")
+    assert any(line.startswith("skipped       refused: takes nothing") for line in lines)
+    assert any(line.startswith("skipped       int8_dynamic: ") for line in lines)
+    assert max(len(line) for line in lines if "written to" not in line) <= 80
+    found = {}
+    exec((pytester.path / "best.py").read_text(), found)
+    assert (found["FORWARD"], found["BACKWARD"], found["TRAINING"]) == ({"tiny": "fast"}, {"tiny": "fast"}, {})
+    content = json.loads((pytester.path / "best.json").read_text())
+    assert [(line["workload"], line["direction"], line["exact"]["ties"]) for line in content["lines"]] == [
+        ("tiny", "forward", ["same"]),
+        ("tiny", "backward", ["same"]),
+    ]
+    assert not list(pytester.path.glob("*.part"))
+
+
+def test_approximate_backends_have_a_line_of_their_own(project, pytester):
+    pytester.makepyfile(test_it=FORWARD)
+    lines = section(project("--attn-backends=fast,int8_dynamic", "--attn-rank"), "attention rank")
+    assert [line.split()[:4] for line in lines[1:3]] == [
+        ["tiny", "fwd", "fast", "100.00"],
+        ["tiny", "fwd", "int8_dynamic", "approx."],
+    ]
+
+
+def test_nothing_timed_is_one_sentence(project):
+    result = project(NAMES, "--attn-rank", "-k", "test_named")
+    assert "attention rank" not in result.stdout.str()
+    result.stdout.fnmatch_lines(
+        ["rank: nothing was timed; call attn.measure(attn_backend) in a test, or type pytest --pyargs*"]
+    )
+
+
+def test_workers_that_share_a_device_time_nothing(project):
+    result = project("--attn-backends=fast,same", "--attn-rank", "-n", "2")
+    result.stdout.fnmatch_lines(["rank: nothing was timed: *"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--attn-rank", "--attn-latency=off"], "--attn-rank: needs times; leave out --attn-latency=off"),
+        (["--attn-tune=tiled", "--attn-latency=off"], "--attn-tune: needs times"),
+        (["--attn-rank-to=no/where"], "--attn-rank-to: must be a name without suffix in a folder that exists, got 'no/where'"),
+        (["--attn-rank-to=best.json"], "must be a name without suffix"),
+        (["--attn-rank", "--attn-mutants"], "--attn-mutants takes none; leave one of them out"),
+        (["--attn-tune=tiled", "--attn-backends=fast"], "--attn-tune: chooses the backends itself; leave out --attn-backends"),
+        (["--attn-tune=tiled,fast"], "--attn-tune: must be the name of one backend, got 'tiled,fast'"),
+        (["--attn-tune=nobody"], "--attn-tune: unknown backend 'nobody'"),
+        (["--attn-tune=tiled@BLOCK=16"], "'tiled@BLOCK=16' is one configuration; name the backend alone: tiled"),
+        (["--attn-tune=fast"], "backend 'fast' declares no configurations; those that do: flex, "),
+        (["--attn-tune=tiled", "--attn-latency=require"], "configurations have no baselines; say --attn-latency=auto"),
+        (["--attn-backends=tiled@WIDTH=16"], "--attn-backends: backend 'tiled' has no option 'WIDTH'; known: BLOCK"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_ranked_is_refused_before_anything_runs(pytester, monkeypatch, arguments, words):
+    pytester.makeconftest(CONFTEST[: CONFTEST.index("recording.FEWEST")] + CONFTEST[CONFTEST.index("def fast") :])
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert words in result.stderr.str()
+
+
+TUNED = {"tiled": 100, "tiled@BLOCK=16": 60, "tiled@BLOCK=32": 180, "tiled@BLOCK=48": 10}
+
+
+def test_configurations_are_checked_timed_and_written(project, pytester):
+    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=0))
+    result = project("--attn-tune=tiled", f"--attn-rank-to={pytester.path / 'tuned'}", **TUNED)
+    result.assert_outcomes(passed=6, failed=2)  # of both tests, the configuration that is wrong
+    lines = section(result, "attention rank")
+    assert [line.split() for line in lines[:3]] == [
+        ["workload", "configuration", "p50", "+-", "gain", "ties", "front"],
+        ["tiny", "fwd", "BLOCK=16", "60.00", "us", "0.1%", "x1.67", "-", "-"],
+        ["tiny", "bwd", "BLOCK=16", "60.00", "us", "0.1%", "x1.67", "-", "-"],
+    ]
+    assert lines[3].startswith("wrong         BLOCK=48: out z ")
+    assert "tune:" not in result.stdout.str()  # no terminal, no progress
+    assert [line for line in result.outlines if "no baseline" in line and "@" in line] == []
+    found = {}
+    exec((pytester.path / "tuned.py").read_text(), found)
+    assert (found["BACKEND"], found["FORWARD"]) == ("tiled", {"tiny": {"BLOCK": 16}})
+    (command,) = {
+        line.split("reproduce", 1)[1].strip() for line in result.outlines if "reproduce" in line and "test_both" in line
+    }
+    assert command.endswith("--attn-backends=tiled@BLOCK=48 --attn-device=cpu")
+    arguments = command.replace("'", "").split()[1:]
+    project(*arguments, **TUNED).assert_outcomes(failed=1)
+    named = project("--attn-backends=tiled@BLOCK=16", "-k", "test_named")  # whose marker names the backend
+    named.assert_outcomes(passed=1, deselected=1)
+
+
+def test_fresh_processes_know_the_configurations(project, pytester):
+    """The default has a baseline and looks slower; its confirmation runs in processes that name it by its id."""
+    recorded = project("--attn-tune=tiled", "-k", "test_both and not 48", "--attn-update-baselines=first", **TUNED)
+    recorded.assert_outcomes(passed=3)
+    recorded.stdout.fnmatch_lines(["baselines: 6 of 6 cases recorded in *"])
+    stem = str(pytester.path / "best")
+    result = project(
+        "--attn-tune", "tiled", "--attn-rank-to", stem, "-k", "test_both and not 48", **{**TUNED, "tiled@BLOCK=16": 150}
+    )
+    result.assert_outcomes(failed=1, passed=2)
+    assert "regressed: tiled@BLOCK=16 on tiny, forward" in result.stdout.str()
+    assert len([line for line in result.outlines if "attention rank" in line]) == 1
+
+
+def test_fresh_processes_rank_and_write_nothing():
+    given = [
+        "--attn-rank",
+        "--attn-rank-to",
+        "best",
+        "--attn-rank-to=best",
+        "--attn-tune",
+        "tiled",
+        "--attn-tune=tiled",
+        "t.py",
+    ]
+    kept = list(_without_dropped(iter(given), {"t.py", "tiled"}))
+    assert kept == ["--attn-tune", "tiled", "--attn-tune=tiled"]
+
+
+def test_a_backend_that_cannot_list_its_configurations_says_so(project):
+    result = project("--attn-tune=broken")
+    result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])
+
+
+def on_a_terminal(pytester, *args, silent="0", **times):
+    """Run pytest on a pseudo-terminal of 80 columns; return all that it wrote."""
+    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=silent))
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TIMES": json.dumps(times), "COLUMNS": "80", "TERM": "xterm"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *args]
+    with subprocess.Popen(command, cwd=pytester.path, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        written, deadline = b"", time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if select.select([master], [], [], 1)[0]:
+                try:
+                    written += os.read(master, 65536)
+                except OSError:  # the other end is closed
+                    break
+            elif process.poll() is not None:
+                break
+        process.kill()
+    os.close(master)
+    return written.decode()
+
+
+def as_seen(written, width=80):
+    """Return the lines that stay on the screen: what is written later covers what was there, and long lines go on below.
+
+    A backspace moves back, but never into the line above.
+    """
+    rows, row, at = [[]], 0, 0
+    for escape, columns, letter in re.findall(r"(\x1b\[(\d*)[A-Za-z])|(.)", written, re.DOTALL):
+        if escape:
+            row, at = (row - 1, at) if escape.endswith("A") else (row, at + int(columns or 0))
+            continue
+        if letter in "\b\r":
+            at = max(0, at - 1) if letter == "\b" else 0
+            continue
+        if letter == "\n" or at == width:
+            row, at = row + 1, 0
+            rows += [[]] if row == len(rows) else []
+        if letter != "\n":
+            rows[row] += " " * (at - len(rows[row]))
+            rows[row][at : at + 1] = [letter]
+            at += 1
+    return ["".join(cells).rstrip() for cells in rows]
+
+
+def between_tests(lines):
+    """Return all lines from the first that names a test to the last that does."""
+    naming = [number for number, line in enumerate(lines) if "test_it.py" in line]
+    return lines[naming[0] : naming[-1] + 1]
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("verbosity", ["-vv", "--verbosity=0"])
+def test_progress_is_shown_on_a_terminal_and_leaves_nothing_behind(project, pytester, verbosity):
+    arguments = ("--attn-tune=tiled", "-k", "test_both and not 48", verbosity)
+    written = on_a_terminal(pytester, *arguments, **TUNED)
+    assert re.search(r"tune: 1 of 3 cases, about 0:\d\d left", written)
+    assert re.search(r"tune: 2 of 3 cases, about 0:\d\d left", written)
+    assert "tune: 3 of 3" not in written
+    silent = on_a_terminal(pytester, *arguments, silent="1000", **TUNED)
+    assert "tune:" not in silent
+    assert between_tests(as_seen(written)) == between_tests(as_seen(silent))

@@ -1,0 +1,339 @@
+"""--attn-save-failures: what a failing case leaves behind, and that it can be judged again."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pytest_attn
+from pytest_attn.session import saving
+
+WRONG = "attn.check(lambda q, k, v: v * 1.5)"
+SAVE = "--attn-save-failures=out"
+MODULE_LEVEL = """
+def mine(q, k, v):
+    return sdpa(q, k, v, is_causal=True)
+"""
+OWN_BACKEND = """
+from pytest_attn.backends.adapters.int8_dynamic import Int8Dynamic
+
+class Own(Int8Dynamic):
+    name = "own8"
+
+    def prepare(self, inputs, backward=False):
+        kernel = super().prepare(inputs, backward)
+        return lambda q, k, v: kernel(q, k, v) * 1.1
+
+def pytest_attn_backends(registry):
+    registry.add(Own())
+    registry.add_function("own", lambda q, k, v, workload: v * 1.5)
+"""
+
+
+@pytest.fixture
+def saved(pytester):
+    """Return the one folder that a run left in out/, read back."""
+
+    def read():
+        (folder,) = (pytester.path / "out").iterdir()
+        return pytest_attn.load_failure(folder)
+
+    return read
+
+
+def repro(folder):
+    return subprocess.run([sys.executable, folder / "repro.py"], capture_output=True, text=True, check=False)
+
+
+def diagnosis(text):
+    """Return the lines of a mismatch, from whatever prints it."""
+    lines = [line.removeprefix("E").strip() for line in text.splitlines()]
+    first = next(i for i, line in enumerate(lines) if "mismatch: " in line)
+    last = next(i for i, line in enumerate(lines) if i > first and line.startswith("reproduce"))
+    return [lines[first].partition("mismatch: ")[2], *lines[first + 1 : last + 1]]
+
+
+def test_a_failing_case_says_where_it_is_saved(run, kernel_test, saved):
+    body = "attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True))"
+    kernel_test(body, marker='Workload(32, heads=2, head_dim=32), device="cpu", backward=True')
+    result = run(SAVE, "--attn-seed=3")
+    result.assert_outcomes(failed=1)
+    failure = saved()
+    shown = f"out/{failure.folder.name}"
+    result.stdout.fnmatch_lines(
+        ["E*  reproduce  pytest *", f"E*  saved      {shown}  (python {shown}/repro.py)", "mismatch      lambda*"]
+    )
+    assert sorted(path.name for path in failure.folder.iterdir()) == ["environment.json", "repro.py", "tensors.safetensors"]
+    assert failure.workload == pytest_attn.Workload(32, heads=2, head_dim=32)
+    names = {"q", "k", "v", "dout", "out", "dq", "dk", "dv", "reference.out", "reference.out.budget", "reference.dk"}
+    assert names <= failure.tensors.keys()
+    assert torch.equal(failure.tensors["out"][:, :, 0], failure.tensors["v"][:, :, 0])
+    assert failure.tensors["reference.out"].dtype == torch.float64
+    drawn = pytest_attn.draw_inputs(failure.workload, "structured", 3)
+    assert torch.equal(failure.tensors["q"], drawn.q)
+
+
+def test_the_environment_says_what_was_judged(run, kernel_test, saved):
+    kernel_test(WRONG)
+    result = run(SAVE, "--attn-seed=3")
+    said = saved().environment
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", said["date"])
+    assert said["case"].endswith("::test_kernel[h2-s32-d32]")
+    assert said["verdict"] == "mismatch"
+    assert said["workload"]["id"] == "h2-s32-d32"
+    assert said["workload"]["fields"]["heads"] == 2
+    assert said["question"]["seed"] == 3
+    assert said["question"]["distribution"] == "structured"
+    assert said["machine"]["device"] == "cpu"
+    assert said["versions"]["torch"] == torch.__version__
+    assert said["versions"]["python"] == sys.version.split()[0]
+    assert said["levels"][0]["z_element"] > 8
+    assert said["command"] in result.stdout.str()
+    assert diagnosis(said["message"]) == diagnosis(result.stdout.str())
+
+
+def test_a_run_without_failures_or_without_the_option_saves_nothing(run, kernel_test, pytester):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
+    run(SAVE).assert_outcomes(passed=1)
+    assert list((pytester.path / "out").iterdir()) == []
+    (pytester.path / "out").rmdir()
+    kernel_test(WRONG)
+    assert "  saved  " not in run().stdout.str()
+    assert not (pytester.path / "out").exists()
+
+
+def test_a_kernel_of_a_test_module_is_judged_again_by_repro(run, kernel_test, saved):
+    kernel_test("attn.check(mine)", before=MODULE_LEVEL)
+    printed = run(SAVE).stdout.str()
+    again = repro(saved().folder)
+    assert again.returncode == 1
+    assert diagnosis(again.stderr) == diagnosis(printed)
+    script = saved().folder / "repro.py"
+    script.write_text(re.sub(r"(check\()mine", r'\1"math"', script.read_text()))
+    right = repro(saved().folder)
+    assert (right.returncode, right.stdout) == (0, "right now: math on h2-s32-d32\n")
+
+
+def test_for_a_lambda_repro_says_what_to_put_in_its_place(pytester, kernel_test, saved):
+    kernel_test(WRONG)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+    again = repro(saved().folder)
+    assert again.returncode == 2
+    assert re.search(r"in place of my_kernel = None, put the callable .* checked \(lambda-\w+, .*\.py:\d+\)", again.stderr)
+    script = saved().folder / "repro.py"
+    script.write_text(script.read_text().replace("my_kernel = None", "my_kernel = lambda q, k, v: v * 1.5"))
+    assert "out of lambda-" in repro(saved().folder).stderr
+
+
+@pytest.mark.parametrize("name", ["own", "own8"])
+def test_a_backend_of_a_conftest_is_judged_again_by_repro(pytester, kernel_test, saved, name):
+    pytester.makeconftest(OWN_BACKEND)
+    kernel_test("attn.check(attn_backend)", marker='"smoke-full"', fixtures="attn, attn_backend")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, f"--attn-backends={name}", "--attn-device=cpu")
+    again = repro(saved().folder)
+    assert again.returncode == 1
+    assert diagnosis(again.stderr) == diagnosis(result.stdout.str())
+
+
+def test_a_built_in_backend_is_judged_again_by_its_name(pytester, kernel_test, saved, monkeypatch):
+    from pytest_attn.backends.adapters.sdpa import Math
+
+    kernel_test('attn.check("math")')
+    with monkeypatch.context() as patch:
+        patch.setattr(Math, "prepare", lambda self, inputs, backward=False: lambda q, k, v: v * 1.5)
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+        assert '.check("math")' in (text := (saved().folder / "repro.py").read_text()).replace("'", '"'), text
+        with pytest.raises(AssertionError) as wrong:
+            saved().check("math")
+    assert diagnosis(str(wrong.value)) == diagnosis(result.stdout.str())
+    assert saved().environment["kernel"] == {"name": "math", "library": "torch", "version": torch.__version__}
+    assert saved().check("math").passed
+    assert saved().check("sdpa_flash").passed
+
+
+@pytest.mark.parametrize("workload", ["smoke-packed", "smoke-paged", "smoke-padded", "edges-s704-blocks", "features-mod"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_every_kind_of_workload_is_saved(pytester, kernel_test, saved, workload, dtype):
+    body = "attn.check(lambda q, k, v: torch.zeros(q.shape[:-1] + (attn.workload.v_head_dim,), dtype=q.dtype))"
+    kernel_test(body, marker=f'"{workload}", device="cpu", inputs="randn"')
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, f"--attn-dtypes={dtype}")
+    failure = saved()
+    given = pytest_attn.draw_inputs(failure.workload, "randn")
+    for name in ("q", "k", "v", "bias", "cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table"):
+        expected = getattr(given, name)
+        assert (expected is None) == (name not in failure.tensors)
+        assert expected is None or torch.equal(expected, failure.tensors[name])
+    assert ("mask" in failure.tensors) == (workload == "edges-s704-blocks")
+    with pytest.raises(AssertionError) as wrong:
+        failure.check(lambda q, k, v: torch.zeros_like(failure.tensors["out"]))
+    assert diagnosis(str(wrong.value))[1:] == diagnosis(result.stdout.str())[1:]
+    exact = failure.tensors["reference.out"].to(failure.tensors["q"].dtype)
+    right = exact[0].transpose(0, 1) if failure.workload.is_packed else exact
+    assert failure.check(lambda q, k, v: right).passed
+
+
+def test_results_of_odd_strides_and_of_one_memory_are_saved(pytester, kernel_test, saved):
+    body = """
+        def fn(q, k, v):
+            both = torch.stack([v, v], -1)
+            return both[..., 0].mT.contiguous().mT
+        attn.check(fn)
+    """
+    kernel_test("\n".join(line[8:] for line in body.splitlines()), marker='Workload(32, heads=2), layout="bshd"')
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+    assert torch.equal(saved().tensors["out"], saved().tensors["v"])
+
+
+def test_assert_attention_close_saves_as_well(run, kernel_test, saved):
+    kernel_test("assert_attention_close(qkv[2])", fixtures="qkv, assert_attention_close", marker="Workload(32), backward=True")
+    run(SAVE).stdout.fnmatch_lines(["E*  saved      out/*"])
+    assert "dout" not in saved().tensors
+    assert torch.equal(saved().tensors["out"], saved().tensors["v"])
+    assert saved().check("math").passed
+    assert repro(saved().folder).returncode == 2
+
+
+def test_measure_saves_what_its_check_finds(pytester, kernel_test, saved):
+    kernel_test("attn.measure(lambda q, k, v: v)")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE).stdout.fnmatch_lines(["E*  saved      out/*"])
+    assert saved().environment["verdict"] == "mismatch"
+
+
+def test_broken_invariants_and_contracts_leave_the_inputs(pytester, kernel_test, saved):
+    forgetful = "def mine(q, k, v, calls=[]):\n    calls.append(0)\n    return sdpa(q, k, v) * (1 + len(calls) / 100)\n"
+    kernel_test("attn.check_invariants(mine, only='rerun')", before=forgetful)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE).stdout.fnmatch_lines(["E*  saved        out/*"])
+    assert saved().environment["verdict"] == "broken"
+    assert saved().tensors.keys() == {"q", "k", "v"}
+    again = repro(saved().folder)
+    assert again.returncode == 1
+    assert "1 invariant broken by mine" in again.stderr
+    assert saved().check("math").passed
+
+    kernel_test("attn.check(lambda q, k, v: q[..., :3])")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE).stdout.fnmatch_lines(
+        ["E*out has shape*", "E*  saved      out/*"]
+    )
+    assert saved().check("math").passed
+    with pytest.raises(AssertionError, match="out has shape"):
+        saved().check(lambda q, k, v: q[..., :3])
+
+
+def test_a_known_defect_and_a_mutant_are_not_saved(pytester, kernel_test):
+    pytester.makeconftest(
+        """
+from pytest_attn import Backend, KnownDefect
+
+class Broken(Backend):
+    name = "broken"
+    known_defects = (KnownDefect("lib#7", "out is off", lambda workload, machine: True, ("out",)),)
+
+    def prepare(self, inputs, backward=False):
+        return lambda q, k, v: v * 1.5
+
+def pytest_attn_backends(registry):
+    registry.add(Broken())
+"""
+    )
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker="Workload(8, head_dim=8)")
+    options = ["-p", "no:cacheprovider", SAVE, "--attn-device=cpu"]
+    pytester.runpytest_inprocess(*options, "--attn-backends=broken").assert_outcomes(xfailed=1)
+    pytester.runpytest_inprocess(*options, "--attn-mutants", "-k", "honest or no-scale or scale")
+    assert list((pytester.path / "out").iterdir()) == []
+
+
+def test_an_older_folder_of_the_case_is_replaced(run, kernel_test, saved):
+    kernel_test(WRONG)
+    run(SAVE)
+    first = saved()
+    (first.folder / "mine.txt").touch()
+    kernel_test(WRONG.replace("1.5", "2.0"))
+    run(SAVE)
+    assert saved().folder == first.folder
+    assert not (first.folder / "mine.txt").exists()
+    assert torch.equal(saved().tensors["out"], first.tensors["v"] * 2)
+
+
+def test_workers_write_a_folder_for_each_case(pytester, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: v)", marker='"smoke-full", "smoke-half", "smoke-window", device="cpu"')
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", SAVE, "-n", "2", "--dist", "loadgroup")
+    result.assert_outcomes(failed=3)
+    folders = list((pytester.path / "out").iterdir())
+    assert len(folders) == 3
+    for folder in folders:
+        assert f"out/{folder.name}  (python" in result.stdout.str()
+        case = pytest_attn.load_failure(folder).environment["case"]
+        assert case.endswith("]")  # without the group, which xdist adds to ids
+
+
+def test_a_fuzzed_failure_is_saved_as_it_shrank(pytester, kernel_test, saved):
+    pytest.importorskip("hypothesis")
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if q.shape[2] < 7 else 2))")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-fuzz=30", "-k", "not h2")
+    smallest = re.search(r"the smallest workload that does is Workload\((\d+)", result.stdout.str())
+    assert saved().workload.q_len == int(smallest[1]) == 7
+
+
+@pytest.mark.parametrize("folder", ["taken", "taken/below", "", "test_x.py::test_y", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_a_usage_error(run, kernel_test, pytester, folder):
+    (pytester.path / "taken").touch()
+    kernel_test("raise SystemExit('ran')")
+    result = run(f"--attn-save-failures={folder}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: --attn-save-failures: " in result.stderr.str()
+    assert repr(folder) in result.stderr.str()
+
+
+def test_missing_safetensors_is_a_usage_error_that_says_what_to_install(pytester, kernel_test, monkeypatch):
+    monkeypatch.setattr(saving, "find_spec", lambda name: None)
+    kernel_test("raise SystemExit('ran')")
+    result = pytester.runpytest_inprocess(SAVE)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert 'pip install "pytest-attn[failures]"' in result.stderr.str()
+    assert not (pytester.path / "out").exists()
+
+
+def test_a_full_disk_is_one_line(pytester, kernel_test, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+    kernel_test(WRONG)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+    result.stdout.fnmatch_lines(["E*  reproduce  *", "E*  not saved  [0-9]* MiB are needed in */out, 0.0 MiB are free"])
+    assert list((pytester.path / "out").iterdir()) == []
+
+
+def test_what_cannot_be_saved_hides_no_diagnosis(pytester, kernel_test, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("a fault\nof the writer")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    kernel_test(WRONG)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+    result.stdout.fnmatch_lines(["E*mismatch: *", "E*  not saved  RuntimeError: a fault of the writer"])
+    assert list((pytester.path / "out").iterdir()) == []
+
+
+def test_neither_torch_nor_safetensors_is_imported_at_the_start(pytester):
+    pytester.makepyfile("def test_nothing():\n    pass\n")
+    code = (
+        "import sys, pytest; pytest.main(['-q', '-p', 'no:cacheprovider', '--attn-save-failures=out'])\n"
+        "print([name for name in ('torch', 'safetensors') if name in sys.modules])"
+    )
+    result = pytester.run(sys.executable, "-c", code)
+    assert result.outlines[-1] == "[]"
+    assert Path(pytester.path, "out").is_dir()
+
+
+def test_environment_is_strict_json(pytester, kernel_test, saved):
+    kernel_test("attn.check(lambda q, k, v: v * float('inf'))")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads((saved().folder / "environment.json").read_text(), parse_constant=refuse)

@@ -1,0 +1,265 @@
+"""Every code block of docs/ runs, in the order of its page, in an empty folder, as a reader would type it.
+
+python      `# NAME.py` on its first line saves it under that name; a block that defines tests is run by pytest, by the
+            console block that follows or, where none does, here, and must then pass; any other block is executed.
+console     what follows `$ ` is run; the lines shown below it must be printed, in this order, numbers, times and folders
+            aside. A command that fails must be shown to fail.
+toml, yaml  must parse; `# NAME` on the first line saves it.
+
+A block of any other language, or one that cannot run here, says why in a comment directly above: `<!-- not run: REASON -->`.
+One that takes a minute says `<!-- slow: REASON -->`, and runs where ATTN_DOCS_SLOW is set.
+"""
+
+import contextlib
+import inspect
+import io
+import itertools
+import os
+import pkgutil
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from test_readme import without_figures
+
+import pytest_attn
+from pytest_attn import hooks, plugin
+from pytest_attn.session.marker import AttentionMark
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+#: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
+DIRECTIVES = ("{toctree}", "{eval-rst}")
+RUNNABLE = ("python", "console", "toml", "yaml")
+#: what a page types behind a command to show its exit code
+ECHO = '; echo "exit $?"'
+SLOW_TOO = bool(os.environ.get("ATTN_DOCS_SLOW"))
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+    marker: str  # "not run", "slow" or ""
+    reason: str
+
+    @property
+    def runs(self):
+        return self.language in RUNNABLE and (not self.marker or (self.marker == "slow" and SLOW_TOO))
+
+    @property
+    def file(self):
+        """The name under which a reader saves it, "" where none is given."""
+        named = re.match(r"# ([\w./-]+\.(?:py|toml|ini|yml|yaml))\n", self.text)
+        if named:
+            return named[1]
+        return f"test_line_{self.line}.py" if self.language == "python" and re.search(r"^def test_", self.text, re.M) else ""
+
+    def __str__(self):
+        return f"{self.page.relative_to(DOCS.parent)}:{self.line}"
+
+
+def blocks_of(page):
+    lines = page.read_text().splitlines()
+    found, start = [], None
+    for number, line in enumerate(lines):
+        fence = re.match(r"\s*(`{3,}|~{3,}|:{3,})\s*(\S*)", line)
+        if start is None and fence:
+            start, ticks, language = number, fence[1], fence[2]
+            above = re.fullmatch(r"\s*<!-- (not run|slow): (.+) -->", lines[number - 1] if number else "")
+            indent = len(line) - len(line.lstrip())
+        elif start is not None and line.strip() == ticks:
+            text = "".join(f"{inner[indent:]}\n" for inner in lines[start + 1 : number])
+            found.append(Block(page, start + 1, language, text, above[1] if above else "", above[2] if above else ""))
+            start = None
+    assert start is None, f"{page}: the block of line {start + 1} does not end"
+    return [block for block in found if block.language not in DIRECTIVES]
+
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+
+
+class Reader:
+    """Someone who types the blocks of one page into an empty folder."""
+
+    def __init__(self, pytester):
+        self.pytester, self.folder, self.names = pytester, pytester.path, {"__name__": "page"}
+
+    def types(self, block, is_followed_by_console):
+        getattr(self, f"types_{block.language}")(block)
+        if Path(block.file).name.startswith("test_") and not is_followed_by_console:
+            result = self.pytest(block.file)
+            assert result.ret == 0, f"{block}: its tests fail"
+
+    def types_python(self, block):
+        code = compile("\n" * block.line + block.text, str(block), "exec")
+        if block.file:
+            self.saves(block)
+        else:
+            exec(code, self.names)
+
+    def types_toml(self, block):
+        if tomllib:
+            tomllib.loads(block.text)
+        self.saves(block)
+
+    def types_yaml(self, block):
+        for job in (yaml.safe_load(block.text) or {}).get("jobs", {}).values():
+            assert job["runs-on"], f"{block}: a job runs nowhere"
+            assert all("run" in step or "uses" in step for step in job["steps"]), f"{block}: a step does nothing"
+        self.saves(block)
+
+    def types_console(self, block):
+        for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+            command, _, shown = part.partition("\n")
+            status, printed = self.run(command)
+            lines = iter([masked(line, self.folder) for line in printed.splitlines()])
+            for line in shown.splitlines():
+                if line.strip() not in ("", "..."):
+                    wanted = masked(line, self.folder)
+                    begins = wanted.removesuffix(" ...") if wanted.endswith(" ...") else None
+                    is_there = wanted in lines if begins is None else any(found.startswith(begins) for found in lines)
+                    assert is_there, f"{block}: `{command}` does not print {line!r} there\n{printed}"
+            is_shown_to_fail = re.search(r"fail|error|no tests ran|not recorded", shown, re.I)
+            assert status == 0 or is_shown_to_fail, f"{block}: `{command}` exits with {status}\n{printed}"
+
+    def run(self, command):
+        """Return the exit status of a command and what it prints."""
+        if command.endswith(ECHO):
+            status, printed = self.run(command.removesuffix(ECHO))
+            return 0, f"{printed}\nexit {status}"
+        words = [] if re.search(r"[;|&<>$]", command) else shlex.split(command)
+        if words[:1] == ["pytest"] and "-n" not in words:
+            result = self.pytest(*words[1:])
+            return int(result.ret), f"{result.stdout}\n{result.stderr}"
+        if words[:1] == ["python"] and len(words) == 2:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                self.names |= runpy.run_path(str(self.folder / words[1]), run_name="__main__")
+            return 0, printed.getvalue()
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        done = subprocess.run(
+            command, shell=True, cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def pytest(self, *arguments):
+        return self.pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", *arguments)
+
+    def saves(self, block):
+        if block.file:
+            path = self.folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+
+
+def masked(line, folder):
+    """A line without what differs from run to run: figures, their units, folders, the width of rules and columns."""
+    line = re.sub(r"(?<![\w/])(\.\.)?/[\w./-]+/", "/", line.replace(str(folder), "/folder"))
+    line = re.sub(r"lambda-[0-9a-f]{4}", "lambda", line)
+    line = re.sub(r"(?<=N) (us|ms|s)\b", " s", re.sub(r"\+N", "N", without_figures(line)))
+    line = re.sub(r"N CPU threads?|N threads?", "N threads", line)
+    return " ".join(re.sub(r"([=_-])\1{2,}", r"\1", line).split())
+
+
+@pytest.fixture(scope="module")
+def _loaded():
+    """Load the package: runs in this process forget what they import, and a second Workload class is not the first."""
+    for module in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn."):
+        if ".suite." not in module.name:
+            import_module(module.name)
+    import_module("torch._inductor.test_operators")  # torch loads it lazily, and registers operators as it does
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # for problems this small, several threads on busy cores only wait for one another
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: str(page.relative_to(DOCS)))
+def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may be saved twice within a second
+    reader = Reader(pytester)
+    runnable = [block for block in BLOCKS[page] if block.runs]
+    for block, following in itertools.pairwise([*runnable, None]):
+        reader.types(block, following is not None and following.language == "console")
+
+
+def test_a_block_that_does_not_run_says_why(capsys):
+    every = [block for page in PAGES for block in BLOCKS[page]]
+    silent = [f"{block} ({block.language or 'no language'})" for block in every if not block.runs and not block.reason]
+    assert not silent, f"blocks that neither run nor say why not: {', '.join(silent)}"
+    ran = sum(block.runs for block in every)
+    with capsys.disabled():
+        print(f" {ran} of {len(every)} blocks run, {len(every) - ran} say why not ", end="")
+
+
+def test_every_option_in_the_pages_is_one(pytestconfig):
+    known = {option for group in pytestconfig._parser._groups for one in group.options for option in one.names()}
+    for page in PAGES:
+        for option in re.findall(r"--(?:attn|benchmark)-[a-z0-9-]+", page.read_text()):
+            assert option in known, f"{page}: {option} is no option"
+
+
+def test_the_table_of_arguments_is_that_of_the_marker():
+    listed = re.findall(r"^\| `\*?(\w+)` \|", (DOCS / "reference" / "markers.md").read_text(), re.M)
+    assert listed == [field.name for field in fields(AttentionMark)]
+
+
+#: what the examples in docstrings take for granted
+GIVEN = """
+import pytest
+from pytest_attn import Backend, Workload
+
+def my_attention(q, k, v, **options):
+    return q
+
+class MyBackend(Backend):
+    name = "given"
+
+    def prepare(self, inputs, backward=False):
+        return my_attention
+"""
+
+
+def example_of(documented):
+    """The code that a docstring shows behind `::`."""
+    lines = inspect.getdoc(documented).partition("::\n\n")[2].splitlines()
+    return GIVEN + textwrap.dedent("\n".join(itertools.takewhile(lambda line: not line or line.startswith(" "), lines)))
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_the_examples_of_fixtures_are_collected(pytester):
+    fixtures = [value for value in vars(plugin).values() if type(value).__name__ == "FixtureFunctionDefinition"]
+    shown = [value for value in fixtures if "::\n" in (value.__doc__ or "")]
+    assert len(shown) >= 4
+    for number, fixture in enumerate(shown):
+        pytester.makepyfile(**{f"test_{number}": example_of(fixture)})
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--collect-only", "-q", "--attn-backends=math")
+    assert result.ret == 0
+    assert all(f"test_{number}.py" in str(result.stdout) for number in range(len(shown)))
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_the_examples_of_hooks_register(pytester):
+    examples = [example_of(hooks.pytest_attn_backends), example_of(hooks.pytest_attn_workloads).removeprefix(GIVEN)]
+    pytester.makeconftest("\n".join(examples))
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-list")
+    result.stdout.fnmatch_lines(["mine *available", "given *available", "*ours-1536*"])
