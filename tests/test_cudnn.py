@@ -127,4 +127,4 @@ def test_it_refuses_a_backward_pass_alone(cudnn):
 
 
 def test_it_shares_the_known_defects_of_sdpas_cudnn():
-    assert Registry()["cudnn"].known_defects == Registry()["sdpa_cudnn"].known_defects
+    assert set(Registry()["cudnn"].known_defects) < set(Registry()["sdpa_cudnn"].known_defects)

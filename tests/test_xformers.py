@@ -196,9 +196,7 @@ def test_cutlass_ends_at_sm90(put):
 
 
 def test_gradients_of_rows_without_a_key_are_a_known_defect_of_cutlass():
-    defect, of_invariants, _ = XformersCutlass.known_defects
-    assert not of_invariants.tensors  # a check of the forward pass does not wait for it
-    assert of_invariants.spoils(Workload(257, 129, mask="causal-bottom-right"), H200, backward=False)
+    defect, *_ = XformersCutlass.known_defects
     assert defect.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
     assert defect.applies(Workload(q_lens=(9, 4), kv_lens=(3, 4), mask="causal-bottom-right"), H200)
     assert not defect.applies(Workload(129, 257, mask="causal-bottom-right"), H200)

@@ -89,8 +89,6 @@ class Backend(ABC):
     capabilities: Capabilities | None = None
     #: what it needs, in a few words, for the same table
     needs: str = ""
-    #: whether it hides padded keys behind a mask: then 0 * NaN is NaN, by the rules of arithmetic, and padding must be finite
-    pads_by_mask: bool = True
     known_defects: tuple[KnownDefect, ...] = ()
     #: the options that its configurations may set (backends/configured.py); None where it takes any
     tunable: frozenset[str] | None = frozenset()
@@ -105,6 +103,11 @@ class Backend(ABC):
             return version(self.library)
         except PackageNotFoundError:
             return "?"
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """Whether it hides padded keys behind a mask: 0 * NaN is NaN by the rules of arithmetic, so padding must be finite."""
+        del workload
+        return True
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Say why the backend cannot run on this machine at all, or None. Imports no optional library."""
@@ -172,7 +175,6 @@ class LibraryBackend(Backend):
     """
 
     source: Library
-    pads_by_mask = False
     #: compute capabilities that its kernels are built for, both ends included
     capability_range: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (12, 1))
     capabilities: Capabilities
@@ -189,6 +191,11 @@ class LibraryBackend(Backend):
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where the library or the device is missing, or the device is of another architecture."""
         return self.source.missing_because() or needs_cuda(machine, *self.capability_range)
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """Most libraries are told the lengths."""
+        del workload
+        return False
 
     def broken_because(self) -> str | None:
         """Import the library."""

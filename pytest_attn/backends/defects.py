@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pytest_attn.backends.backend import KnownDefect
 from pytest_attn.backends.dense import is_plain_causal
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import sequence_lengths
-from pytest_attn.workloads.masks import interval
+from pytest_attn.workloads.masks import Document, interval
 from pytest_attn.workloads.workload import Workload
 
 
@@ -25,10 +26,14 @@ def in_blind_rows(comparison: Any, workload: Workload) -> bool:
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
 
 
-def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
+def _on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
     is_affected = machine.capability == (9, 0) and (2, 11) <= machine.torch_release <= (2, 13)
-    affected = is_affected and workload.dtype != "float32"
-    return affected and workload.q_len > 128 and workload.q_len % 128 == 64 and not is_plain_causal(workload)
+    return is_affected and workload.dtype != "float32"
+
+
+def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
+    is_half = workload.q_len > 128 and workload.q_len % 128 == 64
+    return is_half and _on_affected_cudnn(workload, machine) and not is_plain_causal(workload)
 
 
 #: Reported with an explicit attn_mask; on an H200 with torch 2.11 it shows without any mask as well.
@@ -39,6 +44,16 @@ CUDNN_NAN = KnownDefect(
     tensors=("dq",),
     only_nan=True,
     inputs="outlier",
+)
+
+
+CUDNN_NAN_OF_ONE_TILE = replace(
+    CUDNN_NAN,
+    summary="NaN in dq where q_len is 64 and scores are large",
+    applies=lambda workload, machine: workload.q_len == 64 and _on_affected_cudnn(workload, machine),
+    tensors=(),
+    inputs=None,
+    invariants=("magnitude",),
 )
 
 
@@ -82,4 +97,26 @@ CUTLASS_SHARED_HEAD = KnownDefect(
     applies=_last_row_alone,
     tensors=(),
     invariants=("layout",),
+)
+
+
+CUTLASS_OFFSETS = KnownDefect(
+    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
+    applies=lambda workload, machine: True,
+    tensors=(),
+    invariants=("offsets",),
+)
+
+
+def _documents_on_cudnn(workload: Workload, machine: Machine) -> bool:
+    return machine.capability == (9, 0) and isinstance(workload.mask, Document)
+
+
+CUDNN_LARGE_SCORES = KnownDefect(
+    issue="docs/findings.md, seen on an H200 with torch 2.11",
+    summary="scores of some 10,000 under a mask of documents: rows take values that they may not see",
+    applies=_documents_on_cudnn,
+    tensors=(),
+    invariants=("magnitude",),
 )

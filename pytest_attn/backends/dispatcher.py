@@ -51,7 +51,6 @@ class Dispatcher(LibraryBackend):
     """
 
     needs = "what the kernel needs"
-    pads_by_mask = True
     judged: dict[str, Dispatched]
     #: what the library calls what it has names for
     noun: str
@@ -68,6 +67,11 @@ class Dispatcher(LibraryBackend):
     @abstractmethod
     def names(self) -> list[str]:
         """Return all names that the imported library has, judged or not."""
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """It hands on a mask."""
+        del workload
+        return True
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where the library or the kernel that is dispatched to is not there."""

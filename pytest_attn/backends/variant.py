@@ -16,13 +16,16 @@ class Variant(Backend):
         self.name = f"{inner.name}+{variant}"
         self.library, self.precision = inner.library, inner.precision
         self.returns_lse, self.known_defects = inner.returns_lse, inner.known_defects
-        self.pads_by_mask = inner.pads_by_mask
         self.capabilities, self.needs, self.full_graph = inner.capabilities, inner.needs, inner.full_graph
         self.is_approximate, self.launches = inner.is_approximate, inner.launches
 
     def version(self) -> str:
         """The inner backend's."""
         return self.inner.version()
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """As the inner backend does."""
+        return self.inner.pads_by_mask(workload)
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where the inner backend does, or has no such variant."""

@@ -68,7 +68,7 @@ def _poisoned(probe: Probe) -> tuple[Inputs, str]:
 
 def _pads_by_mask(probe: Probe) -> bool:
     """A backend says so; a function may do it."""
-    return not isinstance(probe.subject, Backend) or probe.subject.pads_by_mask
+    return not isinstance(probe.subject, Backend) or probe.subject.pads_by_mask(probe.workload)
 
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:

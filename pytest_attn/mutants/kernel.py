@@ -654,7 +654,6 @@ class KernelBackend(Backend):
     """A kernel of this package as a backend. It keeps its kernel, and with it what that keeps from call to call."""
 
     library = "pytest_attn"
-    pads_by_mask = False
     needs = "any device"
 
     def __init__(self, name: str, kernel: Kernel, precision: str = "flash", returns_lse: bool = True) -> None:
@@ -663,6 +662,11 @@ class KernelBackend(Backend):
     def version(self) -> str:
         """It has none of its own."""
         return "-"
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """It reads what the lengths say, and nothing beyond."""
+        del workload
+        return False
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Prepared:
         """Close over the inputs."""

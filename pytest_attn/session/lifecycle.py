@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -125,7 +126,10 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> CaseRec
         facts = facts_of(session, parameter.workload, subject, marker.kwargs.get("device") if marker else None)
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
         facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": subject}
-    return CaseRecord(test=item.nodeid, verdict="raised", backward=False, direction="forward", reason=reason, **facts)
+    case = getattr(item, "funcargs", {}).get("attn")
+    command = case.command() if isinstance(case, AttentionCase) else f"pytest {shlex.quote(item.nodeid)}"
+    facts |= {"verdict": "raised", "reason": reason, "command": command}
+    return CaseRecord(test=item.nodeid, backward=False, direction="forward", **facts)
 
 
 def count_cases(items: list[pytest.Item]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN
+from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
@@ -30,8 +30,7 @@ class CudnnFrontend(LibraryBackend):
     variants = ("graph",)
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
-    pads_by_mask = True
-    known_defects = (CUDNN_NAN, CUDNN_BLIND_ROWS)
+    known_defects = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_BLIND_ROWS)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right", "window")),
         features=frozenset(("bias", "scale", "grouped heads", "padded", "backward")),
@@ -42,6 +41,10 @@ class CudnnFrontend(LibraryBackend):
         """Build the graphs, without memory, and say why cuDNN supports none, in its own words."""
         reason = _not_supported_because(workload, machine.device, backward)
         return [reason] if reason else []
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """Its padding_mask is one."""
+        return True
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return its words where it supports no graph of some strides."""

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, half_precision_only, scores_bytes
 from pytest_attn.backends.capabilities import MASKS, Capabilities
-from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN, CUTLASS_SHARED_HEAD
+from pytest_attn.backends.defects import (
+    CUDNN_BLIND_ROWS,
+    CUDNN_LARGE_SCORES,
+    CUDNN_NAN,
+    CUDNN_NAN_OF_ONE_TILE,
+    CUTLASS_OFFSETS,
+    CUTLASS_SHARED_HEAD,
+)
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs
@@ -31,6 +38,9 @@ _MASK_TENSOR = Capabilities(
 )
 
 
+_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_BLIND_ROWS, CUDNN_LARGE_SCORES)
+
+
 class Automatic(Backend):
     """SDPA as it chooses by itself: `sdpa`."""
 
@@ -40,7 +50,7 @@ class Automatic(Backend):
     needs = "CPU, CUDA or XPU"
     kernel: str | None = None
     variants = ("compile", "max_autotune", "graph")
-    known_defects: tuple[KnownDefect, ...] = (CUDNN_NAN, CUDNN_BLIND_ROWS)  # on an H200 it chooses cuDNN
+    known_defects: tuple[KnownDefect, ...] = _OF_CUDNN  # which it chooses on an H200
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """MPS is left to torch's own tests."""
@@ -123,7 +133,7 @@ class Efficient(Automatic):
     """SDPA's memory-efficient kernel (CUTLASS fmha)."""
 
     name, kernel, precision = "sdpa_efficient", "EFFICIENT_ATTENTION", "cutlass"
-    known_defects = (CUTLASS_SHARED_HEAD,)
+    known_defects = (CUTLASS_SHARED_HEAD, CUTLASS_OFFSETS)
     launches = ("CUTLASS", "fmha")
     needs = "CUDA"
     capabilities = replace(_MASK_TENSOR, features=_MASK_TENSOR.features - {"grouped heads"}, head_dim_step=8)
@@ -144,7 +154,7 @@ class Cudnn(Automatic):
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121, cuDNN"
     capabilities = replace(_MASK_TENSOR, dtypes=("bfloat16", "float16"), head_dim=128, head_dim_step=8)
-    known_defects = (CUDNN_NAN, CUDNN_BLIND_ROWS)
+    known_defects = _OF_CUDNN
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """CUDA with cuDNN only."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUDNN_NAN, FLASH4_DQ, sees_nothing
+from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
@@ -63,6 +63,11 @@ class TransformerEngine(LibraryBackend):
     variants = ("graph",)
     #: which of `_KERNELS`
     kernel: str
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """It reads the layout of packed tensors off their addresses, and refuses some."""
+        words = "The provided qkv memory layout is not supported"
+        return words if words in str(error) else None
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what its arguments cannot say, then ask its own selection, in its own words."""
@@ -155,7 +160,7 @@ class TeFused(TransformerEngine):
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(masks=_MASKS, features=_FEATURES | {"bias", "sinks"}, v_head_dim=True)
-    known_defects = (CUDNN_NAN,)
+    known_defects = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE)
 
     def as_taken(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copied where they are not contiguous: it takes strides from the format's name, not from the tensor."""
@@ -194,8 +199,8 @@ class TeFlash(TransformerEngine):
     )
 
     def refusal_in(self, error: Exception) -> str | None:
-        """Return the words of flash-attn 4's compiler."""
-        return refused_by_compiler(error)
+        """Also what flash-attn 4's compiler refuses."""
+        return refused_by_compiler(error) or super().refusal_in(error)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Ask the selection, then flash-attn's build, which the selection does not know."""
