@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
-.PHONY: suite test test-oldest lint docs check clean
+.PHONY: suite test test-all docs test-oldest lint docs check clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,12 +22,17 @@ suite: $(VENV)/ready
 	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS)
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto
 
-# the oldest pytest that is supported, laid over the environment: everything serial, the stories under xdist too
+# with every story of tests/plugin through an xdist worker as well, which takes twice as long
+test-all: $(VENV)/ready
+	ATTN_TESTS=all OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto
+
+# the oldest pytest that is supported, laid over the environment: what touches pytest most
+OLDEST = tests/plugin/test_stories.py tests/plugin/test_options.py tests/plugin/test_bad_input.py
 test-oldest: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest tests/plugin -n 2 -k "(not xdist or stories) and not fuzz"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -167,7 +167,9 @@ def test_backends_of_ones_own():
 
 
 def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
-    defect, blind_rows = Registry()["sdpa_cudnn"].known_defects
+    defect, of_one_tile, blind_rows, *_ = Registry()["sdpa_cudnn"].known_defects
+    assert of_one_tile.spoils(Workload(64), H200, backward=True)
+    assert not of_one_tile.tensors  # a check does not wait for it
     assert defect.issue == "pytorch#196678"
     assert defect.applies(Workload(704), H200)
     assert not defect.applies(Workload(640), H200)

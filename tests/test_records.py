@@ -61,6 +61,7 @@ def test_lines_are_there_before_the_run_ends(tmp_path):
     assert path.read_text() == "an earlier run\n"  # until there is something to put in its place
     writer.write([RECORD, TIMED])
     assert len(read_records(path)) == 2
+    writer.close()
 
 
 def test_a_run_without_records_leaves_an_empty_file(tmp_path):

@@ -1,5 +1,10 @@
-"""Every story is told twice: in this process, and through an xdist worker in another."""
+"""Every story can be told twice: in this process, and through an xdist worker in another.
 
+The second takes seconds each, so only those of test_stories.py are always told twice. `make test-all` tells all of them, and
+those that are marked slow.
+"""
+
+import os
 import pkgutil
 from importlib import import_module
 
@@ -16,6 +21,21 @@ for module in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn."):
         import_module(module.name)
 for name in (registry := Registry()).names:
     registry[name].unavailable_because(machine_of(resolve_device("cpu")))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the second telling of most stories, and slow ones, unless ATTN_TESTS=all."""
+    if os.environ.get("ATTN_TESTS") == "all":
+        return
+    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_told_again(item):
+    callspec = getattr(item, "callspec", None)
+    through_xdist = callspec is not None and callspec.params.get("run") == "xdist"
+    return through_xdist and item.path.parent.name == "plugin" and item.path.name != "test_stories.py"
 
 
 @pytest.fixture(autouse=True)

@@ -212,6 +212,7 @@ def test_a_wrong_kernel_is_never_recorded(project, pytester):
     assert not (pytester.path / "baselines").exists()
 
 
+@pytest.mark.slow
 def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
     path = pytester.path / "test_mine.py"
     path.write_text(path.read_text() + "\n" + KERNEL[KERNEL.index("@pytest.mark") :].replace("test_mine", "test_other"))
@@ -248,6 +249,7 @@ def test_off_checks_and_does_not_time(project, pytester):
     result.stdout.fnmatch_lines(["*mine is right, but was not timed: --attn-latency=off"])
 
 
+@pytest.mark.slow
 def test_max_slowdown_is_the_limit(recorded):
     recorded("--attn-max-slowdown=60", TIMES="150").assert_outcomes(passed=1)
     recorded("--attn-max-slowdown=40", TIMES="150").assert_outcomes(failed=1)
@@ -279,6 +281,7 @@ def test_workers_that_share_a_device_do_not_time(recorded):
     )
 
 
+@pytest.mark.slow
 def test_one_worker_times_and_its_verdict_arrives(recorded):
     result = recorded("-n", "1", TIMES="150")
     result.assert_outcomes(failed=1)
@@ -291,6 +294,7 @@ def test_recording_takes_one_process(project):
     result.stderr.fnmatch_lines(["*--attn-update-baselines: records in processes of its own*leave out -n"])
 
 
+@pytest.mark.slow
 def test_junit_and_last_failed_see_a_regression(recorded, pytester):
     recorded("--junitxml=report.xml", TIMES="150").assert_outcomes(failed=1)
     text = (pytester.path / "report.xml").read_text()
@@ -319,12 +323,14 @@ def test_bad_options_are_refused_before_anything_runs(pytester, option, words):
     result.stderr.fnmatch_lines([words])
 
 
+@pytest.mark.slow
 def test_threads_are_part_of_the_case(project, pytester):
     project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
     (key,) = json.loads(baseline_file(pytester).read_text())["cases"]
     assert key.endswith("| 1 thread")
 
 
+@pytest.mark.slow
 def test_a_backend_is_the_same_case_in_every_test(project, pytester):
     body = KERNEL[KERNEL.index("@pytest") :].replace("attn.measure(mine)", 'attn.measure("math")')
     pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest")] + body + body.replace("test_mine", "test_again"))
@@ -376,6 +382,7 @@ def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     )
 
 
+@pytest.mark.slow
 def test_the_folder_of_baselines_can_be_another(project, pytester):
     pytester.makeini("[pytest]\nattn_baselines = kept/here\n")
     project("--attn-update-baselines=first").assert_outcomes(passed=1)
@@ -392,6 +399,7 @@ def test_ctrl_c_while_recording_writes_nothing(pytester, project):
     assert os.environ.get("PYTEST_ATTN_RUNS") is None
 
 
+@pytest.mark.slow
 def test_a_slow_cpu_is_no_regression_of_launching(recorded):
     """The host's clock times the kernel itself there: it is no launch."""
     result = recorded("-rs", TIMES="300", ANCHOR="3", HOST="1")
