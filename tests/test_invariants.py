@@ -6,7 +6,9 @@ import torch
 from pytest_attn import Window, Workload
 from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.correctness.question import Question
+from pytest_attn.invariants.algebra import _is_merged
 from pytest_attn.invariants.check import check_invariants, judge_invariants
+from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.mutants.catalog import mutant_named
 from pytest_attn.mutants.variants import HONEST
@@ -266,6 +268,17 @@ def test_a_failure_says_what_where_and_how_to_repeat_it():
 
 def doubled(q, k, v):
     return 2 * scaled_dot_product(q, k, v)
+
+
+def test_halves_of_the_keys_are_put_together_by_lse():
+    said = []
+    for backend in (HONEST[0].backend(), mutant_named("lse-in-base-2").backend()):
+        question = Question(Workload(65, 130, batch=2, heads=4, kv_heads=2), CPU).put_to(backend)
+        probe = Probe(backend, question, question.draw("structured"), thorough=True)
+        said.append(_is_merged(probe))
+        assert probe.calls == 2
+    assert said[0] == ""
+    assert said[1].startswith("two halves of the keys, put together by their lse: ")
 
 
 def test_what_is_no_kernel_is_refused():

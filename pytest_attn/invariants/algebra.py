@@ -26,8 +26,8 @@ class Algebra(Invariant):
         return QUANTISES if probe.is_approximate else None
 
     def run(self, probe: Probe) -> str:
-        """Scale v, then reorder."""
-        return _is_linear(probe) or _is_symmetric(probe)
+        """Scale v, then reorder; thoroughly also compute halves of the keys apart."""
+        return _is_linear(probe) or _is_symmetric(probe) or (_is_merged(probe) if probe.thorough else "")
 
 
 def _is_linear(probe: Probe) -> str:
@@ -61,6 +61,29 @@ def _is_symmetric(probe: Probe) -> str:
     changed = probe.change(undone)
     what = ", ".join(name for name, step in steps.items() if step)
     return f"{what} rolled, and the results rolled back: {changed}" if changed else ""
+
+
+def _is_merged(probe: Probe) -> str:
+    """Ask about the two halves of the keys, and put the results together by their lse, as split kernels do."""
+    import torch
+
+    w, inputs = probe.workload, probe.inputs
+    is_plain = w.mask is None and _keys_are_alike(w) and not w.sinks and w.bias is None and w.kv_pages is None
+    if not probe.question.returns_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
+        return ""
+    halves = []
+    for keys in (slice(0, w.kv_len // 2), slice(w.kv_len // 2, None)):
+        k, v = inputs.k[:, :, keys].contiguous(), inputs.v[:, :, keys].contiguous()
+        half = dataclasses.replace(inputs, workload=w.replace(kv_len=k.shape[2], name=None), k=k, v=v)
+        other = probe.on(half)
+        if other is None:
+            return ""
+        halves.append(other.begin(other.handed()).outputs)
+    lse = torch.logaddexp(halves[0]["lse"], halves[1]["lse"])
+    out = sum((half["lse"] - lse).exp()[..., None] * half["out"].float() for half in halves)
+    assert isinstance(out, torch.Tensor)
+    misfit = probe.misfit({"out": out.to(inputs.q.dtype), "lse": lse})
+    return f"two halves of the keys, put together by their lse: {misfit}" if misfit else ""
 
 
 def _heads_are_alike(w: Workload) -> bool:
