@@ -85,3 +85,16 @@ def test_colours_follow_verdicts():
 @pytest.mark.parametrize(("seconds", "text"), [(6.81e-6, "6.81 us"), (3.98e-4, "0.3980 ms"), (0.0149, "14.90 ms")])
 def test_units(seconds, text):
     assert in_units(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("width", "gone"), [(200, []), (80, ["mode"]), (72, ["mode", "+-"]), (40, ["mode", "+-", "finds", "direction"])]
+)
+def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(width, gone):
+    header, row, _ = (text for text, _ in latency_summary([record(subject="sdpa_efficient")], False, width))
+    everything = ["p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode"]
+    assert header.split() == [title for title in everything if title not in gone]
+    assert len(row) <= width or len(gone) == 4
+    assert row.lstrip().startswith("1.0000 ms")
+    verbose, *_ = (text for text, _ in latency_summary([record()], True, width))
+    assert verbose.split() == everything

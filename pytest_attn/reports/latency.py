@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_attn.reports.terminal import Line, aligned
+from pytest_attn.reports.terminal import Line, aligned, narrowed
 
 Record = Mapping[str, Any]
 _MARKUP = {
@@ -28,17 +28,25 @@ _WORDS = {
     "raised": "cannot be timed",
 }
 _MOST_ROWS = 40
+_FIGURES = ("p50", "+-", "change", "finds")
+#: columns that a narrow terminal does without, the first to go first
+_EXPENDABLE = ("mode", "+-", "finds", "direction")
 
 
-def latency_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
-    """Yield a row per case that was timed (without -v at most forty, the notable first) and the closing sentence."""
+def latency_summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
+    """Yield a row per case that was timed (without -v at most forty, the notable first) and the closing sentence.
+
+    width: of the terminal, in characters; columns that it has no room for are left out, unless verbose.
+    """
     timed = [r for r in records if r["latency"].get("p50")]
     ranked = sorted(timed, key=lambda r: (r["verdict"] not in _MARKUP, not r["reason"]))
     shown = timed if verbose or len(timed) <= _MOST_ROWS else ranked[:_MOST_ROWS]
     if shown:
         table = [("p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
         rows = [_row(r, shown) for r in shown]
-        for number, line in enumerate(aligned([*table, *rows], right=(0, 1, 2, 3))):
+        shorter = narrowed([*table, *rows], None if verbose else width, _EXPENDABLE)
+        right = tuple(at for at, title in enumerate(shorter[0]) if title in _FIGURES)
+        for number, line in enumerate(aligned(shorter, right)):
             yield line, {"bold": True} if number == 0 else _MARKUP.get(shown[number - 1]["verdict"], {})
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}

@@ -55,6 +55,17 @@ def aligned(table: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list
     ]
 
 
+def narrowed(table: Sequence[Sequence[str]], width: int | None, expendable: Sequence[str]) -> list[list[str]]:
+    """Return the table without as many of the expendable columns, named by their titles, as must go for it to fit."""
+    left = [list(row) for row in table]
+    for title in expendable:
+        if width is None or max(map(len, aligned(left))) <= width:
+            break
+        at = left[0].index(title)
+        left = [row[:at] + row[at + 1 :] for row in left]
+    return left
+
+
 def _problems(records: Sequence[Record]) -> Iterator[Line]:
     for r in records:
         direction = " backward" if r["backward"] else ""

@@ -172,7 +172,8 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
         from pytest_attn.reports.latency import latency_summary
 
-        _print(reporter, latency_summary(timed, verbose=verbosity > 0), "attention latency")
+        width = reporter._tw.fullwidth if reporter.isatty else None
+        _print(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
 
 
 def _place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
