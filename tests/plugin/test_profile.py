@@ -129,8 +129,8 @@ calls = []
 
 def flaky(q, k, v):
     calls.append(q)
-    if len(calls) > 2:
-        raise RuntimeError("third call")
+    if len(calls) > 3:
+        raise RuntimeError("fourth call")
     return sdpa(q, k, v)
 
 attn.check(flaky)
@@ -138,4 +138,4 @@ attn.check(flaky)
     )
     result = run("--attn-profile")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["raised * flaky on *: while it was profiled, RuntimeError: third call"])
+    result.stdout.fnmatch_lines(["raised * flaky on *: while it was profiled, RuntimeError: fourth call"])
