@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         require_hypothesis()
     if session.settings.report:
-        from pytest_attn.session.lifecycle import require_report_libraries
+        from pytest_attn.session.outputs import require_report_libraries
 
         require_report_libraries()
     session.check_names()
@@ -234,11 +234,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
         write_summaries(session, terminalreporter)
     if session.settings.support and session.records:
-        from pytest_attn.session.lifecycle import write_support
+        from pytest_attn.session.outputs import write_support
 
         write_support(session, session.settings.support, terminalreporter)
     if session.settings.report and not session.settings.list_only:
-        from pytest_attn.session.lifecycle import write_report
+        from pytest_attn.session.outputs import write_report
 
         write_report(session, session.settings.report, terminalreporter)
 

@@ -123,6 +123,10 @@ class Backend(ABC):
         del machine
         return self.capabilities.refusals(workload, backward) if self.capabilities else []
 
+    def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """List the known defects that have a workload in their reach."""
+        return [defect for defect in self.known_defects if defect.spoils(workload, machine, backward)]
+
     def dequantised(self, inputs: Inputs) -> Inputs:
         """Return what an approximate backend makes of q, k and v when it quantises them, as float32 tensors.
 

@@ -21,7 +21,7 @@ from pytest_attn.correctness.compare import (
 from pytest_attn.correctness.diagnose import explain
 from pytest_attn.correctness.question import Question, ReferenceCache, in_layout, subject_name
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REFUSALS, REWRITTEN_KEYS, Memory
+from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, Memory, refusals
 from pytest_attn.correctness.words import failure_text, with_command
 from pytest_attn.workloads.masks import function_label
 
@@ -152,14 +152,13 @@ class _Judgement:
                 assert isinstance(self.subject, Backend)
                 self.kernel = self.subject.prepare(reference.called_with, self.question.backward)
             memory = CONTIGUOUS if self._is_compiled or self.question.workload.kv_pages else memory
-            try:
-                tensors, changes = _call(self.kernel, self.question, reference, memory)
-            except ContractError:
-                raise
-            except REFUSALS:
-                if memory == CONTIGUOUS:
-                    raise
-                memory = CONTIGUOUS
+            if memory != CONTIGUOUS:
+                try:
+                    with refusals():
+                        tensors, changes = _call(self.kernel, self.question, reference, memory)
+                except RefusedError:
+                    memory = CONTIGUOUS
+            if memory == CONTIGUOUS:
                 tensors, changes = _call(self.kernel, self.question, reference, memory)
             self.changed |= changes
             if changes and not _is_known_to_change(self.subject, changes):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.backend import RefusedError
+from pytest_attn.correctness.compare import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: What a kernel raises that does not take some strides; some libraries assert.
-REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
+_REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn what a kernel raises that does not take some strides into RefusedError; a broken contract stays one."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except _REFUSALS as error:
+        raise RefusedError(str(error) or type(error).__name__) from error
 
 
 def swapped(tensor: Tensor) -> Tensor:

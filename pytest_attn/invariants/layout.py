@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.correctness.compare import ContractError
-from pytest_attn.correctness.strides import REFUSALS, fused, swapped
+from pytest_attn.backends.backend import RefusedError
+from pytest_attn.correctness.strides import fused, refusals, swapped
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, Tensors
 
@@ -99,10 +99,9 @@ class Layout(Invariant):
         base, refusal, answered = probe.base, "", 0
         for arrangement in _arrangements(probe):
             try:
-                found = probe.call(arrangement.of(probe.handed()))
-            except ContractError:
-                raise
-            except REFUSALS as error:
+                with refusals():
+                    found = probe.call(arrangement.of(probe.handed()))
+            except RefusedError as error:
                 refusal = f"{arrangement.words}: refused in its own words: {_first_line(error)}"
                 continue
             answered += 1
@@ -134,10 +133,9 @@ def _expanded(probe: Probe) -> str:
 
     dout = tensors.dout.narrow(-1, 0, 1).expand(tensors.dout.shape)
     try:
-        found = probe.call(Tensors(tensors.q, one_head(tensors.k), one_head(tensors.v), dout))
-    except ContractError:
-        raise
-    except REFUSALS:
+        with refusals():
+            found = probe.call(Tensors(tensors.q, one_head(tensors.k), one_head(tensors.v), dout))
+    except RefusedError:
         return ""
     of_heads = 1 if not probe.workload.is_packed else -2
     inputs = probe.inputs

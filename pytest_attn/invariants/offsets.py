@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.backend import Backend, RefusedError
 from pytest_attn.backends.machine import machine_of
-from pytest_attn.correctness.compare import ContractError
-from pytest_attn.correctness.strides import REFUSALS
+from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 
@@ -34,8 +33,8 @@ class Offsets(Invariant):
         if probe.device.type != "cuda":
             return "needs 4 GiB of a CUDA device"
         if isinstance(probe.subject, Backend):  # one that ends the CUDA context is not shown again and again
-            for defect in probe.subject.known_defects:
-                if self.name in defect.invariants and defect.spoils(probe.workload, machine_of(probe.device), probe.backward):
+            for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
+                if self.name in defect.invariants:
                     return f"known defect {defect.issue}: {defect.summary}"
         free, _ = torch.cuda.mem_get_info(probe.device)
         return None if free > 2 * _FAR * 4 else "the device has too little free memory"
@@ -46,10 +45,9 @@ class Offsets(Invariant):
         for name in ("q", "k", "v"):
             tensors = probe.handed()
             try:
-                found = probe.call(dataclasses.replace(tensors, **{name: _spread(getattr(tensors, name))}))
-            except ContractError:
-                raise
-            except REFUSALS as error:
+                with refusals():
+                    found = probe.call(dataclasses.replace(tensors, **{name: _spread(getattr(tensors, name))}))
+            except RefusedError as error:
                 refusal = f"refused in its own words: {error}"
                 continue
             answered = True

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, KnownDefect, obstacle
+from pytest_attn.backends.backend import Backend, obstacle
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current, machine_of
@@ -51,11 +51,6 @@ class Count:
     """Calls of one kernel, by all probes of it."""
 
     calls: int = 0
-
-
-def _spoils_values(defect: KnownDefect) -> bool:
-    """Whether a defect shows in plain calls as well, not only in what one invariant does."""
-    return not defect.invariants or "options" in defect.invariants
 
 
 class Pending:
@@ -229,8 +224,8 @@ class Probe:
         machine = machine_of(self.device)
         if obstacle(self.subject, workload, machine, self.backward):
             return None
-        if any(_spoils_values(d) and d.spoils(workload, machine, self.backward) for d in self.subject.known_defects):
-            return None
+        if any(not defect.invariants for defect in self.subject.defects_on(workload, machine, self.backward)):
+            return None  # those that name invariants show in these alone, not in plain calls
         layout = "thd" if workload.is_packed else "bhsd"
         question = dataclasses.replace(self.question, workload=workload, layout=layout)
         inputs = other if isinstance(other, Inputs) else draw_inputs(other, question.inputs[0], question.seed, self.device)

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import WRONG, Record
 
 #: how GitHub marks each verdict; those that are missing need no attention
-_LEVELS = {
-    "mismatch": "error",
-    "broken": "error",
-    "raised": "error",
-    "regressed": "error",
-    "unconfirmed": "error",
-    "unrecorded": "error",
-    "inconclusive": "warning",
-    "known defect": "notice",
-}
+_LEVELS = {**dict.fromkeys(WRONG, "error"), "inconclusive": "warning", "known defect": "notice"}
 #: GitHub shows ten of each level for a step, and silently drops the others
 _SHOWN = 10
 

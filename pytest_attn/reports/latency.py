@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from pytest_attn.reports.records import Record
 from pytest_attn.reports.terminal import Line, aligned, narrowed
 
-Record = Mapping[str, Any]
 _MARKUP = {
     "regressed": {"red": True},
     "unconfirmed": {"red": True},

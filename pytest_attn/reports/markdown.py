@@ -9,11 +9,9 @@ from itertools import chain
 
 from pytest_attn.reports.latency import closing as closing_of_latencies
 from pytest_attn.reports.latency import in_units
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import DOUBTFUL, WRONG, Record
 from pytest_attn.reports.terminal import closing as closing_of_checks
 
-_WRONG = ("mismatch", "broken", "raised", "regressed", "unconfirmed", "unrecorded")
-_DOUBTFUL = ("inconclusive", "known defect")
 #: GitHub takes a summary of at most 1 MiB
 _MOST_ROWS = 200
 
@@ -23,8 +21,8 @@ def markdown_summary(records: Sequence[Record]) -> str:
     parts = chain(
         ["## Attention", ""],
         _sentences(records),
-        _table("Wrong", [r for r in records if r["verdict"] in _WRONG]),
-        _table("In doubt", [r for r in records if r["verdict"] in _DOUBTFUL]),
+        _table("Wrong", [r for r in records if r["verdict"] in WRONG]),
+        _table("In doubt", [r for r in records if r["verdict"] in DOUBTFUL]),
         _latencies([r for r in records if r["latency"] and r["latency"].get("p50")]),
         _machines(records),
     )

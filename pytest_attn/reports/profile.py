@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_attn.reports.terminal import Line, Record, aligned
+from pytest_attn.reports.records import Record
+from pytest_attn.reports.terminal import Line, aligned
 
 _HEADER = ("framework", "category", "arch", "operation", "calls", "time", "share")
 _MOST_ROWS = 12

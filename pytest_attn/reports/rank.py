@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pytest_attn.backends.configured import split
+from pytest_attn.reports.records import Record
 from pytest_attn.reports.ties import Timed, is_slower, share_processes
 
-Record = Mapping[str, Any]
 DIRECTIONS = ("forward", "backward", "forward+backward")
 #: which results of a check say how accurate a direction is. An error is the largest relative L2 of these: z is in units of
 #: each backend's own budget, so it cannot be compared between backends that declare another rounding

@@ -10,7 +10,7 @@ from pytest_attn.backends.configured import split
 from pytest_attn.reports.latency import in_units
 from pytest_attn.reports.rank import Candidate, Line, Ranking, Standing
 from pytest_attn.reports.terminal import Line as Text
-from pytest_attn.reports.terminal import aligned
+from pytest_attn.reports.terminal import aligned, count
 
 WIDTH = 80
 _PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "f+b"}
@@ -178,7 +178,7 @@ def _full(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
     what = "configuration" if ranking.tuned else "backend"
     head = ("", what, "p50", "+-", "takes", "relative L2", "memory", "front", "")
     for line in lines:
-        condition = ", ".join(filter(None, (line.l2, _count(line.threads, "thread") if line.threads else "")))
+        condition = ", ".join(filter(None, (line.l2, count(line.threads, "thread") if line.threads else "")))
         yield f"{line.workload} {line.direction}" + (f" ({condition})" if condition else ""), {"bold": True}
         rows = [*_rows(ranking, line.exact), *_rows(ranking, line.approximate)]
         for text in aligned([head, *rows], right=(2, 3, 4, 5, 6)) if rows else ():
@@ -210,11 +210,7 @@ def _closing(ranking: Ranking, verbose: bool) -> Iterator[Text]:
     """Say who is fastest how often, and what a tie is."""
     counts = Counter(_shown(one, ranking) for line in ranking.timed if (one := line.exact.fastest))
     winners = ", ".join(f"{name} {number}" for name, number in counts.most_common())
-    what = f"{_count(len(ranking.timed), 'workload and direction', 'workloads and directions')} ranked"
+    what = f"{count(len(ranking.timed), 'workload and direction', 'workloads and directions')} ranked"
     fastest = f"; fastest: {winners if verbose else _cut_list(winners, 30)}" if winners else ""
     yield f"rank: {what}{fastest}", {"green": True}
     yield "rank: ties cannot be told from the fastest (95 %)" + ("" if verbose else "; -v shows every time and error"), {}
-
-
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"

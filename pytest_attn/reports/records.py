@@ -78,6 +78,10 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("command", "string", "what to type to run this case again"),
 )
 
+#: verdicts that fail a test, and those that someone should look at
+WRONG = ("mismatch", "broken", "raised", "regressed", "unconfirmed", "unrecorded")
+DOUBTFUL = ("inconclusive", "known defect")
+
 
 class RecordWriter:
     """Writes the file of --attn-json. The file of an earlier run is replaced when the first record comes."""
@@ -144,10 +148,15 @@ _TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
+def name_of(number: float) -> str:
+    """Return what stands for a number that JSON cannot say."""
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
 def _named(value: Any) -> Any:
     """Replace the numbers that JSON cannot say by their names."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return name_of(value)
     if isinstance(value, Mapping):
         return {str(key): _named(one) for key, one in value.items()}
     return [_named(one) for one in value] if isinstance(value, (list, tuple)) else value

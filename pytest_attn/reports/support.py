@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-Record = Mapping[str, Any]
+from pytest_attn.reports.records import Record
+
 #: how a cell says what became of its cases, the gravest first
 _WORDS = {
     "mismatch": "wrong",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-Record = Mapping[str, Any]
+from pytest_attn.reports.records import Record
+
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
 
@@ -94,7 +94,7 @@ def _compilations(records: Sequence[Record]) -> Iterator[Line]:
         seconds = sorted(r["compile_seconds"] for r in cases)
         breaks = max(r["graph_breaks"] for r in cases)
         times = f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most"
-        yield f"compiled      {name}: {_count(len(cases), 'case')}, {times}, {_count(breaks, 'graph break')} at most", {}
+        yield f"compiled      {name}: {count(len(cases), 'case')}, {times}, {count(breaks, 'graph break')} at most", {}
 
 
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:
@@ -123,7 +123,7 @@ def closing(records: Sequence[Record]) -> Line:
     good = [r for r in records if r["verdict"] == "passed" and r["z_element"] is not None and not r["is_approximate"]]
     text = ", ".join(parts)
     if backends:
-        text += f"; {_count(len(backends), 'kernel')} on {_count(len(workloads), 'workload')}"
+        text += f"; {count(len(backends), 'kernel')} on {count(len(workloads), 'workload')}"
     if good:
         worst = max(good, key=lambda r: r["z_element"])
         text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
@@ -152,8 +152,9 @@ _WORDS = {
 }
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, which is in the plural but after 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
 
 
 def listing(tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], closing: str) -> Iterator[Line]:

@@ -345,8 +345,7 @@ class AttentionCase(CaseTensors):
 
         if not isinstance(subject, Backend):
             return []
-        machine = self._session.machine(self._mark.device)
-        return [d for d in subject.known_defects if d.spoils(self.workload, machine, self._mark.backward)]
+        return subject.defects_on(self.workload, self._session.machine(self._mark.device), self._mark.backward)
 
     def _cupti(self, measurement: Measurement) -> float | None:
         """Return the device seconds of one call by torch's profiler, None where it has no such direction or device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.session.store import AttentionSession
@@ -27,6 +28,7 @@ def facts_of(session: AttentionSession, workload: Workload, subject: str, device
     }
 
 
+@lru_cache(maxsize=256)  # every backend leaves a record of the same workload
 def shape_of(workload: Workload) -> dict[str, Any]:
     """Return a workload's sizes, with the operations and bytes that its passes need."""
     from typing import get_args

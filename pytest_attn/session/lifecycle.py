@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,12 @@ import pytest
 
 from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.configured import split
-from pytest_attn.backends.listing import status_of, tables
-from pytest_attn.reports.support import support_page
+from pytest_attn.backends.listing import tables
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.facts import facts_of
 from pytest_attn.session.marker import AttentionMark, RequiresMark
-from pytest_attn.session.outputs import write_whole
+from pytest_attn.session.outputs import place_of
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter, is_unselected, test_of
 from pytest_attn.session.record import RECORD, CaseRecord
 from pytest_attn.session.store import SESSION, AttentionSession, NoTorchError
@@ -161,7 +160,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     if session.settings.profile:
         from pytest_attn.reports.profile import profile_tables
 
-        _print(reporter, profile_tables(sorted(session.records, key=_place_of(session))), "attention kernels")
+        _print(reporter, profile_tables(sorted(session.records, key=place_of(session))), "attention kernels")
     judged = [record for record in session.records if record["latency"] is None]
     timed = [record for record in session.records if record["latency"] is not None]
     if session.settings.tune:  # configurations have no baselines: how they stand is what --attn-tune prints
@@ -174,54 +173,6 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
 
         width = reporter._tw.fullwidth if reporter.isatty else None
         _print(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-
-
-def _place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
-    """Return the order of backends in the registry, as a key for records, which arrive from workers in any order."""
-    names = session.registry.names
-
-    def place(record: Any) -> tuple[int, str]:
-        base = record["subject"].partition("+")[0]
-        return (names.index(base) if base in names else len(names), record["subject"])
-
-    return place
-
-
-def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
-    """Write the page of --attn-support, whole or not at all, in the order of registry and catalog."""
-    machine = session.machine()
-    groups = {str(entry.workload.name): entry.group for entry in session.catalog}
-    columns = list(dict.fromkeys(groups.values()))
-    by_backend = _place_of(session)
-
-    def place(record: dict[str, Any]) -> tuple[int, str, int]:
-        group = groups.get(record["name"])
-        return (*by_backend(record), columns.index(group) if group else len(columns))
-
-    judged = [r for r in session.records if r["question"] == "check"]
-    records = sorted(judged, key=place)
-    ran = dict.fromkeys(r["subject"] for r in records if r["verdict"] != "skipped")
-    backends = [session.registry[name] for name in ran if session.registry.is_known(name)]
-    versions = [f"{backend.name} {status_of(backend, machine)[1]}" for backend in backends]
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-    title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
-    write_whole("--attn-support", path, lambda: support_page(records, groups, title), reporter)
-
-
-def require_report_libraries() -> None:
-    """Raise pytest.UsageError where what draws the charts of --attn-report is not installed."""
-    from pytest_attn.reports.html.page import INSTALL, missing_libraries
-
-    if missing := missing_libraries():
-        raise pytest.UsageError(f"--attn-report: needs {' and '.join(missing)}; {INSTALL}")
-
-
-def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
-    """Write the page of --attn-report, whole or not at all, with backends in the order of the registry."""
-    from pytest_attn.reports.html.page import report_page
-
-    records = sorted(session.records, key=_place_of(session))
-    write_whole("--attn-report", path, lambda: report_page(records), reporter)
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:

@@ -108,9 +108,10 @@ class Flex(Backend):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Build the block mask; the kernel is compiled at its first call."""
-        return self._compiled(inputs, {**(_kernel_named("TRITON", inputs) or {}), **self.configuration} or None)
+        return self._compiled(inputs, "TRITON")
 
-    def _compiled(self, inputs: Inputs, kernel_options: Any, block_rows: int = _BLOCK) -> Kernel:
+    def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = _BLOCK) -> Kernel:
+        kernel_options = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
         kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
         packed, sinks = inputs.workload.is_packed, inputs.sinks is not None
         if not packed and not sinks:
@@ -160,7 +161,7 @@ class FlexDecode(Flex):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
-        return self._compiled(inputs, {**(_kernel_named("TRITON_DECODE", inputs) or {}), **self.configuration} or None)
+        return self._compiled(inputs, "TRITON_DECODE")
 
 
 class FlexFlash(Flex):
@@ -217,7 +218,7 @@ class FlexFlash(Flex):
         import torch
 
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
-        return self._compiled(inputs, _kernel_named("FLASH", inputs), 2 * _BLOCK if on_blackwell else _BLOCK)
+        return self._compiled(inputs, "FLASH", 2 * _BLOCK if on_blackwell else _BLOCK)
 
 
 def _has_block_mask(w: Workload) -> bool:
@@ -237,15 +238,15 @@ def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> Kernel:
     return call
 
 
-def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any] | None:
+def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:
     """Return the option that selects one of the two Triton kernels, in the words of this torch; a CPU has its own kernel."""
     import torch
 
     if inputs.device.type == "cpu":
-        return None
+        return {}
     if release(torch.__version__) >= (2, 10):
         return {"BACKEND": name}
-    return {"FORCE_USE_FLEX_ATTENTION": True} if name == "TRITON" else None
+    return {"FORCE_USE_FLEX_ATTENTION": True} if name == "TRITON" else {}
 
 
 def _with_one_more_key(tensor: torch.Tensor) -> torch.Tensor:

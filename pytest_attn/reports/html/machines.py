@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_attn.reports.html.verdicts import VERDICTS, Record, verdict_of, words_of
+from pytest_attn.reports.html.verdicts import VERDICTS, verdict_of, words_of
+from pytest_attn.reports.records import Record
 
 #: of a GPU among others of its kind
 _INDEX = re.compile(r":\d+$")

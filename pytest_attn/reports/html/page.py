@@ -13,7 +13,7 @@ from string import Template
 
 from pytest_attn.reports.html.machines import by_machine, facts_in_words, is_wrong, sentence
 from pytest_attn.reports.html.payload import payload, to_script
-from pytest_attn.reports.html.verdicts import Record
+from pytest_attn.reports.records import Record
 
 INSTALL = 'pip install "pytest-attn[report]"'
 _SCRIPTS = ("dom", "data", "table", "plot", "problems", "details", "matrix", "latency", "errors", "roofline", "cases", "main")

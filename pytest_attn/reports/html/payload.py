@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_attn.reports.html.machines import by_machine, facts_in_words, sentence
-from pytest_attn.reports.html.verdicts import VERDICTS, Record, verdict_of, words_of
+from pytest_attn.reports.html.verdicts import VERDICTS, verdict_of, words_of
+from pytest_attn.reports.records import Record, name_of
 
 _DIGITS = 5
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype", "mask", "flops", "bytes")
@@ -131,11 +132,9 @@ def _latency(latency: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def short(value: Any) -> Any:
-    """Shorten the numbers within a value; those that JSON has no word for become "Infinity", "-Infinity" and "NaN"."""
+    """Shorten the numbers within a value; those that JSON has no word for become their names."""
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return float(f"{value:.{_DIGITS}g}")
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else name_of(value)
     if isinstance(value, Mapping):
         return {key: short(one) for key, one in value.items()}
     return [short(one) for one in value] if isinstance(value, (list, tuple)) else value

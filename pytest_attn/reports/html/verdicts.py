@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Record = Mapping[str, Any]
+from pytest_attn.reports.records import Record
 
 
 class Verdict(NamedTuple):
