@@ -52,14 +52,15 @@ def _lines(machine: Machine, closing: str) -> Iterator[str]:
     """Yield versions, tables and the closing sentence."""
     from pytest_attn.backends.listing import tables
     from pytest_attn.backends.registry import Registry
-    from pytest_attn.reports.terminal import aligned, listing
+    from pytest_attn.reports.columns import aligned, room
+    from pytest_attn.reports.terminal import listing
     from pytest_attn.workloads.catalog import builtin_catalog
 
     architecture = f", {machine.architecture}" if machine.capability else ""
     device = f"{machine.device}, {machine.name}{architecture}, {machine.memory / 2**30:,.0f} GiB"
     yield from aligned([*versions_of(machine).items(), ("device", device)])
     yield ""
-    for text, _ in listing(tables(Registry(), builtin_catalog(), machine), closing):
+    for text, _ in listing(tables(Registry(), builtin_catalog(), machine), closing, room(sys.stdout.isatty())):
         yield text
 
 

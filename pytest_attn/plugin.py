@@ -61,11 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         lines = json_lines(session, config)
     config.pluginmanager.register(Recorder(session, lines), "attn-recorder")
-    if session.settings.tune:
-        from pytest_attn.session.tuning import progress_of
-
-        if progress := progress_of(session, config):
-            config.pluginmanager.register(progress, "attn-tune-progress")
 
 
 class Recorder:
@@ -118,9 +113,11 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of which the selection left nothing; under xdist's --dist loadgroup, group cases by workload."""
-    if _session(config).has_attention_tests:
-        from pytest_attn.session.lifecycle import deselect_unselected, group_by_workload
+    session = _session(config)
+    if session.has_attention_tests:
+        from pytest_attn.session.lifecycle import deselect_unselected, group_by_workload, open_terminal
 
+        open_terminal(session, config)
         deselect_unselected(config, items)
         if config.getoption("loadgroup", False):
             group_by_workload(items)

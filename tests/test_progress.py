@@ -1,36 +1,177 @@
-"""What a terminal shows while fresh processes confirm: behind pytest's line, and gone afterwards."""
+"""What a terminal shows while something takes long: behind pytest's line or below it, and gone afterwards."""
 
-import io
+import os
+import re
+import time
 from types import SimpleNamespace
 
-from pytest_attn.session.progress import confirmation_progress
+import pytest
+from fakes.terminal import as_seen, between_tests, on_a_terminal
+
+import pytest_attn.session.progress as module
+from pytest_attn.session.progress import PassingText, Progress
+
+SLOW = """
+import time
+import pytest
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def slow(q, k, v):
+    print("compiling")
+    time.sleep(0.25)
+    return sdpa(q, k, v)
+
+@pytest.mark.attention("smoke-full", "smoke-half")
+def test_it(attn):
+    attn.check(slow)
+
+def test_fails():
+    print("a word")
+    assert False
+"""
+HASTY = """
+import pytest_attn.session.progress as progress
+progress.SILENT_SECONDS, progress.TICK = {silent}, 0.05
+"""
 
 
-def config_with(is_terminal, width=80, used=20):
-    file = io.StringIO()
-    writer = SimpleNamespace(fullwidth=width, width_of_current_line=used, _file=file)
-    plugins = {"terminalreporter": SimpleNamespace(isatty=is_terminal, _tw=writer)}
-    return SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=plugins.get)), file
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a slow kernel; returns a function that runs pytest there, on a terminal."""
+
+    def run(*args, silent=0.1, **environment):
+        (tmp_path / "test_it.py").write_text(SLOW)
+        (tmp_path / "conftest.py").write_text(HASTY.format(silent=silent))
+        return on_a_terminal(tmp_path, *args, **environment)
+
+    return run
 
 
-def test_it_names_the_process_and_leaves_nothing_behind():
-    config, file = config_with(is_terminal=True)
-    show = confirmation_progress(config, "mine on tiny", 3)
-    show(0)
-    assert file.getvalue() == "\x1b7 timing mine on tiny again, fresh process 1 of 3\x1b[K\x1b8"
-    file.truncate(0)
-    file.seek(0)
-    show(3)
-    assert file.getvalue() == "\x1b7\x1b[K\x1b8"
+def test_a_slow_kernel_is_named_and_nothing_stays(project):
+    written = project("-q")
+    assert "checking slow on smoke-full, 0:00" in written
+    assert re.search(r"checking slow on smoke-half-fp16, 0:00(, about 0:01 left)?", written)
+    silent = project("-q", silent=1000)
+    assert "checking" not in silent
+    assert between_tests(as_seen(written)) == between_tests(as_seen(silent))
 
 
-def test_it_stays_on_the_line():
-    config, file = config_with(is_terminal=True, width=40, used=20)
-    confirmation_progress(config, "mine on tiny", 3)(0)
-    assert len(file.getvalue()) - len("\x1b7\x1b[K\x1b8") == 19
+def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
+    project("-q", "-k", "smoke-full")
+    (tmp_path / ".pytest_cache/v/attn/seconds").write_text('{"checking slow on smoke-full": 62.0}')
+    assert re.search(r"checking slow on smoke-full, 0:00, about 1:0[12] left", project("-q", "-k", "smoke-full"))
+    assert '"checking slow on smoke-full": 62.0' not in (tmp_path / ".pytest_cache/v/attn/seconds").read_text()
 
 
-def test_it_is_silent_where_nobody_watches():
-    config, file = config_with(is_terminal=False)
-    confirmation_progress(config, "mine on tiny", 3)(0)
-    assert file.getvalue() == ""
+@pytest.mark.parametrize(
+    ("facts", "is_watched"),
+    [
+        ({}, True),
+        ({"is_terminal": False}, False),
+        ({"capture": "no"}, False),
+        ({"term": "dumb"}, False),
+        ({"workerinput": {}}, False),
+        ({"plugins": ()}, False),
+        ({"fresh": "/tmp/runs"}, False),
+    ],
+    ids=["terminal", "pipe", "-s", "dumb", "xdist", "no:terminal", "fresh"],
+)
+def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, facts, is_watched):
+    monkeypatch.setenv("TERM", facts.get("term", "xterm"))
+    monkeypatch.setenv("PYTEST_ATTN_RUNS", facts.get("fresh", "")) if "fresh" in facts else None
+    worker = {"workerinput": {}} if "workerinput" in facts else {}
+    plugins = SimpleNamespace(hasplugin=facts.get("plugins", ("terminal",)).__contains__)
+    config = SimpleNamespace(
+        getoption=lambda name, default: facts.get(name, default),
+        pluginmanager=plugins,
+        add_cleanup=lambda clean: None,
+        **worker,
+    )
+    with (tmp_path / "screen").open("w") as screen:
+        there = SimpleNamespace(isatty=lambda: facts.get("is_terminal", True), fileno=screen.fileno)
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=there))
+        text = PassingText(config)
+    assert text.is_watched is is_watched
+    text._close()
+
+
+# -- the text alone ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What has a config, the `writer` with the column that pytest has come to, and `written()` since it was last called."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    monkeypatch.setattr(module, "_terminal_of", lambda config: write)
+    writer = SimpleNamespace(fullwidth=40, width_of_current_line=10)
+    cleanups = []
+    config = SimpleNamespace(get_terminal_writer=lambda: writer, add_cleanup=cleanups.append)
+
+    def written():
+        try:
+            return os.read(read, 65536).decode()
+        except BlockingIOError:
+            return ""
+
+    yield SimpleNamespace(config=config, writer=writer, written=written)
+    for clean in cleanups:
+        clean()
+    os.close(read)
+
+
+def test_it_stands_behind_what_is_written_where_there_is_room(terminal):
+    text = PassingText(terminal.config)
+    text.show("wait a bit")
+    assert terminal.written() == "  wait a bit\x1b[12D"
+    text.show("a bit more")
+    assert terminal.written() == "\x1b[K  a bit more\x1b[12D"
+    text.clear()
+    assert terminal.written() == "\x1b[K"
+    text.clear()
+    assert terminal.written() == ""
+
+
+@pytest.mark.parametrize(("column", "home"), [(0, "\r\x1b[A"), (30, "\r\x1b[A\x1b[30C")])
+def test_it_stands_below_where_there_is_none_and_is_cut_to_the_line(terminal, column, home):
+    terminal.writer.width_of_current_line = column
+    text = PassingText(terminal.config)
+    text.show("x" * 60)
+    assert terminal.written() == "\n\r\x1b[K  " + "x" * 37 + home
+    text.clear()
+    assert terminal.written() == "\n\r\x1b[K" + home
+
+
+def test_what_runs_within_is_named_and_then_what_it_runs_in(terminal, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module, "TICK", 0.01)
+    terminal.writer.fullwidth = 200
+    progress = Progress(terminal.config)
+
+    def last():
+        terminal.written()
+        time.sleep(0.1)
+        return re.sub(r"\x1b\[\d*[A-Z]", "", terminal.written()).split("  ")[-1]
+
+    with progress.during("timing sdpa", "tiny"):
+        now[0] += 2
+        assert last() == ""
+        now[0] += 2
+        assert last() == "timing sdpa on tiny, 0:04"
+        with progress.counting("again, process", 4) as step:
+            step(0)
+            assert last() == "again, process 1 of 4"
+            now[0] += 30
+            step(1)
+            assert last() == "again, process 2 of 4, about 1:30 left"
+            now[0] += 20
+            assert last() == "again, process 2 of 4, about 1:10 left"
+        assert last() == "timing sdpa on tiny, 0:54"
+    terminal.written()
+    with progress.during("timing sdpa", "another"):
+        now[0] += 14
+        assert last() == "timing sdpa on another, 0:14, about 0:40 left"
+        now[0] += 60
+        assert last() == "timing sdpa on another, 1:14"
+    assert terminal.written().endswith("\x1b[K")

@@ -113,5 +113,5 @@ def test_a_catalog_selects_by_name_group_alias_and_pattern():
     assert [w.name for w in catalog.select("cuda_attn_L128_bfloat16")] == ["flux-L128"]
     assert len(catalog.select("flux")) == len(catalog.select("flux-L*")) == 6
     assert len(catalog.select("all")) == len(catalog)
-    with pytest.raises(ValueError, match="unknown workload 'nope'; known: smoke, edges, features, flux"):
+    with pytest.raises(ValueError, match="unknown workload 'nope'; groups: smoke, edges, features, flux"):
         catalog.select("nope")

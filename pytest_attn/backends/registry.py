@@ -9,6 +9,7 @@ from pytest_attn.backends.backend import Backend, FunctionBackend
 from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.configured import Declared, configured, options_of, split
 from pytest_attn.backends.graphed import Graphed
+from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Workload
 
 #: name -> (module of adapters/, class); the order is the order of tables and of "all"
@@ -178,7 +179,9 @@ class Registry:
         if base not in self._loaders and not (prefix in _FAMILIES and rest):
             if colon and prefix in _FAMILIES:
                 raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{_FAMILIES[prefix][2]}")
-            raise ValueError(f"unknown backend {base!r}; known: {', '.join([*self._loaders, *dict(self.families)])}")
+            meant = did_you_mean(base, self._loaders)
+            known = ", ".join([*self._loaders, *dict(self.families)])
+            raise ValueError(f"unknown backend {base!r};{meant} known: {known}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
         if label:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record
-from pytest_attn.reports.terminal import Line, aligned, narrowed
+from pytest_attn.reports.terminal import Line
 
 _MARKUP = {
     "regressed": {"red": True},
@@ -35,7 +36,7 @@ _EXPENDABLE = ("mode", "+-", "finds", "direction")
 def latency_summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
     """Yield a row per case that was timed (without -v at most forty, the notable first) and the closing sentence.
 
-    width: of the terminal, in characters; columns that it has no room for are left out, unless verbose.
+    width: what a line may have, in characters; columns that it has no room for are left out, or follow below if verbose.
     """
     timed = [r for r in records if r["latency"].get("p50")]
     ranked = sorted(timed, key=lambda r: (r["verdict"] not in _MARKUP, not r["reason"]))
@@ -45,7 +46,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
         rows = [_row(r, shown) for r in shown]
         shorter = narrowed([*table, *rows], None if verbose else width, _EXPENDABLE)
         right = tuple(at for at, title in enumerate(shorter[0]) if title in _FIGURES)
-        for number, line in enumerate(aligned(shorter, right)):
+        for number, line in enumerate(aligned(shorter, right, width)):
             yield line, {"bold": True} if number == 0 else _MARKUP.get(shown[number - 1]["verdict"], {})
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_attn.reports.terminal import Line, aligned
+from pytest_attn.reports.columns import aligned
+from pytest_attn.reports.terminal import Line
 
 Record = Mapping[str, Any]
 _CONDITIONS = {

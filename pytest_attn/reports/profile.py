@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record
-from pytest_attn.reports.terminal import Line, aligned
+from pytest_attn.reports.terminal import Line
 
 _HEADER = ("framework", "category", "arch", "operation", "calls", "time", "share")
 _MOST_ROWS = 12
+_INDENT = "  "
 
 
-def profile_tables(records: Sequence[Record]) -> Iterator[Line]:
-    """Yield a table per case and direction, and under it what the case amounts to, against the workload's first backend."""
+def profile_tables(records: Sequence[Record], width: int | None = None) -> Iterator[Line]:
+    """Yield a table per case and direction, and under it what the case amounts to, against the workload's first backend.
+
+    width: what the rows of tables may have, in characters.
+    """
+    inner = width and width - len(_INDENT)
     first: dict[tuple[str, str], tuple[str, float]] = {}
     shown: set[tuple[str, str, str]] = set()
     for record in records:
@@ -24,9 +31,9 @@ def profile_tables(records: Sequence[Record]) -> Iterator[Line]:
             shown.add((record["subject"], *place))
             baseline = first.setdefault(place, (record["subject"], profile["seconds"]))
             yield f"{record['subject']} on {record['workload']}, {profile['direction']}", {"bold": True}
-            for line in aligned([_HEADER, *_rows(profile)], right=(4, 5, 6)):
-                yield f"  {line}", {}
-            yield f"  {_total(profile, record['subject'], baseline)}", {}
+            for text in aligned([_HEADER, *_rows(profile)], right=(4, 5, 6), width=inner):
+                yield textwrap.indent(text, _INDENT), {}
+            yield f"{_INDENT}{_total(profile, record['subject'], baseline)}", {}
             yield "", {}
 
 

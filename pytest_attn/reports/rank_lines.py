@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pytest_attn.backends.configured import split
+from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.latency import in_units
 from pytest_attn.reports.rank import Candidate, Line, Ranking, Standing
 from pytest_attn.reports.terminal import Line as Text
-from pytest_attn.reports.terminal import aligned, count
+from pytest_attn.reports.terminal import count
 
 WIDTH = 80
 _PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "f+b"}
@@ -18,10 +20,14 @@ _MOST_REASONS = 12
 #: the order in which reasons are named: what is a fault of the backend comes first
 _FAULTS = ("wrong", "raised", "known defect", "inconclusive", "untimed", "unchecked", "skipped")
 _RED = {"red": True}
+_INDENT = "  "
 
 
-def rank_summary(ranking: Ranking, verbose: bool) -> Iterator[Text]:
-    """Yield the lines of the section "attention rank"; one sentence where nothing was timed."""
+def rank_summary(ranking: Ranking, verbose: bool, width: int | None = None) -> Iterator[Text]:
+    """Yield the lines of the section "attention rank"; one sentence where nothing was timed.
+
+    width: what the rows of the tables of -v may have, in characters; others have 80.
+    """
     if not ranking.timed:
         yield nothing_timed(ranking), {}
         yield from _reasons(ranking)
@@ -31,7 +37,7 @@ def rank_summary(ranking: Ranking, verbose: bool) -> Iterator[Text]:
         lines = [line for line in ranking.lines if machine_name(line) == name]
         if len(machines) > 1:
             yield f"on {name}", {"bold": True}
-        yield from _full(ranking, lines) if verbose else _short(ranking, lines)
+        yield from _full(ranking, lines, width) if verbose else _short(ranking, lines)
     if not verbose:
         yield from _reasons(ranking)
     yield from _closing(ranking, verbose)
@@ -174,17 +180,17 @@ def _markup(excluded: str) -> dict[str, bool]:
 # -- with -v -----------------------------------------------------------------------------------------------------------
 
 
-def _full(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
+def _full(ranking: Ranking, lines: Sequence[Line], width: int | None) -> Iterator[Text]:
     what = "configuration" if ranking.tuned else "backend"
     head = ("", what, "p50", "+-", "takes", "relative L2", "memory", "front", "")
     for line in lines:
         condition = ", ".join(filter(None, (line.l2, count(line.threads, "thread") if line.threads else "")))
         yield f"{line.workload} {line.direction}" + (f" ({condition})" if condition else ""), {"bold": True}
         rows = [*_rows(ranking, line.exact), *_rows(ranking, line.approximate)]
-        for text in aligned([head, *rows], right=(2, 3, 4, 5, 6)) if rows else ():
-            yield f"  {text}", {}
+        for text in aligned([head, *rows], right=(2, 3, 4, 5, 6), width=width and width - len(_INDENT)) if rows else ():
+            yield textwrap.indent(text, _INDENT), {}
         for one in line.excluded:
-            yield f"  {one.excluded}: {_shown(one, ranking)}: {one.reason}", _markup(one.excluded)
+            yield f"{_INDENT}{one.excluded}: {_shown(one, ranking)}: {one.reason}", _markup(one.excluded)
 
 
 def _rows(ranking: Ranking, standing: Standing) -> Iterator[tuple[str, ...]]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
 
-def summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
-    """Yield the lines of the summary: a row per case if verbose, a line per problem, one closing sentence."""
+def summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
+    """Yield the lines of the summary: a row per case if verbose, a line per problem, one closing sentence.
+
+    width: what the rows of tables may have, in characters.
+    """
     if verbose:
-        yield from _rows(records)
+        yield from _rows(records, width)
     yield from _problems(records)
     if verbose:
         yield from _compilations(records)
@@ -21,7 +25,7 @@ def summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
     yield closing(records)
 
 
-def _rows(records: Sequence[Record]) -> Iterator[Line]:
+def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
     ran = [r for r in records if r["z_element"] is not None]
     if not ran:
         return
@@ -39,31 +43,8 @@ def _rows(records: Sequence[Record]) -> Iterator[Line]:
         )
         for r in ran
     ]
-    for number, line in enumerate(aligned(table, right=(5, 6, 7))):
+    for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
         yield line, {"bold": True} if number == 0 else {"red": True} if ran[number - 1]["verdict"] == "mismatch" else {}
-
-
-def aligned(table: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with columns of equal width."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
-
-
-def narrowed(table: Sequence[Sequence[str]], width: int | None, expendable: Sequence[str]) -> list[list[str]]:
-    """Return the table without as many of the expendable columns, named by their titles, as must go for it to fit."""
-    left = [list(row) for row in table]
-    for title in expendable:
-        if width is None or max(map(len, aligned(left))) <= width:
-            break
-        at = left[0].index(title)
-        left = [row[:at] + row[at + 1 :] for row in left]
-    return left
 
 
 def _problems(records: Sequence[Record]) -> Iterator[Line]:
@@ -157,10 +138,12 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
 
 
-def listing(tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], closing: str) -> Iterator[Line]:
+def listing(
+    tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], closing: str, width: int | None = None
+) -> Iterator[Line]:
     """Yield the tables of --attn-list, each a header and its rows, and the closing sentence."""
     for title, rows in tables:
-        header, *lines = aligned([title, *rows])
+        header, *lines = aligned([title, *rows], width=width)
         yield header, {"bold": True}
         for line in lines:
             yield line, {}

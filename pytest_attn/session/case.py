@@ -163,7 +163,8 @@ class AttentionCase(CaseTensors):
         from pytest_attn.session.deadline import DeadlineError
 
         try:
-            latency = measurement.take()
+            with self._session.progress.during(f"timing {measurement.name.partition(' on ')[0]}", self.workload.id):
+                latency = measurement.take()
         except (StaleError, DeadlineError) as error:
             self._record_latency(measurement, "raised", str(error))
             return None, f"cannot be timed: {measurement.name}: {error}"
@@ -278,8 +279,10 @@ class AttentionCase(CaseTensors):
         from pytest_attn.correctness.compare import ContractError
         from pytest_attn.session.deadline import DeadlineError
 
+        doing = "trying the invariants of" if question == "invariants" else "checking"
         try:
-            return judge()
+            with self._session.progress.during(f"{doing} {name}", self.workload.id):
+                return judge()
         except (ContractError, DeadlineError) as error:
             failure, refusal = str(error), ""
         except RefusedError as error:

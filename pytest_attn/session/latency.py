@@ -28,7 +28,6 @@ from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, own_processes
 from pytest_attn.session.parametrize import id_under
-from pytest_attn.session.progress import confirmation_progress
 from pytest_attn.session.sharing import device_lock, untimed_because
 
 if TYPE_CHECKING:
@@ -186,8 +185,8 @@ class Measurement:
 
     def _fresh_runs(self) -> list[Run]:
         """Time the same test in fresh processes; raise FreshError where one did not, or was disturbed."""
-        with device_lock(self.question.device):
-            progress = confirmation_progress(self.item.config, self.name, self.policy.runs)
+        counting = self.session.progress.counting(f"timing {self.name} again, fresh process", self.policy.runs)
+        with device_lock(self.question.device), counting as progress:
             found = fresh_runs(self.item.config, [command_name(self.item)], self.policy.runs, progress)
         mine = [run for run in found if run["key"] == self.key]
         if len(mine) < self.policy.runs:

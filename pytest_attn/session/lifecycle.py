@@ -15,6 +15,7 @@ import pytest
 from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.configured import split
 from pytest_attn.backends.listing import tables
+from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import Line, listing, summary
 from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.facts import facts_of
@@ -131,6 +132,14 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> CaseRec
     return CaseRecord(test=item.nodeid, backward=False, direction="forward", **facts)
 
 
+def open_terminal(session: AttentionSession, config: pytest.Config) -> None:
+    """Get ready to show progress, now, while no output is captured."""
+    if session.progress.line.is_watched and session.settings.tune:
+        from pytest_attn.session.tuning import TuneProgress
+
+        config.pluginmanager.register(TuneProgress(session), "attn-tune-progress")
+
+
 def count_cases(items: list[pytest.Item]) -> int:
     """Count the items that have a case."""
     return sum(_is_case(item) for item in items)
@@ -157,21 +166,21 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
 
         _print(reporter, mutation_summary(session.mutants, verbosity > 0), "attention mutants")
         return
+    width = room(reporter.isatty)
     if session.settings.profile:
         from pytest_attn.reports.profile import profile_tables
 
-        _print(reporter, profile_tables(sorted(session.records, key=place_of(session))), "attention kernels")
+        _print(reporter, profile_tables(sorted(session.records, key=place_of(session)), width), "attention kernels")
     judged = [record for record in session.records if record["latency"] is None]
     timed = [record for record in session.records if record["latency"] is not None]
     if session.settings.tune:  # configurations have no baselines: how they stand is what --attn-tune prints
         timed = [record for record in timed if not split(record["subject"])[1]]
     wrong = any(record["verdict"] in ("mismatch", "broken", "raised") for record in judged)
     if judged and (verbosity >= 0 or wrong):
-        _print(reporter, summary(judged, verbose=verbosity > 0))
+        _print(reporter, summary(judged, verbosity > 0, width))
     if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
         from pytest_attn.reports.latency import latency_summary
 
-        width = reporter._tw.fullwidth if reporter.isatty else None
         _print(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
 
 
@@ -200,10 +209,10 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         f"{session.runnable:,} of {session.cases:,} cases would run on {machine.name}"
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
-    _print(reporter, listing(tables(session.registry, session.catalog, machine), closing))
+    _print(reporter, listing(tables(session.registry, session.catalog, machine), closing, room(reporter.isatty)))
 
 
 def _print(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:
-    reporter.section(title)
+    reporter.write_sep("=", title)
     for text, markup in lines:
         reporter.write_line(text, **markup)

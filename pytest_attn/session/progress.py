@@ -1,31 +1,185 @@
-"""What a terminal shows while fresh processes confirm a suspect: which of them runs, and nothing once they are done."""
+"""What a terminal shows while something takes long: behind what pytest has printed, and gone before pytest prints on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread
 
 import pytest
 
-#: save the cursor's place; clear to the end of the line; back to the place
-_SAVE, _CLEAR, _RESTORE = "\x1b7", "\x1b[K", "\x1b8"
+from pytest_attn.session.fresh import is_fresh_process
+
+#: how long something takes before it is worth a word, in seconds
+SILENT_SECONDS = 3.0
+#: how often it is said anew, in seconds
+TICK = 1.0
+#: erases a terminal's line from the cursor on; moves the cursor to the line above
+_ERASE, _UP = "\x1b[K", "\x1b[A"
+_CACHE_KEY = "attn/seconds"
 
 
-def confirmation_progress(config: pytest.Config, name: str, processes: int) -> Callable[[int], None]:
-    """Return what shows, behind pytest's own line, how many of the processes that time `name` again are done.
+class PassingText:
+    """A text behind what pytest has printed, or on the line below where there is no room.
 
-    Silent where the output is no terminal, and in an xdist worker.
+    Nothing is shown where the output is no terminal, in an xdist worker, in a process that another one waits for, and under
+    -s, where tests print for themselves.
     """
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or not reporter.isatty:
-        return lambda done: None
-    capture = config.pluginmanager.get_plugin("capturemanager")
 
-    def show(done: int) -> None:
-        room = reporter._tw.fullwidth - reporter._tw.width_of_current_line - 1
-        text = f" timing {name} again, fresh process {done + 1} of {processes}" if done < processes else ""
-        with capture.global_and_fixture_disabled() if capture else nullcontext():
-            reporter._tw._file.write(f"{_SAVE}{text[: max(room, 0)]}{_CLEAR}{_RESTORE}")
-            reporter._tw._file.flush()
+    def __init__(self, config: pytest.Config) -> None:
+        """Open the terminal; a config whose output is not captured yet."""
+        self._config = config
+        self._lock = Lock()  # texts come from a thread as well
+        self._taken_back = ""  # what must be written for the text to be gone
+        #: the terminal under a descriptor of our own: pytest's leads into a file while a test runs
+        self._terminal = _terminal_of(config)
+        if self._terminal is not None:
+            config.add_cleanup(self._close)
 
-    return show
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody sees what is shown."""
+        return self._terminal is not None
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        if not self.is_watched:
+            return
+        writer = self._config.get_terminal_writer()
+        column, width = writer.width_of_current_line, writer.fullwidth
+        if column + len(text) + 3 <= width:
+            shown, taken_back = f"  {text}\x1b[{len(text) + 2}D", _ERASE
+        else:
+            home = f"\r{_UP}" + (f"\x1b[{column}C" if column else "")
+            shown, taken_back = f"\n\r{_ERASE}  {text[: width - 3]}{home}", f"\n\r{_ERASE}{home}"
+        with self._lock:
+            self._write(self._taken_back + shown)
+            self._taken_back = taken_back
+
+    def clear(self) -> None:
+        """Take the text back: pytest goes on where it stood."""
+        with self._lock:
+            if self._taken_back:
+                self._write(self._taken_back)
+            self._taken_back = ""
+
+    def _write(self, text: str) -> None:
+        """Write past pytest's writer, whose count of columns is about what pytest has printed."""
+        if self._terminal is not None:
+            os.write(self._terminal, text.encode(errors="replace"))
+
+    def _close(self) -> None:
+        if self._terminal is not None:
+            os.close(self._terminal)
+        self._terminal = None
+
+
+def _terminal_of(config: pytest.Config) -> int | None:
+    """Open the terminal that this process may write to; None where there is none."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    is_shared = config.getoption("capture", "fd") == "no"
+    is_ours = not hasattr(config, "workerinput") and not is_fresh_process()
+    is_free = is_terminal and is_ours and not is_shared and config.pluginmanager.hasplugin("terminal")
+    return os.dup(sys.stdout.fileno()) if is_free else None
+
+
+class Progress:
+    """Says what is going on, for how long, and how much longer it will take: once a second, until it is done."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Open the terminal; a config whose output is not captured yet."""
+        self.line = PassingText(config)
+        self._config = config
+        self._doing: list[Callable[[], str]] = []  # the innermost is shown
+        self._seconds: dict[str, float] = {}  # what took long in this run
+        self._earlier: dict[str, float] | None = None  # and in those before
+
+    @contextmanager
+    def during(self, doing: str, on: str) -> Iterator[None]:
+        """Say what the block does, from three seconds on, and how long it will still take as it took that long before."""
+        if not self.line.is_watched:
+            yield
+            return
+        begun = time.monotonic()
+        expected = self._expected(doing, on)
+
+        def words() -> str:
+            elapsed = time.monotonic() - begun
+            left = _left(expected - elapsed) if expected is not None else ""
+            return f"{doing} on {on}, {_clock(elapsed)}{left}" if elapsed >= SILENT_SECONDS else ""
+
+        with self._shown(words):
+            yield
+        if (elapsed := time.monotonic() - begun) >= SILENT_SECONDS:
+            self._remember(doing, on, elapsed)
+
+    @contextmanager
+    def counting(self, doing: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Say how many of `total` the block has done; it is given what to call with that number."""
+        begun = at = time.monotonic()
+        done = 0
+
+        def step(number: int) -> None:
+            nonlocal at, done
+            at, done = time.monotonic(), number
+
+        def words() -> str:
+            left = _left((at - begun) / done * total - (time.monotonic() - begun)) if done else ""
+            return f"{doing} {min(done + 1, total)} of {total}{left}"
+
+        with self._shown(words):
+            yield step
+
+    @contextmanager
+    def _shown(self, words: Callable[[], str]) -> Iterator[None]:
+        if not self.line.is_watched:
+            yield
+            return
+        ended = Event()
+        self._doing.append(words)
+        thread = Thread(target=self._tick, args=(ended,), daemon=True) if len(self._doing) == 1 else None
+        if thread:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if thread:
+                thread.join()
+            self._doing.remove(words)
+            self.line.clear()
+
+    def _tick(self, ended: Event) -> None:
+        while not ended.wait(TICK):
+            if text := self._doing[-1]():
+                self.line.show(text)
+
+    def _expected(self, doing: str, on: str) -> float | None:
+        """Return how long it took last time, or else what the same on other workloads took in this run; None: not known."""
+        if self._earlier is None:
+            cache = getattr(self._config, "cache", None)
+            self._earlier = dict(cache.get(_CACHE_KEY, {})) if cache else {}
+        exactly = self._seconds.get(f"{doing} on {on}", self._earlier.get(f"{doing} on {on}"))
+        alike = [seconds for name, seconds in self._seconds.items() if name.startswith(f"{doing} on ")]
+        return exactly if exactly is not None else statistics.median(alike) if alike else None
+
+    def _remember(self, doing: str, on: str, seconds: float) -> None:
+        if not self._seconds:
+            self._config.add_cleanup(self._save)
+        self._seconds[f"{doing} on {on}"] = round(seconds, 1)
+
+    def _save(self) -> None:
+        if cache := getattr(self._config, "cache", None):
+            cache.set(_CACHE_KEY, {**(self._earlier or {}), **self._seconds})
+
+
+def _left(seconds: float) -> str:
+    return f", about {_clock(seconds)} left" if seconds >= 1 else ""
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pytest_attn.reports.columns import room
 from pytest_attn.reports.rank import Ranking, rank
 from pytest_attn.reports.rank_files import to_json, to_python
 from pytest_attn.reports.rank_lines import nothing_timed, rank_summary
@@ -36,8 +37,8 @@ def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, r
     if not ranking.timed and not ranking.lines:
         reporter.write_line(nothing_timed(ranking))
         return
-    reporter.section("attention rank")
-    for text, markup in rank_summary(ranking, config.get_verbosity() > 0):
+    reporter.write_sep("=", "attention rank")
+    for text, markup in rank_summary(ranking, config.get_verbosity() > 0, room(reporter.isatty)):
         reporter.write_line(text, **markup)
     if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
         reporter.write_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import pytest
 
 from pytest_attn.latency.baseline import Baseline, BaselineError
 from pytest_attn.latency.gate import FEWEST_RUNS
+from pytest_attn.reports.terminal import count
 from pytest_attn.session.fresh import FreshError, fresh_runs
 from pytest_attn.session.latency import Pending, recorded_on
 from pytest_attn.session.sharing import device_lock
@@ -40,7 +40,11 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
             if store.problem or store.file is None:
                 raise BaselineError(store.problem)
             store.file.require_writable()
-        runs = _runs_of(pending, config, _progress(reporter, len(pending)))
+        what = f"baselines: {count(len(pending), 'case')}, fresh process"
+        if not session.progress.line.is_watched:
+            say(f"{what} 1 of {FEWEST_RUNS}")
+        with session.progress.counting(what, FEWEST_RUNS) as progress:
+            runs = _runs_of(pending, config, progress)
         for device, cases in _by_device(pending, runs).items():
             file = recorded_on(session, device).file
             assert file is not None
@@ -120,22 +124,3 @@ def _name_the_missed(session: AttentionSession, keys: set[str]) -> None:
     for record in session.records:
         if record["verdict"] == "recorded" and record["latency"] and record["latency"].get("key") in keys:
             record["verdict"] = "unrecorded"
-
-
-def _progress(reporter: Any, cases: int) -> Callable[[int], None]:
-    """Return what prints how far the recording is, and how long it will take, on one line of a terminal."""
-    begun = time.monotonic()
-
-    def progress(done: int) -> None:
-        if reporter is None:
-            return
-        left = (time.monotonic() - begun) / done * (FEWEST_RUNS - done) if done else None
-        about = f", about {left // 60:.0f}:{left % 60:02.0f} left" if left else ""
-        noun = "case" if cases == 1 else "cases"
-        text = f"baselines: {cases} {noun}, fresh process {min(done + 1, FEWEST_RUNS)} of {FEWEST_RUNS}{about}"
-        if reporter.isatty:
-            reporter.rewrite(text, erase=True) if done < FEWEST_RUNS else reporter.rewrite("", erase=True)
-        elif done == 0:
-            reporter.write_line(text)
-
-    return progress

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.question import ReferenceCache
     from pytest_attn.session.deadline import Deadline
     from pytest_attn.session.mutation import Mutation
+    from pytest_attn.session.progress import Progress
     from pytest_attn.workloads.catalog import Catalog
 
 MARKERS = (
@@ -53,7 +54,7 @@ class AttentionSession:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        self._hook = config.hook
+        self._config = config
         self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
         self.cases = self.runnable = 0
@@ -79,7 +80,7 @@ class AttentionSession:
         from pytest_attn.backends.registry import Registry
 
         registry = Registry()
-        _call_conftests(self._hook.pytest_attn_backends, registry=registry)
+        _call_conftests(self._config.hook.pytest_attn_backends, registry=registry)
         return registry
 
     @cached_property
@@ -88,7 +89,7 @@ class AttentionSession:
         from pytest_attn.workloads.catalog import builtin_catalog
 
         catalog = builtin_catalog()
-        _call_conftests(self._hook.pytest_attn_workloads, catalog=catalog)
+        _call_conftests(self._config.hook.pytest_attn_workloads, catalog=catalog)
         return catalog
 
     @cached_property
@@ -97,6 +98,13 @@ class AttentionSession:
         from pytest_attn.session.mutation import Mutation
 
         return Mutation()
+
+    @cached_property
+    def progress(self) -> Progress:
+        """What a terminal shows while something takes long; first asked for while output is not captured."""
+        from pytest_attn.session.progress import Progress
+
+        return Progress(self._config)
 
     def backend_named(self, name: str) -> Backend:
         """Return a registered backend, or under --attn-mutants a faulty kernel."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,7 +11,6 @@ from pytest_attn.backends.backend import Backend, obstacle
 from pytest_attn.backends.configured import joined, split
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current
-from pytest_attn.session.fresh import is_fresh_process
 
 if TYPE_CHECKING:
     from pytest_attn.backends.registry import Registry
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 #: seconds for which a run says nothing of its progress
 SILENT_SECONDS = 10.0
-#: moves a terminal's cursor to the line above
-_UP = "\x1b[A"
 
 
 def require_tunable(registry: Registry, name: str) -> None:
@@ -65,14 +62,12 @@ def tuned_names(session: AttentionSession, mark: AttentionMark, workload: Worklo
 class TuneProgress:
     """Says on a terminal, between tests, how many cases are done and how long the rest will take.
 
-    The text stands behind what pytest has printed, or on the line below where there is no room, and is gone before pytest
-    prints on. Nothing is said where the output is no terminal, or for the first ten seconds.
+    Nothing in the first ten seconds. Under xdist pytest's own figures say as much.
     """
 
-    def __init__(self, session: AttentionSession, config: pytest.Config) -> None:
-        self._session, self._config = session, config
+    def __init__(self, session: AttentionSession) -> None:
+        self._session = session
         self._begun, self._done = time.monotonic(), 0
-        self._taken_back = ""  # what must be written for the text to be gone
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self) -> None:
@@ -82,12 +77,12 @@ class TuneProgress:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
         """Make room for pytest's own words."""
-        self._erase()
+        self._session.progress.line.clear()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
         """Likewise."""
-        self._erase()
+        self._session.progress.line.clear()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
@@ -97,44 +92,9 @@ class TuneProgress:
         if elapsed < SILENT_SECONDS or not self._done < total:
             return
         left = round(elapsed / self._done * (total - self._done))
-        self._show(f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left")
+        self._session.progress.line.show(f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Leave nothing behind."""
-        self._erase()
-
-    @property
-    def _reporter(self) -> Any:
-        return self._config.pluginmanager.get_plugin("terminalreporter")
-
-    def _show(self, text: str) -> None:
-        reporter = self._reporter
-        if reporter is None or not reporter.isatty:
-            return
-        self._erase()
-        writer = self._config.get_terminal_writer()
-        column = writer.width_of_current_line
-        is_inline = writer.fullwidth - column >= len(text) + 3
-        shown = f"  {text}" if is_inline else text
-        back = "\b" * len(shown)
-        self._write(shown if is_inline else f"\n{shown}")
-        self._taken_back = back + " " * len(shown) + back + ("" if is_inline else f"{_UP}\x1b[{column}C")
-
-    def _erase(self) -> None:
-        """Take the text back: pytest goes on where it stood."""
-        if self._taken_back:
-            self._write(self._taken_back)
-        self._taken_back = ""
-
-    def _write(self, text: str) -> None:
-        """Write past the terminal writer's count of columns, which is about what pytest has printed."""
-        file = self._config.get_terminal_writer()._file
-        file.write(text)
-        file.flush()
-
-
-def progress_of(session: AttentionSession, config: pytest.Config) -> TuneProgress | None:
-    """Return what shows the progress; None in a worker, and in a process that another one waits for."""
-    is_watched = not hasattr(config, "workerinput") and not is_fresh_process() and not config.getoption("numprocesses", None)
-    return TuneProgress(session, config) if is_watched else None
+        self._session.progress.line.clear()

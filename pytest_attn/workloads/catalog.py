@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Pages, Workload
 
 if TYPE_CHECKING:
@@ -70,15 +71,17 @@ class Catalog:
         return [*groups, *(name for name in self._entries if name not in groups), *self._aliases]
 
     def select(self, name: str) -> list[Workload]:
-        """Return the workloads of a name, group, alias, glob pattern or "all"; raise ValueError where there is none."""
+        """Return the workloads of a name, id, group, alias, glob pattern or "all"; raise ValueError where there is none."""
         name = self._aliases.get(name, name)
         found = [
             entry.workload
             for entry in self
-            if name == "all" or name in (entry.group, entry.workload.name) or _matches(name, entry)
+            if name in ("all", entry.group, entry.workload.name, entry.workload.id) or _matches(name, entry)
         ]
         if not found:
-            raise ValueError(f"unknown workload {name!r}; known: {', '.join(self.names)}")
+            groups = ", ".join(dict.fromkeys(entry.group for entry in self))
+            meant = did_you_mean(name, self.names)
+            raise ValueError(f"unknown workload {name!r};{meant} groups: {groups}; pytest --attn-list shows all workloads")
         return found
 
 

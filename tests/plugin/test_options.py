@@ -92,12 +92,18 @@ def test_the_header_can_be_pasted_back(run, kernel_test):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--attn-backends=spda", "--attn-backends: unknown backend 'spda'; known: math, eager, sdpa,"),
+        (
+            "--attn-backends=spda",
+            "--attn-backends: unknown backend 'spda'; did you mean sdpa or sdpa_fa4 or sdpa_fa3? known: math, eager, sdpa,",
+        ),
         (
             "--attn-backends=sdpa+fast",
             "--attn-backends: unknown variant 'fast' of backend 'sdpa'; known: compile, max_autotune",
         ),
-        ("--attn-workloads=flix", "--attn-workloads: unknown workload 'flix'; known: smoke, edges, features, flux,"),
+        (
+            "--attn-workloads=flix",
+            "--attn-workloads: unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux,",
+        ),
         ("--attn-dtypes=int4", "--attn-dtypes: unknown dtype 'int4'; known: bfloat16 (bf16)"),
         ("--attn-device=tpu", "--attn-device: must be auto, cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
         ("--attn-limits=loose", "--attn-limits: must be default or strict, got 'loose'"),

@@ -2,15 +2,10 @@
 
 import itertools
 import json
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
 
 import pytest
+from fakes.terminal import as_seen, between_tests, on_a_terminal
 
 from pytest_attn.session.fresh import _without_dropped
 
@@ -238,65 +233,15 @@ def test_a_backend_that_cannot_list_its_configurations_says_so(project):
     result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])
 
 
-def on_a_terminal(pytester, *args, silent="0", **times):
-    """Run pytest on a pseudo-terminal of 80 columns; return all that it wrote."""
-    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=silent))
-    master, slave = pty.openpty()
-    environment = {**os.environ, "TIMES": json.dumps(times), "COLUMNS": "80", "TERM": "xterm"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *args]
-    with subprocess.Popen(command, cwd=pytester.path, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
-        os.close(slave)
-        written, deadline = b"", time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if select.select([master], [], [], 1)[0]:
-                try:
-                    written += os.read(master, 65536)
-                except OSError:  # the other end is closed
-                    break
-            elif process.poll() is not None:
-                break
-        process.kill()
-    os.close(master)
-    return written.decode()
-
-
-def as_seen(written, width=80):
-    """Return the lines that stay on the screen: what is written later covers what was there, and long lines go on below.
-
-    A backspace moves back, but never into the line above.
-    """
-    rows, row, at = [[]], 0, 0
-    for escape, columns, letter in re.findall(r"(\x1b\[(\d*)[A-Za-z])|(.)", written, re.DOTALL):
-        if escape:
-            row, at = (row - 1, at) if escape.endswith("A") else (row, at + int(columns or 0))
-            continue
-        if letter in "\b\r":
-            at = max(0, at - 1) if letter == "\b" else 0
-            continue
-        if letter == "\n" or at == width:
-            row, at = row + 1, 0
-            rows += [[]] if row == len(rows) else []
-        if letter != "\n":
-            rows[row] += " " * (at - len(rows[row]))
-            rows[row][at : at + 1] = [letter]
-            at += 1
-    return ["".join(cells).rstrip() for cells in rows]
-
-
-def between_tests(lines):
-    """Return all lines from the first that names a test to the last that does."""
-    naming = [number for number, line in enumerate(lines) if "test_it.py" in line]
-    return lines[naming[0] : naming[-1] + 1]
-
-
-@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("verbosity", ["-vv", "--verbosity=0"])
 def test_progress_is_shown_on_a_terminal_and_leaves_nothing_behind(project, pytester, verbosity):
     arguments = ("--attn-tune=tiled", "-k", "test_both and not 48", verbosity)
-    written = on_a_terminal(pytester, *arguments, **TUNED)
+    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=0))
+    written = on_a_terminal(pytester.path, *arguments, TIMES=json.dumps(TUNED))
     assert re.search(r"tune: 1 of 3 cases, about 0:\d\d left", written)
     assert re.search(r"tune: 2 of 3 cases, about 0:\d\d left", written)
     assert "tune: 3 of 3" not in written
-    silent = on_a_terminal(pytester, *arguments, silent="1000", **TUNED)
+    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=1000))
+    silent = on_a_terminal(pytester.path, *arguments, TIMES=json.dumps(TUNED))
     assert "tune:" not in silent
     assert between_tests(as_seen(written)) == between_tests(as_seen(silent))
