@@ -1,8 +1,13 @@
-"""A downstream repository: the wheel, built and installed into an environment of its own, runs marked tests."""
+"""A downstream repository: the wheel, built and installed into an environment of its own, runs marked tests.
+
+That environment sees the libraries of this one, but not its plugin: to install torch once more takes a minute.
+"""
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -43,11 +48,22 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
     assert "[pytest11]\nattn = pytest_attn.plugin" in zipfile.ZipFile(wheel).read(entry_points).decode()
 
 
+def test_the_wheel_says_what_it_needs(wheel):
+    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
+    assert sorted(needs) == [("pytest", ">=8.4"), ("pytest-benchmark", ">=5.3.1"), ("torch", ">=2.6")]
+
+
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
     subprocess.run(install, check=True, capture_output=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    ask = [python, "-c", "import pytest_attn; print(pytest_attn.__file__)"]
+    where = subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(where.stdout).is_relative_to(site)
     project = tmp_path / "project"
     project.mkdir()
 

@@ -11,10 +11,10 @@ from pytest_attn.reports.records import Record
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
 
-def summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
+def summary(records: Sequence[Record], verbose: bool, width: int | None = None, are_saved: bool = False) -> Iterator[Line]:
     """Yield the lines of the summary: a row per case if verbose, a line per problem, one closing sentence.
 
-    width: what the rows of tables may have, in characters.
+    width: what the rows of tables may have, in characters. are_saved: whether the tensors of failing cases are.
     """
     if verbose:
         yield from _rows(records, width)
@@ -22,7 +22,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None) 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
-    yield closing(records)
+    yield closing(records, are_saved)
 
 
 def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
@@ -95,8 +95,8 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
 
 
-def closing(records: Sequence[Record]) -> Line:
-    """Return the sentence that says how it all went, of checks and invariants."""
+def closing(records: Sequence[Record], are_saved: bool = False) -> Line:
+    """Return the sentence that says how it all went, of checks and invariants, and what to type next."""
     counts = Counter("approximate" if r["verdict"] == "passed" and r["is_approximate"] else r["verdict"] for r in records)
     backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
     workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}
@@ -108,7 +108,9 @@ def closing(records: Sequence[Record]) -> Line:
     if good:
         worst = max(good, key=lambda r: r["z_element"])
         text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
-    if counts["skipped"]:
+    if (counts["mismatch"] or counts["broken"]) and not are_saved:
+        text += "; --lf --attn-save-failures=failures keeps the tensors"
+    elif counts["skipped"]:
         text += "; -rs lists the reasons of skips"
     markup = (
         {"red": True}

@@ -177,7 +177,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         timed = [record for record in timed if not split(record["subject"])[1]]
     wrong = any(record["verdict"] in ("mismatch", "broken", "raised") for record in judged)
     if judged and (verbosity >= 0 or wrong):
-        _print(reporter, summary(judged, verbosity > 0, width))
+        _print(reporter, summary(judged, verbosity > 0, width, bool(session.settings.save_failures)))
     if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
         from pytest_attn.reports.latency import latency_summary
 

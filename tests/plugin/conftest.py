@@ -1,7 +1,7 @@
 """Every story can be told twice: in this process, and through an xdist worker in another.
 
-The second takes seconds each, so only those of test_stories.py are always told twice. `make test-all` tells all of them, and
-those that are marked slow.
+The second takes seconds each, so only those that are marked `twice` always are. `make test-all` tells all of them, and those
+that are marked slow.
 """
 
 import os
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 def _is_told_again(item):
     callspec = getattr(item, "callspec", None)
     through_xdist = callspec is not None and callspec.params.get("run") == "xdist"
-    return through_xdist and item.path.parent.name == "plugin" and item.path.name != "test_stories.py"
+    return through_xdist and item.path.parent.name == "plugin" and not item.get_closest_marker("twice")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
         ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
         ("42", "a workload must be a name or a Workload, got int 42"),
         ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; known: backends, dtypes, layout"),
-        ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa or sdpa_fa4 or sdpa_fa3? known: math"),
+        ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
         ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
         ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, got 'sbhd'"),
         ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),

@@ -107,7 +107,9 @@ LOADGROUP = ("-n", "1", "--dist", "loadgroup")  # xdist adds the group to the id
 
 
 @pytest.mark.parametrize(
-    ("options", "again"), [((), ()), (LOADGROUP, LOADGROUP), (LOADGROUP, ())], ids=["serial", "loadgroup", "loadgroup-serial"]
+    ("options", "again"),
+    [((), ()), pytest.param(LOADGROUP, LOADGROUP, marks=pytest.mark.slow), (LOADGROUP, ())],
+    ids=["serial", "loadgroup", "loadgroup-serial"],
 )
 def test_lf_runs_what_failed_and_nothing_else(pytester, options, again):
     pytester.makepyfile(

@@ -406,6 +406,7 @@ def test_a_slow_cpu_is_no_regression_of_launching(recorded):
     result.assert_outcomes(skipped=1)
 
 
+@pytest.mark.slow
 def test_ids_with_an_at_sign_are_different_cases(project, pytester):
     body = KERNEL[KERNEL.index("@pytest.mark") :].replace("def test_mine(attn)", "def test_mine(attn, n)")
     mark = '@pytest.mark.parametrize("n", [1, 2], ids=["k@1", "k@2"])\n'
@@ -414,6 +415,7 @@ def test_ids_with_an_at_sign_are_different_cases(project, pytester):
     assert len(json.loads(baseline_file(pytester).read_text())["cases"]) == 2
 
 
+@pytest.mark.slow
 def test_one_backend_in_two_tests_is_one_value_per_process(project, pytester):
     body = KERNEL[KERNEL.index("@pytest.mark") :].replace("attn.measure(mine)", 'attn.measure("math")')
     both = body + "\n" + body.replace("test_mine", "test_again").replace('device="cpu"', 'device="cpu", inputs="large"')

@@ -94,7 +94,7 @@ def test_the_header_can_be_pasted_back(run, kernel_test):
     [
         (
             "--attn-backends=spda",
-            "--attn-backends: unknown backend 'spda'; did you mean sdpa or sdpa_fa4 or sdpa_fa3? known: math, eager, sdpa,",
+            "--attn-backends: unknown backend 'spda'; did you mean sdpa? known: math, eager, sdpa,",
         ),
         (
             "--attn-backends=sdpa+fast",

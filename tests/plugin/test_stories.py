@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 
 def test_a_right_kernel_passes_and_the_summary_says_so(run, kernel_test):
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
@@ -16,6 +18,7 @@ def test_a_right_kernel_passes_and_the_summary_says_so(run, kernel_test):
     )
 
 
+@pytest.mark.twice
 def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, pytester):
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True))")
     result = run("--attn-device=cpu")
@@ -31,7 +34,7 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
             "E*  suggests   it equals attention with a causal mask that nobody asked for (z * there)",
             "E*  reproduce  pytest '*.py::test_kernel[[]h2-s32-d32[]]' --attn-device=cpu",
             "mismatch      lambda-* on h2-s32-d32: out z * over an element, limit 8 (inputs structured)",
-            "1 wrong; 1 kernel on 1 workload",
+            "1 wrong; 1 kernel on 1 workload; --lf --attn-save-failures=failures keeps the tensors",
         ]
     )
     assert "judge(" not in result.stdout.str(), "the plugin's own frames show"
@@ -40,6 +43,7 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
     again.assert_outcomes(failed=1)
 
 
+@pytest.mark.twice
 def test_one_item_per_backend_and_verbose_rows(run, kernel_test):
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
     result = run("--attn-backends=math,eager", "-v")
@@ -166,6 +170,7 @@ else:
     run().assert_outcomes(passed=2)
 
 
+@pytest.mark.twice
 def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kernel_test):
     pytester.makeconftest(
         """
@@ -186,6 +191,7 @@ def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kerne
     result.stdout.fnmatch_lines(["*test_kernel[[]ours-24-wrong[]]* --attn-backends=wrong*"])
 
 
+@pytest.mark.twice
 def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, pytester, kernel_test):
     pytester.makeconftest(
         """
@@ -219,6 +225,7 @@ def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, p
     )
 
 
+@pytest.mark.twice
 def test_junit_has_the_figures(run, kernel_test, pytester):
     kernel_test('attn.check("math")')
     run("--junitxml=report.xml").assert_outcomes(passed=1)
@@ -256,6 +263,7 @@ def test_life_without_benchmark_and_without_xdist(pytester, kernel_test):
         result.stdout.fnmatch_lines(["*= attention =*"])
 
 
+@pytest.mark.twice
 def test_strict_pytest_and_warnings_as_errors(run, kernel_test):
     kernel_test('attn.check("sdpa")')
     options = ["--strict-markers", "--strict-config", "-W", "error", "-W", "ignore:Benchmarks are automatically disabled"]
