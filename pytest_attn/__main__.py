@@ -1,4 +1,4 @@
-"""`python -m pytest_attn`: what is installed here, and what this machine can run; collects no tests."""
+"""`python -m pytest_attn`: what is installed here and what it can run; reports of earlier runs. Collects no tests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.versions import own_version, versions_of
+from pytest_attn.reports.commands import add_commands, run_command
 
 if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the listing; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2, as usual."""
+    """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
     from pytest_attn.backends.machine import machine_of, resolve_device
     from pytest_attn.session.store import NoTorchError, require_torch
 
     parser = _parser()
-    wanted = parser.parse_args(arguments).device
+    given = parser.parse_args(arguments)
+    if "run" in given:
+        return run_command(given)
+    wanted = given.device
     try:
         require_torch()
         machine = machine_of(resolve_device(wanted))
@@ -38,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pytest_attn",
-        description="Print versions, backends with what they can do, and workloads. Runs nothing.",
+        description="Without a command: print versions, backends with what they can do, and workloads. Runs no test.",
         epilog="Backends and workloads of your conftests are in: pytest --attn-list",
     )
     parser.add_argument("--version", action="version", version=f"pytest-attn {own_version()}")
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )
+    add_commands(parser)
     return parser
 
 

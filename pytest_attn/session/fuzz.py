@@ -6,27 +6,21 @@ once for each draw, with the plugin's fixtures made anew for it.
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
-import inspect
-import re
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.session.case import AttentionCase
 from pytest_attn.session.marker import AttentionMark
 from pytest_attn.session.parametrize import PARAMETER, CaseParameter
 from pytest_attn.session.record import RECORD, CaseRecord
+from pytest_attn.session.scope import scope_of
 from pytest_attn.session.store import FIXTURES, SESSION, AttentionSession
-from pytest_attn.workloads.inputs import sequence_lengths
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window, function_label
+from pytest_attn.session.written import write_test, write_workload
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -86,6 +80,26 @@ def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
         return None
     Fuzzing(item, case, draws).run()
     return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What a test raised on one workload, and the records that it left."""
+
+    workload: Workload
+    error: BaseException
+    records: list[CaseRecord]
+
+    @property
+    def first_line(self) -> str:
+        """The failure in one line."""
+        text = str(self.error) if isinstance(self.error, AssertionError) else f"{type(self.error).__name__}: {self.error}"
+        return text.splitlines()[0] if text else type(self.error).__name__
+
+    @property
+    def written(self) -> str:
+        """The workload as it would be written."""
+        return write_workload(self.workload)[0]
 
 
 def _fail_of_a_flaky(failure: Failure) -> NoReturn:
@@ -199,7 +213,7 @@ class Fuzzing:
             self._known[str(known)] += 1
         except (Exception, pytest.fail.Exception) as error:
             self._failed_at = self._failed_at or self._checked + 1
-            self._failure = Failure(item, case, error, item.stash[RECORD])
+            self._failure = Failure(workload, error, item.stash[RECORD])
             raise
         finally:
             records, item.stash[RECORD] = item.stash[RECORD], []
@@ -268,7 +282,8 @@ class Fuzzing:
         self._item.stash[RECORD] = [dataclasses.replace(left, workload=failure.workload.id, name="fuzz", reason=reason)]
         settings = self._session.settings
         title = f"{found}, --attn-seed={settings.seed}: {failure.first_line}"
-        self._item.add_report_section("call", "fuzz", failure.as_test(title))
+        backend = self._case.backend.name if self._case.backend else None
+        self._item.add_report_section("call", "fuzz", write_test(self._item, failure.workload, backend, title))
         return f"  fuzz       draw {self._failed_at} failed; the smallest workload that does is {failure.written}"
 
     def _counts(self) -> str:
@@ -310,211 +325,3 @@ def _is_hypothesis_test(function: object) -> bool:
     from hypothesis import is_hypothesis_test
 
     return bool(is_hypothesis_test(function))
-
-
-# -- what is drawn for a test ----------------------------------------------------------------------------------------------
-
-
-def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None) -> dict[str, Any]:
-    """Return the arguments of `strategies.workloads` for a test.
-
-    A backend says itself what it can do, so all of that is drawn. A test of one kernel says so by the workloads that its
-    marker names: what they have in common stays. One that names none, and so runs the catalog, takes all.
-    """
-    if backend is not None:
-        scope = _within(backend.capabilities) if backend.capabilities else {}
-    else:
-        scope = like(mark.workloads) if mark.workloads else {}
-    if mark.dtypes or dtypes:
-        scope["dtypes"] = [d for d in mark.dtypes if not dtypes or d in dtypes] if mark.dtypes else list(dtypes)
-    if mark.layout == "thd":
-        scope["layouts"] = ("packed",)
-    return {**scope, "backward": mark.backward}
-
-
-def like(named: Sequence[Workload]) -> dict[str, Any]:
-    """Return the scope of workloads like these: what all of them have in common stays, as the test may rely on it.
-
-    Lengths, batch and heads are always drawn, and unequal lengths, grouped heads and empty sequences where one has them.
-    """
-    scope: dict[str, Any] = {}
-    lengths = [pair for w in named for pair in sequence_lengths(w)]
-    has = {
-        "fewer queries": any(q < k for q, k in lengths),
-        "fewer keys": any(q > k for q, k in lengths),
-        "empty sequences": any(0 in pair for pair in lengths),
-        "grouped heads": any(w.group > 1 for w in named),
-    }
-    for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
-        values = {getattr(w, field) for w in named}
-        has[field] = len(values) > 1
-        if len(values) == 1 and values.isdisjoint((None, False)):
-            scope[field] = values.pop()
-    if all(w.q_len == 1 for w in named):
-        scope["q_len"] = 1  # a kernel for decoding
-    masks: dict[object, list[object]] = {}
-    for w in named:
-        masks.setdefault(_kind(w), []).append(w.mask)
-    scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
-    scope["features"] = [feature for feature, is_there in has.items() if is_there]
-    scope["layouts"] = list(dict.fromkeys(map(_layout, named)))
-    scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
-    scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
-    if sizes := {w.kv_pages.size for w in named if w.kv_pages}:
-        scope["page_sizes"] = sorted(sizes)
-    return scope
-
-
-def _kind(workload: Workload) -> object:
-    """Return the mask's kind; a mask of the user's own is a kind for itself."""
-    mask = workload.plain_mask
-    if isinstance(mask, Causal):
-        return "causal-bottom-right" if mask.bottom_right else "causal"
-    kinds = ((Window, "window"), (Document, "documents"), (Neighborhood, "neighborhood"))
-    return next((name for kind, name in kinds if isinstance(mask, kind)), mask)
-
-
-def _layout(workload: Workload) -> str:
-    if workload.kv_pages:
-        return "paged"
-    return "packed" if workload.is_packed else "padded" if workload.kv_lens is not None else "plain"
-
-
-def _within(limits: Capabilities) -> dict[str, Any]:
-    """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
-    from pytest_attn.strategies import FEATURES, HEAD_DIMS, LAYOUT_KINDS, MASK_KINDS
-
-    words: dict[object, set[str]] = {
-        None: {"none"},
-        "causal": {"top-left", "bottom-right"},
-        "causal-bottom-right": {"top-left", "bottom-right"},
-    }
-    spoken = {*limits.masks, "none"}
-    always = {"fewer queries", "fewer keys", "empty sequences"}
-    able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
-    probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
-    return {
-        "masks": [kind for kind in MASK_KINDS if "any" in spoken or spoken & words.get(kind, {str(kind)})],
-        "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
-        "features": [feature for feature in FEATURES if feature in able],
-        "dtypes": limits.dtypes,
-        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not limits.refusals(p))) or HEAD_DIMS,
-    }
-
-
-# -- a failure as a test to paste ------------------------------------------------------------------------------------------
-
-
-class Failure:
-    """What a test raised on one workload."""
-
-    def __init__(self, item: pytest.Function, case: AttentionCase, error: BaseException, records: list[CaseRecord]) -> None:
-        self.workload, self.error, self.records = case.workload, error, records
-        self._item, self._backend = item, case.backend
-
-    @property
-    def first_line(self) -> str:
-        """The failure in one line."""
-        text = str(self.error) if isinstance(self.error, AssertionError) else f"{type(self.error).__name__}: {self.error}"
-        return text.splitlines()[0] if text else type(self.error).__name__
-
-    @property
-    def written(self) -> str:
-        """The workload as it would be written."""
-        return write_workload(self.workload)[0]
-
-    def as_test(self, title: str) -> str:
-        """Return the text of a test that fails in the same way, to stand beside the one that was fuzzed."""
-        text, imports = write_workload(self.workload, home=self._item.function.__module__)
-        marker = self._item.get_closest_marker("attention")
-        assert marker is not None
-        options = {name: value for name, value in marker.kwargs.items() if name != "dtypes"}  # the workload has its own
-        if self._backend:
-            options["backends"] = self._backend.name
-        arguments = ", ".join([text, *(f"{name}={value!r}" for name, value in options.items())])
-        suffix = re.sub(r"\W+", "_", self.workload.id)
-        lines = [f"# {title}", "import pytest", *imports, "", "", *_renamed(self._item, suffix, arguments)]
-        return "\n".join(lines)
-
-
-def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
-    """Return the lines of a test's source with another name and marker."""
-    function = item.function
-    name = f"{function.__name__}_{suffix}"
-    mark = f"@pytest.mark.attention({arguments})"
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        definition = ast.parse(source).body[0]
-        assert isinstance(definition, ast.FunctionDef)
-    except (OSError, SyntaxError, AssertionError):  # made by other code
-        parameters = ", ".join(inspect.signature(function).parameters)
-        return [mark, f"def {name}({parameters}):", f"    ...  # as in {function.__name__}"]
-    kept = [f"@{ast.unparse(one)}" for one in definition.decorator_list if not _is_attention_mark(one)]
-    header, *body = source.splitlines()[definition.lineno - 1 :]
-    return [mark, *kept, header.replace(function.__name__, name, 1), *body]
-
-
-def _is_attention_mark(decorator: ast.expr) -> bool:
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(called, ast.Attribute) and called.attr == "attention"
-
-
-def write_workload(workload: Workload, home: str = "") -> tuple[str, list[str]]:
-    """Return text that evaluates to the workload, without what follows from the rest, and the imports that it needs.
-
-    `home` is the module that it is written for, whose functions need no import.
-    """
-    given = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
-    for name in reversed(list(given)):
-        rest = {other: value for other, value in given.items() if other != name}
-        if _makes(rest, workload):
-            given = rest
-    imports = {("pytest_attn", "Workload")}
-    texts = []
-    for name, value in given.items():
-        text = _write_value(value, home, imports)
-        is_positional = name == "q_len" or (name == "kv_len" and "q_len" in given)
-        texts.append(text if is_positional else f"{name}={text}")
-    return f"Workload({', '.join(texts)})", _import_lines(imports)
-
-
-def _import_lines(imports: Iterable[tuple[str, str]]) -> list[str]:
-    by_module: dict[str, list[str]] = {}
-    for module, name in sorted(imports):
-        by_module.setdefault(module, []).append(name)
-    unwritten = [f"# write {name} here, which cannot be imported" for name in by_module.pop("", [])]
-    return [f"from {module} import {', '.join(names)}" for module, names in by_module.items()] + unwritten
-
-
-def _makes(fields: dict[str, Any], workload: Workload) -> bool:
-    try:
-        return Workload(**fields) == workload
-    except ValueError:
-        return False
-
-
-def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
-    """Write a field's value, and note what must be imported for it."""
-    if isinstance(value, Causal):
-        return '"causal-bottom-right"' if value.bottom_right else '"causal"'
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, MaskModMask):
-        return _write_function(value.fn, home, imports)
-    if isinstance(value, BooleanMask):
-        imports.add(("pytest_attn", "BooleanMask"))
-        return f"BooleanMask({_write_function(value.factory, home, imports)})"
-    if callable(value):
-        return _write_function(value, home, imports)
-    if type(value).__module__.startswith("pytest_attn."):
-        imports.add(("pytest_attn", type(value).__name__))
-    return repr(value)
-
-
-def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        module, name = "", function_label(function).replace("-", "_")
-    if module != home:
-        imports.add((module, name))
-    return name

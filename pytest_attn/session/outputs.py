@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_attn.reports import files
 from pytest_attn.reports.github import workflow_commands
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.records import Record, RecordWriter
@@ -115,11 +115,7 @@ def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
 
 def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) -> None:
     """Write a file whole or not at all; say where that fails, and go on."""
-    target = Path(path)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        unfinished.write_text(text(), encoding="utf-8")
-        unfinished.replace(target)
+        files.write_whole(path, text())
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         reporter.write_line(f"{flag}: cannot write {path}: {error}", red=True)

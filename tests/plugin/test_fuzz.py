@@ -11,8 +11,9 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 import pytest_attn
 from pytest_attn import Pages, Window, Workload
-from pytest_attn.session.fuzz import like, write_workload
+from pytest_attn.session.scope import like
 from pytest_attn.session.settings import OPTIONS
+from pytest_attn.session.written import write_workload
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.masks import Causal
 

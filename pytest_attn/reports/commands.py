@@ -1,0 +1,62 @@
+"""`python -m pytest_attn report | rank | summary FILE.jsonl ...`: what ends a run, from files of --attn-json alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pytest_attn.reports.columns import room
+from pytest_attn.reports.files import write_whole
+from pytest_attn.reports.records import Record, read_records
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Declare the commands; `run_command` runs the one that was given."""
+    commands = parser.add_subparsers(title="from files of --attn-json, of one or more runs and machines", metavar="COMMAND")
+    for name, (run, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-json=FILE.jsonl wrote")
+        command.set_defaults(run=run, error=command.error)
+        if run is _report:
+            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
+
+
+def run_command(given: argparse.Namespace) -> int:
+    """Run a command; return 0. What is no such file, or cannot be written, is a usage error: exit 2, in words."""
+    try:
+        given.run(read_records(*given.files), given)
+    except FileNotFoundError as error:
+        given.error(f"there is no {error.filename}; pytest --attn-json={error.filename} writes it")
+    except (OSError, ValueError) as error:
+        given.error(str(error))
+    return 0
+
+
+def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
+    from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
+
+    if missing := missing_libraries():
+        given.error(f"needs {' and '.join(missing)}; {INSTALL}")
+    write_whole(given.output, report_page(records))
+
+
+def _rank(records: Sequence[Record], given: argparse.Namespace) -> None:
+    from pytest_attn.reports.rank import rank
+    from pytest_attn.reports.rank_lines import rank_summary
+
+    for text, _ in rank_summary(rank(records), verbose=False, width=room(sys.stdout.isatty())):
+        print(text)
+
+
+def _summary(records: Sequence[Record], given: argparse.Namespace) -> None:
+    from pytest_attn.reports.markdown import markdown_summary
+
+    print(markdown_summary(records), end="")
+
+
+_COMMANDS = {
+    "report": (_report, "Write the page of --attn-report."),
+    "rank": (_rank, "Print which backend is fastest and right, as --attn-rank does."),
+    "summary": (_summary, "Print the summary of --attn-summary, in Markdown."),
+}

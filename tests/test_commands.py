@@ -1,0 +1,58 @@
+"""`python -m pytest_attn report | rank | summary`: what a run would have ended with, from its files."""
+
+import pytest
+from fakes.records import run_of
+
+from pytest_attn.__main__ import main
+from pytest_attn.reports.html.page import report_page
+from pytest_attn.reports.markdown import markdown_summary
+from pytest_attn.reports.rank import rank
+from pytest_attn.reports.rank_lines import rank_summary
+from pytest_attn.reports.records import RecordWriter, read_records
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Two files of --attn-json, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    records = run_of(60)
+    for name, part in (("one.jsonl", records[:30]), ("two.jsonl", records[30:])):
+        writer = RecordWriter(name, with_samples=False)
+        writer.write(part)
+        writer.close()
+    return tmp_path
+
+
+def test_a_report_of_two_runs(files):
+    assert main(["report", "one.jsonl", "two.jsonl"]) == 0
+    assert (files / "report.html").read_text() == report_page(read_records("one.jsonl", "two.jsonl"))
+    assert main(["report", "one.jsonl", "-o", "one.html"]) == 0
+    assert (files / "one.html").read_text() == report_page(read_records("one.jsonl"))
+
+
+def test_a_summary_goes_where_it_is_sent(files, capsys):
+    assert main(["summary", "one.jsonl", "two.jsonl"]) == 0
+    assert capsys.readouterr().out == markdown_summary(read_records("one.jsonl", "two.jsonl"))
+
+
+def test_a_rank_is_that_of_the_run(files, capsys):
+    assert main(["rank", "one.jsonl", "two.jsonl"]) == 0
+    lines = [text for text, _ in rank_summary(rank(read_records("one.jsonl", "two.jsonl")), verbose=False)]
+    assert len(lines) > 3
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_what_cannot_be_written_is_an_error_and_leaves_nothing(files, capsys):
+    (files / "taken").mkdir()
+    with pytest.raises(SystemExit) as exited:
+        main(["report", "one.jsonl", "-o", "taken"])
+    assert exited.value.code == 2
+    assert "taken" in capsys.readouterr().err
+    assert sorted(path.name for path in files.iterdir()) == ["one.jsonl", "taken", "two.jsonl"]
+
+
+def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, monkeypatch):
+    monkeypatch.setattr("pytest_attn.reports.html.page.missing_libraries", lambda: ["altair"])
+    with pytest.raises(SystemExit):
+        main(["report", "one.jsonl"])
+    assert 'needs altair; pip install "pytest-attn[report]"' in capsys.readouterr().err
