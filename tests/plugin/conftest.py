@@ -45,6 +45,14 @@ def _no_worker(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _no_hypothesis(request, monkeypatch):
+    """Spare the processes that a story starts the import of Hypothesis, which its plugin makes at the end of every run."""
+    if "pytester" in request.fixturenames and request.path.name != "test_fuzz.py":
+        request.getfixturevalue("pytester")  # which forgets the options of these tests' own run
+        monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+
+
 @pytest.fixture(params=["serial", "xdist"])
 def run(request, pytester):
     """Run pytest on the files of `pytester` and return the result."""
