@@ -66,5 +66,6 @@ def test_a_pipe_has_no_end_unless_its_width_is_said(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert room(is_terminal=False) is None
     assert room(is_terminal=True) > 0
-    monkeypatch.setenv("COLUMNS", "72")
-    assert room(is_terminal=False) == 72
+    for said, taken in (("72", 72), ("3", 80), ("many", 80)):
+        monkeypatch.setenv("COLUMNS", said)
+        assert room(is_terminal=False) == taken

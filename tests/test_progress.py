@@ -71,16 +71,17 @@ def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
         ({"capture": "no"}, False),
         ({"term": "dumb"}, False),
         ({"workerinput": {}}, False),
-        ({"plugins": ()}, False),
+        ({"reporter": type("Bars", (pytest.TerminalReporter,), {})}, False),
         ({"fresh": "/tmp/runs"}, False),
     ],
-    ids=["terminal", "pipe", "-s", "dumb", "xdist", "no:terminal", "fresh"],
+    ids=["terminal", "pipe", "-s", "dumb", "xdist", "another reporter", "fresh"],
 )
 def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, facts, is_watched):
     monkeypatch.setenv("TERM", facts.get("term", "xterm"))
     monkeypatch.setenv("PYTEST_ATTN_RUNS", facts.get("fresh", "")) if "fresh" in facts else None
     worker = {"workerinput": {}} if "workerinput" in facts else {}
-    plugins = SimpleNamespace(hasplugin=facts.get("plugins", ("terminal",)).__contains__)
+    reporter = object.__new__(facts.get("reporter", pytest.TerminalReporter))
+    plugins = SimpleNamespace(get_plugin=lambda name: reporter)
     config = SimpleNamespace(
         getoption=lambda name, default: facts.get(name, default),
         pluginmanager=plugins,

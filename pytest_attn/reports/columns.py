@@ -16,8 +16,14 @@ _Band = dict[int, int]
 
 
 def room(is_terminal: bool) -> int | None:
-    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does."""
-    return shutil.get_terminal_size().columns if is_terminal or os.environ.get("COLUMNS") else None
+    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does.
+
+    Less than 40 is not believed, as pytest does not.
+    """
+    if not is_terminal and not os.environ.get("COLUMNS"):
+        return None
+    width = shutil.get_terminal_size().columns
+    return width if width >= 40 else 80
 
 
 def aligned(table: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None) -> list[str]:

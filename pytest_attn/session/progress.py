@@ -83,8 +83,8 @@ def _terminal_of(config: pytest.Config) -> int | None:
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     is_shared = config.getoption("capture", "fd") == "no"
     is_ours = not hasattr(config, "workerinput") and not is_fresh_process()
-    is_free = is_terminal and is_ours and not is_shared and config.pluginmanager.hasplugin("terminal")
-    return os.dup(sys.stdout.fileno()) if is_free else None
+    is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is pytest.TerminalReporter  # no bars of others
+    return os.dup(sys.stdout.fileno()) if is_terminal and is_ours and is_plain and not is_shared else None
 
 
 class Progress:
