@@ -1,5 +1,7 @@
 """The invariants: they hold for honest kernels, each sees a fault of its own, and none costs more than it says."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -170,7 +172,7 @@ def test_an_invariant_sees_its_fault(invariant, name, workload):
 
 
 def test_every_invariant_has_a_fault():
-    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck"}  # below
+    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "device"}  # below
 
 
 def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
@@ -183,6 +185,41 @@ def test_offsets_that_wrap_round_are_seen(monkeypatch):
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
     assert finding.evidence.startswith("k spread over more than 2^31 elements: out[0, 0, 0, 0] = ")
     assert ask(HONEST[0].backend(), PLAIN, "offsets").passed
+
+
+def test_a_kernel_that_is_launched_on_the_current_device_is_seen(monkeypatch):
+    on_it, tensors_on, second = [], [CPU], torch.device("cpu", 0)  # one CPU stands for two devices
+
+    @contextmanager
+    def current(device):
+        on_it.append(device)
+        yield
+        on_it.pop()
+
+    def moved(probe, device, move=Probe.on_device):
+        tensors_on[0] = device
+        return move(probe, device)
+
+    def launched_on_the_current(q, k, v):
+        return scaled_dot_product(q, k, v) * (on_it[-1] == tensors_on[0])
+
+    def refusing(q, k, v):
+        if tensors_on[0] == second:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return scaled_dot_product(q, k, v)
+
+    def asked(kernel):
+        tensors_on[0] = CPU
+        return ask(kernel, PLAIN, "device", backward=False)
+
+    monkeypatch.setattr("pytest_attn.invariants.probe.current", current)
+    assert asked(launched_on_the_current).findings[0].evidence == "needs a second CUDA device"
+    monkeypatch.setattr("pytest_attn.invariants.device._second_to", lambda device: second)
+    monkeypatch.setattr(Probe, "on_device", moved)
+    (finding,) = asked(launched_on_the_current).broken
+    assert finding.evidence.startswith("tensors on cpu:0, while cpu is the current device: out[0, 0, 0, 0] = ")
+    assert asked(scaled_dot_product).findings[0].outcome == "passed"
+    assert asked(refusing).findings[0].evidence == "refused in its own words: Expected all tensors to be on the same device"
 
 
 def test_a_write_beside_an_input_is_seen():
@@ -249,7 +286,7 @@ def test_invariants_are_selected_by_name():
 
     assert names(only=["state", "rerun"]) == ["rerun", "state"]
     assert "leak" not in names(skip="leak")
-    assert {"shapes", "offsets"}.isdisjoint(names())
+    assert {"shapes", "offsets", "device"}.isdisjoint(names())
     with pytest.raises(ValueError, match=r"unknown invariant 'no'; known: rerun, poison, layout, "):
         names(only="no")
     with pytest.raises(ValueError, match=r"unknown invariant 'bad'; known: "):

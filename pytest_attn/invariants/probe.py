@@ -110,6 +110,7 @@ class Probe:
         self.subject, self.question, self.inputs = subject, question, inputs
         self.guard, self.thorough = guard, thorough
         self.count = count or Count()
+        self._current = question.device
         self._kernel: Callable[..., Any] | None = None
         self._base: dict[str, Tensor] | None = None
         self._references: list[tuple[Inputs, Reference]] = []
@@ -181,7 +182,7 @@ class Probe:
 
         stack = ExitStack()
         stack.enter_context(self.guard())
-        stack.enter_context(current(self.device))
+        stack.enter_context(current(self._current))
         stack.enter_context(quiet() if self.is_backend else nullcontext())
         stack.enter_context(late_refusals_of(self.subject))
         return stack
@@ -230,6 +231,16 @@ class Probe:
         question = dataclasses.replace(self.question, workload=workload, layout=layout)
         inputs = other if isinstance(other, Inputs) else draw_inputs(other, question.inputs[0], question.seed, self.device)
         return Probe(self.subject, question, inputs, self.guard, self.thorough, self.count)
+
+    def on_device(self, device: torch.device) -> Probe:
+        """Return a probe of the same kernel on tensors of another device, in whose calls this one's stays the current one."""
+        given = {field.name: getattr(self.inputs, field.name) for field in dataclasses.fields(self.inputs)}
+        moved = {name: value.to(device) for name, value in given.items() if hasattr(value, "to")}
+        inputs = dataclasses.replace(self.inputs, device=device, **moved)
+        question = dataclasses.replace(self.question, device=device)
+        there = Probe(self.subject, question, inputs, self.guard, self.thorough, self.count)
+        there._current = self._current
+        return there
 
     # -- judging -------------------------------------------------------------------------------------------------------
 

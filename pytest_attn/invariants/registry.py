@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pytest_attn.invariants.algebra import Algebra
 from pytest_attn.invariants.batch import Batch
+from pytest_attn.invariants.device import Device
 from pytest_attn.invariants.equivalence import Equivalence
 from pytest_attn.invariants.gradients import Gradients, LseGradient
 from pytest_attn.invariants.invariant import Invariant
@@ -36,6 +37,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Offsets(),
     Opcheck(),
     State(),
+    Device(),
 )
 
 
