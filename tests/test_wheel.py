@@ -61,15 +61,15 @@ def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp
     subprocess.run(install, check=True, capture_output=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_XDIST", "PYTHONPATH"))}
     ask = [python, "-c", "import pytest_attn; print(pytest_attn.__file__)"]
-    where = subprocess.run(ask, cwd=tmp_path, capture_output=True, text=True, check=True)
+    where = subprocess.run(ask, cwd=tmp_path, env=alone, capture_output=True, text=True, check=True)
     assert Path(where.stdout).is_relative_to(site)
     project = tmp_path / "project"
     project.mkdir()
 
     def run(*args):
         command = [python, "-m", "pytest", "--attn-device=cpu", *args]
-        alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         return subprocess.run(command, cwd=project, env=alone, capture_output=True, text=True, check=False)
 
     suite = run("--pyargs", "pytest_attn.suite", "--attn-backends=math,sdpa", "--attn-workloads=smoke-full,smoke-half")

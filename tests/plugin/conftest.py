@@ -4,8 +4,10 @@ The second takes seconds each, so only those that are marked `twice` always are.
 that are marked slow.
 """
 
+import getpass
 import os
 import pkgutil
+import tempfile
 from importlib import import_module
 
 import pytest
@@ -46,11 +48,22 @@ def _no_worker(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _no_hypothesis(request, monkeypatch):
-    """Spare the processes that a story starts the import of Hypothesis, which its plugin makes at the end of every run."""
-    if "pytester" in request.fixturenames and request.path.name != "test_fuzz.py":
-        request.getfixturevalue("pytester")  # which forgets the options of these tests' own run
-        monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+def _own_processes(request, monkeypatch):
+    """Let the processes that a story starts wait for nothing that is not theirs.
+
+    Hypothesis is imported by its plugin at the end of every run; the lock of a device, in the folder of temporary files, may
+    be another story's.
+    """
+    if "pytester" in request.fixturenames:
+        pytester = request.getfixturevalue("pytester")  # which forgets the options of these tests' own run
+        if request.path.name != "test_fuzz.py":
+            monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
+        own = str(pytester.path.parent / f"{pytester.path.name}-tmp")
+        os.mkdir(own)
+        monkeypatch.setenv("TMPDIR", own)
+        monkeypatch.setattr(tempfile, "tempdir", own)
 
 
 @pytest.fixture(params=["serial", "xdist"])
