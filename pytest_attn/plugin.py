@@ -85,6 +85,8 @@ class Recorder:
             self._lines.close()
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)
+            else:
+                terminalreporter.write_line(f"--attn-json: written to {self._lines.path}")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

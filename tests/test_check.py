@@ -73,6 +73,8 @@ FAULTS = {
         FULL,
         "it equals attention with a causal mask that nobody asked for",
     ),
+    "scale a little off": (lambda q, k, v: explicit(q, k, v, scale=0.126), FULL, "with scale 0.126, not 0.125"),
+    "scale far off": (lambda q, k, v: explicit(q, k, v, scale=0.08), FULL, "with scale 0.08, not 0.125"),
     "scale missing": (lambda q, k, v: explicit(q, k, v, scale=1.0), FULL, "with scale 1: the softmax scale is missing"),
     "scale twice": (lambda q, k, v: explicit(q, k, v, scale=1 / 64), FULL, "with the softmax scale applied twice"),
     "base 2": (lambda q, k, v: explicit(q, k, v, scale=math.log(2) / 8), FULL, "exp2 without its factor log2 e"),
@@ -203,7 +205,7 @@ class Faulty(torch.autograd.Function):
         (lambda dq, dk, dv: (dq, dk / 8, dv), FULL, "the factor softmax_scale was applied twice"),
         (lambda dq, dk, dv: (dq, dk, dv / 3), FULL.replace(heads=3, kv_heads=1), "the mean over the 3 query heads"),
         (lambda dq, dk, dv: (dq, dk, -dv), FULL, "its sign is flipped"),
-        (lambda dq, dk, dv: (dq, dk * 1.01, dv), FULL, "mismatch: dk of apply"),
+        (lambda dq, dk, dv: (dq, dk * 1.01, dv), FULL, "mismatch: dk of Faulty.apply"),
         (lambda dq, dk, dv: (dq * float("nan"), dk, dv), FULL, "dq holds 16,384 NaN and 0 infinite elements"),
     ],
 )

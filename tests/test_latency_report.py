@@ -88,7 +88,7 @@ def test_units(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("width", "gone"), [(200, []), (80, ["mode"]), (72, ["mode", "+-"]), (40, ["mode", "+-", "finds", "direction"])]
+    ("width", "gone"), [(200, []), (80, ["mode"]), (72, ["mode", "finds"]), (40, ["mode", "finds", "direction", "+-"])]
 )
 def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(width, gone):
     header, row, _ = (text for text, _ in latency_summary([record(subject="sdpa_efficient")], False, width))

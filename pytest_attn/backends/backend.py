@@ -272,6 +272,7 @@ class FunctionBackend(Backend):
         swap = self.layout == "bshd" and not inputs.workload.is_packed
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            __tracebackhide__ = True
             if not swap:
                 return self.fn(q, k, v, workload=inputs.workload, **self.configuration)
             out = self.fn(*(t.transpose(1, 2) for t in (q, k, v)), workload=inputs.workload, **self.configuration)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _ROWS = 32
 _AGAIN_ELEMENTS = 1 << 26
 _TILES = (128, 64, 32, 16)
+_SCALE_STEPS = 6
 
 
 def explain(comparison: TensorComparison, tensor: torch.Tensor, reference: Reference, workload: Workload) -> list[str]:
@@ -166,12 +167,42 @@ def _likely_mistakes(
     if not lines and (head := _equals_other_head(got, reference, comparison.limits)):
         lines.append(head)
     if not lines:
-        fits = {
-            name: _fit(mine, reference.inputs, w, rows, profile, comparison.limits)
-            for name, profile in EXACT_PRECISIONS.items()
-        }
-        lines += _fitting_profiles(fits, reference)
+        lines += _scale_or_profile(mine, rows, reference, w, comparison.limits)
     return lines
+
+
+def _scale_or_profile(
+    got: torch.Tensor, rows: torch.Tensor | None, reference: Reference, w: Workload, limits: Limits
+) -> list[str]:
+    """Name the scale that explains the rows, or the precision profiles: what fits better."""
+    profiles = EXACT_PRECISIONS.items()
+    fits = {name: _fit(got, reference.inputs, w, rows, profile, limits) for name, profile in profiles}
+    scale = _fitted_scale(got, rows, reference, w)
+    z = _fit(got, reference.inputs, w.replace(scale=scale), rows, reference.precision, limits) if scale else None
+    if z is not None and all(z < fit for fit in fits.values() if fit is not None):
+        return [f"it equals attention with scale {scale:.4g}, not {w.softmax_scale:.4g} (z {z:.1f} there)"]
+    return _fitting_profiles(fits, reference)
+
+
+def _fitted_scale(got: torch.Tensor, rows: torch.Tensor | None, reference: Reference, w: Workload) -> float | None:
+    """Return the scale that explains the rows best, by Gauss-Newton in its logarithm; None where it is the workload's own."""
+
+    def out(scale: float) -> torch.Tensor:
+        changed = w.replace(scale=scale)
+        return compute_reference(reference.inputs, reference.precision, rows=rows, workload=changed).tensors["out"].value
+
+    scale, step = w.softmax_scale, 0.01
+    for _ in range(_SCALE_STEPS):
+        at = out(scale)
+        slope = (out(scale * math.exp(step)) - at) / step
+        steepness = float(slope.square().sum())
+        change = float(((got.double() - at) * slope).sum()) / steepness if steepness else 0.0
+        if not math.isfinite(change):
+            return None
+        scale *= math.exp(max(-1.0, min(1.0, change)))
+        if abs(change) < 1e-5:
+            break
+    return scale if abs(math.log(scale / w.softmax_scale)) > 1e-3 else None
 
 
 def _fitting_profiles(fits: dict[str, float | None], reference: Reference) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from pytest_attn.correctness.compare import ContractError, limits_named
 from pytest_attn.correctness.precision import PRECISIONS, Precision, precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.workloads.inputs import Inputs, distribution_names, draw_inputs
-from pytest_attn.workloads.masks import function_label
+from pytest_attn.workloads.masks import function_label, function_name
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
@@ -139,4 +140,6 @@ def in_layout(tensor: torch.Tensor, question: Question, is_kv: bool = False) -> 
 
 def subject_name(subject: object) -> str:
     """Return what to call a backend or callable in messages."""
-    return subject.name if isinstance(subject, Backend) else function_label(subject)
+    if isinstance(subject, Backend):
+        return subject.name
+    return function_name(subject) if isinstance(subject, functools.partial) else function_label(subject)

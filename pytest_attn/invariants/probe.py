@@ -66,12 +66,14 @@ class Pending:
 
     def finish(self) -> dict[str, Tensor]:
         """Return out, lse and gradients, in native layout."""
+        __tracebackhide__ = True
         if self.probe.backward:
             return self.gradients(("out",), (self.dout,))
         return self._results({})
 
     def gradients(self, of: tuple[str, ...], flowing: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return the results, with the gradients that arise where `flowing` arrives at the outputs `of`."""
+        __tracebackhide__ = True
         import torch
 
         outputs = [self.handed_out[name] for name in of]
@@ -162,6 +164,7 @@ class Probe:
     @property
     def base(self) -> dict[str, Tensor]:
         """The results on the inputs as they are, in contiguous tensors."""
+        __tracebackhide__ = True
         if self._base is None:
             self._base = self.run(self.inputs)
         return self._base
@@ -169,6 +172,7 @@ class Probe:
     @property
     def kernel(self) -> Callable[..., Any]:
         """The callable, prepared for the workload where a backend makes it."""
+        __tracebackhide__ = True
         if self._kernel is None:
             is_backend = isinstance(self.subject, Backend)
             with self.calling():
@@ -195,14 +199,17 @@ class Probe:
 
     def run(self, inputs: Inputs) -> dict[str, Tensor]:
         """Call the kernel on other values of q, k, v and dout."""
+        __tracebackhide__ = True
         return self.call(self.handed(inputs))
 
     def call(self, tensors: Tensors) -> dict[str, Tensor]:
         """Call the kernel, forward and where asked backward, on tensors in its own layout."""
+        __tracebackhide__ = True
         return self.begin(tensors).finish()
 
     def begin(self, tensors: Tensors) -> Pending:
         """Call the kernel forward. Raises ContractError for a result that cannot be compared."""
+        __tracebackhide__ = True
         import torch
 
         kernel, question = self.kernel, self.question

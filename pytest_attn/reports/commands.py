@@ -38,7 +38,11 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
 
     if missing := missing_libraries():
         given.error(f"needs {' and '.join(missing)}; {INSTALL}")
-    write_whole(given.output, report_page(records))
+    try:
+        write_whole(given.output, report_page(records))
+    except OSError as error:
+        given.error(f"cannot write {given.output}: {error.strerror}")
+    print(f"written to {given.output}")
 
 
 def _rank(records: Sequence[Record], given: argparse.Namespace) -> None:

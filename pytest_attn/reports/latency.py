@@ -14,6 +14,7 @@ _MARKUP = {
     "unconfirmed": {"red": True},
     "unrecorded": {"red": True},
     "inconclusive": {"yellow": True},
+    "disturbed": {"yellow": True},
     "raised": {"red": True},
 }
 _WORDS = {
@@ -29,8 +30,8 @@ _WORDS = {
 }
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "finds")
-#: columns that a narrow terminal does without, the first to go first
-_EXPENDABLE = ("mode", "+-", "finds", "direction")
+#: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before
+_EXPENDABLE = ("mode", "finds", "direction", "+-")
 
 
 def latency_summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
@@ -44,7 +45,8 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
     if shown:
         table = [("p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
         rows = [_row(r, shown) for r in shown]
-        shorter = narrowed([*table, *rows], None if verbose else width, _EXPENDABLE)
+        idle = [title for at, title in enumerate(table[0]) if all(row[at] == "-" for row in rows)]
+        shorter = narrowed([*table, *rows], None if verbose else width, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
         right = tuple(at for at, title in enumerate(shorter[0]) if title in _FIGURES)
         for number, line in enumerate(aligned(shorter, right, width)):
             yield line, {"bold": True} if number == 0 else _MARKUP.get(shown[number - 1]["verdict"], {})
@@ -84,6 +86,10 @@ def _reasons(records: Sequence[Record]) -> Iterator[Line]:
     for r in records:
         if r["reason"] and r["verdict"] != "regressed":
             found.setdefault((r["verdict"], r["reason"]), []).append(f"{r['subject']} on {r['workload']}")
+    for r in records:
+        if r["verdict"] == "no baseline" and r["latency"].get("disturbances"):
+            reason = "; ".join(r["latency"]["disturbances"])
+            found.setdefault(("disturbed", reason), []).append(f"{r['subject']} on {r['workload']}")
     for (verdict, reason), cases in found.items():
         which = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
         yield f"{verdict:12}  {which}: {reason}", _MARKUP.get(verdict, {})

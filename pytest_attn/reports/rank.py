@@ -105,6 +105,11 @@ class Line:
     approximate: Standing = field(default_factory=Standing)
     excluded: tuple[Candidate, ...] = ()
 
+    @property
+    def rivals_in_doubt(self) -> tuple[Candidate, ...]:
+        """Exact candidates whose time was disturbed: one of them may be the fastest."""
+        return tuple(one for one in self.excluded if one.excluded == "inconclusive" and not one.is_approximate)
+
 
 @dataclass(frozen=True)
 class Ranking:

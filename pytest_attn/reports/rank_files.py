@@ -52,8 +52,11 @@ def to_python(ranking: Ranking) -> str:
             "which configuration of BACKEND",
             "{} is the backend's default, also where nothing is faster for certain.",
         )
+    doubts = [f"# {line.workload} {line.direction}: not compared, as disturbed: {_names(line)}" for line in ranking.timed]
+    doubts = [text.encode("ascii", "backslashreplace").decode() for text in doubts if not text.endswith(": ")]
     parts = [
         f'"""For each workload {what} is fastest and right; written by pytest-attn.\n\n{which}\n"""\n',
+        *(["\n".join(doubts) + "\n"] if doubts else []),
         _assignment("MACHINE", {**{name: first.get(name) for name in _SHOWN}, "date": ranking.date}),
         *([_assignment("BACKEND", ranking.tuned)] if ranking.tuned else []),
         *(_assignment(name, _table(ranking, direction, first)) for direction, name in TABLES.items()),
@@ -68,6 +71,10 @@ def to_python(ranking: Ranking) -> str:
         }
         parts += ["# by (name, device, torch) of a machine\n", _assignment("OTHER_MACHINES", tables)]
     return "\n".join(parts)
+
+
+def _names(line: Line) -> str:
+    return ", ".join(one.name for one in line.rivals_in_doubt)
 
 
 def _assignment(name: str, value: Any) -> str:

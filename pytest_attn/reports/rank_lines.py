@@ -219,4 +219,8 @@ def _closing(ranking: Ranking, verbose: bool) -> Iterator[Text]:
     what = f"{count(len(ranking.timed), 'workload and direction', 'workloads and directions')} ranked"
     fastest = f"; fastest: {winners if verbose else _cut_list(winners, 30)}" if winners else ""
     yield f"rank: {what}{fastest}", {"green": True}
+    if doubtful := [line for line in ranking.timed if line.exact.fastest and line.rivals_in_doubt]:
+        rivals = ", ".join(dict.fromkeys(_shown(one, ranking) for line in doubtful for one in line.rivals_in_doubt))
+        where = count(len(doubtful), "line leaves", "lines leave")
+        yield f"rank: {where} out what may be faster, as its time was disturbed: {rivals}; run again", {"yellow": True}
     yield "rank: ties cannot be told from the fastest (95 %)" + ("" if verbose else "; -v shows every time and error"), {}

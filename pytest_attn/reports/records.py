@@ -55,7 +55,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
         "tensors",
         "array of objects",
         "every tensor and distribution: name, distribution, passed, z_element, z_row, z_head, absmax, mean_abs, mse,"
-        " relative_l2, cosine, worst (index), found, exact, budget",
+        " relative_l2, cosine, worst (index), found, exact, budget, wrong_positions (elements that are NaN or infinite"
+        " and should not be, or should be and are not)",
     ),
     ("is_sampled", "boolean", "whether only some rows and keys of a long workload were compared"),
     ("is_approximate", "boolean", "whether the kernel quantises, and was held to its quantised inputs"),
@@ -69,7 +70,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     (
         "latency",
         "object or null",
-        "p50 (seconds), interval (low, high, confidence), samples (with --attn-json-samples), blocks, mode, calls, l2, host"
+        "workload, subject, direction, verdict, key (of its baseline), p50 (seconds), interval"
+        " (low, high, confidence), samples (with --attn-json-samples), blocks, spent (seconds), mode, calls, l2, host"
         " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, decision"
         " (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
     ),

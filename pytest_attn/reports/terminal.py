@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
+
+
+#: reasons that --attn-list prints, those of most cases first
+_MOST_OBSTACLES = 20
+#: of these, --attn-save-failures keeps the tensors
+_KEPT = {"mismatch", "broken"}
 
 
 def summary(records: Sequence[Record], verbose: bool, width: int | None = None, are_saved: bool = False) -> Iterator[Line]:
@@ -22,29 +29,35 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
-    yield closing(records, are_saved)
+    text, markup = closing(records)
+    yield text + _next(records, are_saved), markup
 
 
 def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
     ran = [r for r in records if r["z_element"] is not None]
     if not ran:
         return
-    table = [("verdict", "backend", "workload", "pass", "worst", "z", "row", "head")]
+    table = [("verdict", "backend", "workload", "direction", "worst", "z", "row", "head")]
     table += [
         (
             r["verdict"] + (" approximate" if r["is_approximate"] else ""),
             r["subject"],
             r["workload"] + (" (sampled)" if r["is_sampled"] else ""),
-            "bwd" if r["backward"] else "fwd",
+            "backward" if r["backward"] else "forward",
             f"{r['tensor']}/{r['distribution']}",
-            f"{r['z_element']:.3g}",
-            f"{r['z_row']:.3g}",
-            f"{r['z_head']:.3g}",
+            *_levels(r),
         )
         for r in ran
     ]
     for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
         yield line, {"bold": True} if number == 0 else {"red": True} if ran[number - 1]["verdict"] == "mismatch" else {}
+
+
+def _levels(record: Record) -> tuple[str, str, str]:
+    """Write z at its three levels; where elements are NaN or infinite and should not be, that is what is wrong."""
+    if any(tensor.get("wrong_positions") for tensor in record["tensors"]):
+        return "not finite", "-", "-"
+    return f"{record['z_element']:.3g}", f"{record['z_row']:.3g}", f"{record['z_head']:.3g}"
 
 
 def _problems(records: Sequence[Record]) -> Iterator[Line]:
@@ -95,8 +108,16 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
 
 
-def closing(records: Sequence[Record], are_saved: bool = False) -> Line:
-    """Return the sentence that says how it all went, of checks and invariants, and what to type next."""
+def _next(records: Sequence[Record], are_saved: bool) -> str:
+    """Say what to type next."""
+    verdicts = {r["verdict"] for r in records}
+    if verdicts & _KEPT:
+        return "" if are_saved else "; --lf --attn-save-failures=failures keeps the tensors"
+    return "; -rs lists the reasons of skips" if "skipped" in verdicts else ""
+
+
+def closing(records: Sequence[Record]) -> Line:
+    """Return the sentence that says how it all went, of checks and invariants."""
     counts = Counter("approximate" if r["verdict"] == "passed" and r["is_approximate"] else r["verdict"] for r in records)
     backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
     workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}
@@ -108,10 +129,6 @@ def closing(records: Sequence[Record], are_saved: bool = False) -> Line:
     if good:
         worst = max(good, key=lambda r: r["z_element"])
         text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
-    if (counts["mismatch"] or counts["broken"]) and not are_saved:
-        text += "; --lf --attn-save-failures=failures keeps the tensors"
-    elif counts["skipped"]:
-        text += "; -rs lists the reasons of skips"
     markup = (
         {"red": True}
         if counts["mismatch"] or counts["broken"] or counts["raised"]
@@ -141,13 +158,24 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def listing(
-    tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]], closing: str, width: int | None = None
+    tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]],
+    closing: str,
+    width: int | None = None,
+    obstacles: Mapping[str, Counter[str]] = MappingProxyType({}),
 ) -> Iterator[Line]:
-    """Yield the tables of --attn-list, each a header and its rows, and the closing sentence."""
+    """Yield the tables of --attn-list, each a header and its rows, why cases would not run, and the closing sentence.
+
+    obstacles: by reason, how many cases of each backend.
+    """
     for title, rows in tables:
         header, *lines = aligned([title, *rows], width=width)
         yield header, {"bold": True}
         for line in lines:
             yield line, {}
         yield "", {}
+    ranked = sorted(obstacles.items(), key=lambda reason: -sum(reason[1].values()))
+    for reason, names in ranked[:_MOST_OBSTACLES]:
+        yield f"not run       {count(sum(names.values()), 'case')} of {', '.join(names)}: {reason}", {}
+    if len(ranked) > _MOST_OBSTACLES:
+        yield f"... {len(ranked) - _MOST_OBSTACLES} more reasons", {}
     yield closing, {}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
@@ -46,6 +47,7 @@ class AttentionCase(CaseTensors):
         super().__init__(parameter.workload, mark, session)
         self.backend: Backend | None = session.backend_named(parameter.backend) if parameter.backend else None
         self._request, self._item = request, request.node
+        self.asked = "-"  # the callable or backend that was last judged
         self._checked: Any = None
         self._comparison: Comparison | None = None
         self._measured: Counter[tuple[str, str]] = Counter()
@@ -68,14 +70,9 @@ class AttentionCase(CaseTensors):
         question = self._question if backward == self._mark.backward else replace(self._question, backward=backward)
         self._checked, self._comparison = subject, None
         saver = self._saver(subject, question)
-        references = self._session.references
-        comparison = self._judged(
-            name,
-            "check",
-            saver.watching(
-                lambda: judge(subject, question, references, lambda: self._deadline(name), self.command(), saver.see)
-            ),
-        )
+        deadline = partial(self._deadline, name)
+        asked = partial(judge, subject, question, self._session.references, deadline, self.command(), saver.see)
+        comparison = self._judged(name, "check", saver.watching(asked))
         defects = self._known_defects(subject)
         if comparison.passed:
             self._comparison = comparison
@@ -106,15 +103,9 @@ class AttentionCase(CaseTensors):
         name = subject_name(subject)
         thorough = self._session.settings.thorough
         saver = self._saver(subject, self._question)
-        report = self._judged(
-            name,
-            "invariants",
-            saver.watching(
-                lambda: judge_invariants(
-                    subject, self._question, only, skip, thorough, lambda: self._deadline(name), self.command()
-                )
-            ),
-        )
+        deadline = partial(self._deadline, name)
+        asked = partial(judge_invariants, subject, self._question, only, skip, thorough, deadline, self.command())
+        report = self._judged(name, "invariants", saver.watching(asked))
         if report.passed:
             self._record(name, "held", question="invariants")
             return report
@@ -280,6 +271,7 @@ class AttentionCase(CaseTensors):
         from pytest_attn.session.deadline import DeadlineError
 
         doing = "trying the invariants of" if question == "invariants" else "checking"
+        self.asked = name
         try:
             with self._session.progress.during(f"{doing} {name}", self.workload.id):
                 return judge()

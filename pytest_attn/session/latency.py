@@ -29,6 +29,7 @@ from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, own_processes
 from pytest_attn.session.parametrize import id_under
 from pytest_attn.session.sharing import device_lock, untimed_because
+from pytest_attn.workloads.masks import function_name
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,8 @@ class Measurement:
         import torch
 
         settings, on_cpu = self.session.settings, self.question.device.type == "cpu"
-        name = subject_name(self.subject)
-        if not isinstance(self.subject, Backend):
+        name = self.subject.name if isinstance(self.subject, Backend) else function_name(self.subject)
+        if not isinstance(self.subject, Backend):  # its label changes with the line that it stands on
             test = id_under(self.item.nodeid.partition("::")[0], self.item)
             name = f"{name} of {test}" + (f" #{self.number}" if self.number > 1 else "")
         layout = "bhsd" if isinstance(self.subject, Backend) else self.question.layout

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -65,17 +66,20 @@ def group_by_workload(items: list[pytest.Item]) -> None:
 
 def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
     """Skip an item with the first requirement that its machine does not meet."""
+    try:
+        reason = _unmet(item, session)
+    except (ValueError, NoTorchError) as error:
+        pytest.fail(str(error), pytrace=False)
+    if reason:
+        pytest.skip(reason)
+
+
+def _unmet(item: pytest.Item, session: AttentionSession) -> str | None:
     marker = item.get_closest_marker("attention")
     device = marker.kwargs.get("device") if marker else None
-    for requirement in item.iter_markers("attention_requires"):
-        try:
-            reason = RequiresMark.from_marker(requirement, session.registry).unmet_because(
-                session.machine(device), session.registry
-            )
-        except (ValueError, NoTorchError) as error:
-            pytest.fail(str(error), pytrace=False)
-        if reason:
-            pytest.skip(reason)
+    marks = (RequiresMark.from_marker(mark, session.registry) for mark in item.iter_markers("attention_requires"))
+    reasons = (mark.unmet_because(session.machine(device), session.registry) for mark in marks)
+    return next(filter(None, reasons), None)
 
 
 def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
@@ -120,13 +124,13 @@ def _lost_in(item: pytest.Item) -> str:
 
 def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> CaseRecord:
     """Return the record of a test that raised without a judgement."""
-    subject = parameter.backend or "-"
+    case = getattr(item, "funcargs", {}).get("attn")
+    subject = parameter.backend or (case.asked if isinstance(case, AttentionCase) else "-")
     try:
         session, marker = item.config.stash[SESSION], item.get_closest_marker("attention")
         facts = facts_of(session, parameter.workload, subject, marker.kwargs.get("device") if marker else None)
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
         facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": subject}
-    case = getattr(item, "funcargs", {}).get("attn")
     command = case.command() if isinstance(case, AttentionCase) else f"pytest {shlex.quote(item.nodeid)}"
     facts |= {"verdict": "raised", "reason": reason, "command": command}
     return CaseRecord(test=item.nodeid, backward=False, direction="forward", **facts)
@@ -185,7 +189,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
-    """Count the collected cases that no backend, device or workload stands in the way of."""
+    """Count the collected cases that no backend, device or workload stands in the way of, and the others by their reasons."""
     for item in items:
         if not _is_case(item):
             continue
@@ -195,7 +199,11 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
         backend = session.registry[parameter.backend] if parameter.backend else None
         machine = session.machine(marker.kwargs.get("device"))
         with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
-            session.runnable += obstacle(backend, parameter.workload, machine, bool(marker.kwargs.get("backward"))) is None
+            backward = bool(marker.kwargs.get("backward"))
+            reason = _unmet(item, session) or obstacle(backend, parameter.workload, machine, backward)
+            session.runnable += reason is None
+            if reason:
+                session.obstacles.setdefault(reason, Counter())[parameter.backend or "any kernel"] += 1
 
 
 def print_listing(session: AttentionSession, reporter: Any) -> None:
@@ -209,7 +217,8 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         f"{session.runnable:,} of {session.cases:,} cases would run on {machine.name}"
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
-    _print(reporter, listing(tables(session.registry, session.catalog, machine), closing, room(reporter.isatty)))
+    texts = listing(tables(session.registry, session.catalog, machine), closing, room(reporter.isatty), session.obstacles)
+    _print(reporter, texts)
 
 
 def _print(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:

@@ -21,7 +21,7 @@ class JsonLines:
 
     def __init__(self, path: str, with_samples: bool) -> None:
         self.problem = ""
-        self._path, self._writer = path, RecordWriter(path, with_samples)
+        self.path, self._writer = path, RecordWriter(path, with_samples)
 
     def write(self, records: Iterable[Record]) -> None:
         """Append records, until one cannot be written."""
@@ -36,7 +36,7 @@ class JsonLines:
             try:
                 action()
             except OSError as error:
-                self.problem = f"--attn-json: cannot write {self._path}: {error}"
+                self.problem = f"--attn-json: cannot write {self.path}: {error}"
 
 
 def json_lines(session: AttentionSession, config: pytest.Config) -> JsonLines | None:
@@ -114,8 +114,9 @@ def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
 
 
 def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) -> None:
-    """Write a file whole or not at all; say where that fails, and go on."""
+    """Write a file whole or not at all; say that it is written, or why not, and go on."""
     try:
         files.write_whole(path, text())
+        reporter.write_line(f"{flag}: written to {path}")
     except OSError as error:
         reporter.write_line(f"{flag}: cannot write {path}: {error}", red=True)

@@ -30,7 +30,6 @@ def report_ranking(session: AttentionSession, config: pytest.Config, reporter: A
         return
     write_whole("--attn-rank-to", f"{stem}.json", lambda: to_json(ranking), reporter)
     write_whole("--attn-rank-to", f"{stem}.py", lambda: to_python(ranking), reporter)
-    reporter.write_line(f"rank: written to {stem}.json and .py")
 
 
 def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, reporter: Any) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     *("name", "distribution", "passed", "z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine"),
-    *("worst", "found", "exact", "budget"),
+    *("worst", "found", "exact", "budget", "wrong_positions"),
 )
 
 

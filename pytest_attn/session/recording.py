@@ -34,6 +34,7 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
     pending = _once_each(session.pending)
     say = reporter.write_line if reporter else lambda text, **markup: None
     say("")
+    runs: Runs = []
     try:
         for device in {one.device for one in pending}:
             store = recorded_on(session, device)
@@ -57,7 +58,7 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
         for one in (one for one in pending if one.key not in session.recorded):
             say(f"baselines: not {one.key}: {_missing(one, runs)}", yellow=True)
     missed = [one for one in pending if one.key not in session.recorded]
-    _name_the_missed(session, {one.key for one in missed})
+    _name_the_missed(session, {one.key: _missing(one, runs) for one in missed})
     return not missed
 
 
@@ -96,7 +97,9 @@ def _undisturbed(one: Pending, runs: Runs) -> Runs:
 
 def _missing(one: Pending, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
-    text = f"{len(_undisturbed(one, runs))} of {FEWEST_RUNS} fresh processes timed it undisturbed"
+    if not runs:
+        return "no fresh process has run"
+    text = f"{len(_undisturbed(one, runs))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
     return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
 
@@ -119,8 +122,8 @@ def _by_device(pending: list[Pending], runs: Runs) -> dict[Any, dict[str, Baseli
     return found
 
 
-def _name_the_missed(session: AttentionSession, keys: set[str]) -> None:
-    """Change the verdict of cases that were to be recorded and were not."""
+def _name_the_missed(session: AttentionSession, reasons: dict[str, str]) -> None:
+    """Change the verdict of cases that were to be recorded and were not, by their keys."""
     for record in session.records:
-        if record["verdict"] == "recorded" and record["latency"] and record["latency"].get("key") in keys:
-            record["verdict"] = "unrecorded"
+        if record["verdict"] == "recorded" and record["latency"] and (key := record["latency"].get("key")) in reasons:
+            record |= {"verdict": "unrecorded", "reason": reasons[key]}

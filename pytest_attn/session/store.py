@@ -13,6 +13,8 @@ import pytest
 from pytest_attn.session.settings import Settings, choose
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     import torch
 
     from pytest_attn.backends.backend import Backend
@@ -58,6 +60,7 @@ class AttentionSession:
         self.settings = Settings.from_config(config)
         self.records: list[dict[str, Any]] = []
         self.cases = self.runnable = 0
+        self.obstacles: dict[str, Counter[str]] = {}  # under --attn-list: why the others would not run, by backend
         self.selected = 0  # items with a case, after collection
         self.latencies: dict[str, Any] = {}  # what session/latency.py knows of each device
         self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case

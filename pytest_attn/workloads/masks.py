@@ -7,7 +7,9 @@ tensors, so that it serves the reference (by broadcasting), FlexAttention (by vm
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -333,12 +335,26 @@ def as_tuple(field: str, values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
+def function_name(fn: object) -> str:
+    """Name a callable as its author does: "f", "f[block=64]" for a partial, "Kernel.forward", "lambda"."""
+    if isinstance(fn, functools.partial):
+        given = [*map(str, filter(_is_plain, fn.args)), *(f"{k}={v}" for k, v in fn.keywords.items() if _is_plain(v))]
+        return function_name(fn.func) + (f"[{','.join(given)}]" if given else "")
+    name = str(getattr(fn, "__name__", type(fn).__name__)).replace("<lambda>", "lambda")
+    owner = getattr(fn, "__self__", None)
+    if owner is None or isinstance(owner, types.ModuleType):
+        return name
+    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
+
+
 def function_label(fn: object) -> str:
     """Name a function for an id: the same in every process, different for different closures and lambdas."""
-    name = str(getattr(fn, "__name__", type(fn).__name__)).replace("<lambda>", "lambda")
+    name, is_partial, _ = function_name(fn).partition("[")
     code = getattr(fn, "__code__", None)
     cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
     plain = [value for value in (*cells, *(getattr(fn, "__defaults__", None) or ())) if _is_plain(value)]
+    if is_partial:
+        plain = [function_name(fn)]
     if name == "lambda" or plain:
         where = (getattr(fn, "__module__", ""), getattr(code, "co_firstlineno", 0), plain)
         name += f"-{zlib.crc32(repr(where).encode()) & 0xFFFF:04x}"

@@ -127,9 +127,17 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
     result = run()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E*RuntimeError: no kernel image", "raised        - on h2-s32-d32: RuntimeError: no kernel image"]
+        ["E*RuntimeError: no kernel image", "raised        broken on h2-s32-d32: RuntimeError: no kernel image"]
     )
-    assert "correctness/judge.py" not in result.stdout.str()
+    assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
+
+
+@pytest.mark.parametrize("question", ["check", "check_invariants", "measure"])
+def test_whatever_is_asked_a_kernel_that_raises_is_named_and_shown_alone(run, kernel_test, question):
+    kernel_test(f"attn.{question}(broken)", before="def broken(q, k, v):\n    raise KeyError('tile')\n")
+    result = run()
+    result.stdout.fnmatch_lines(["E*KeyError: 'tile'", "raised        broken on h2-s32-d32: KeyError: 'tile'"])
+    assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
 
 
 def test_a_callable_that_is_none_of_these_is_refused(run, kernel_test):

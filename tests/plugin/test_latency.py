@@ -111,6 +111,18 @@ def test_without_a_baseline_the_time_is_shown_and_what_to_type(project, pytester
     assert not (pytester.path / "baselines").exists()
 
 
+def test_a_case_keeps_its_name_when_its_kernel_moves_to_another_line(project, pytester):
+    text = KERNEL.replace("attn.measure(mine)", "attn.measure(lambda q, k, v, block=64: mine(q, k, v))")
+    keys = []
+    for moved in (text, "# a comment\n\n" + text):
+        pytester.makepyfile(test_mine=moved)
+        project("--attn-json=run.jsonl").assert_outcomes(passed=1)
+        records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+        keys += [record["latency"]["key"] for record in records if record["question"] == "latency"]
+    assert keys[0] == keys[1]
+    assert "lambda of test_mine.py::test_mine" in keys[0]
+
+
 def test_recording_says_what_it_wrote(project, pytester):
     result = project("--attn-update-baselines", "first recording")
     result.assert_outcomes(passed=1)

@@ -21,6 +21,7 @@ def test_list_shows_backends_workloads_and_what_would_run(run, kernel_test):
             r"flash2 +CUDA, sm80 to sm121 +flash2 +bf16 fp16 +<=256 %8 +bottom-right, window, documents +softcap, alibi, .*",
             r"workload +group +shape +source",
             r"flux-L512 +flux +h24-s4608-d128 +HF kernels-benchmarks.*",
+            r"not run +1 case of sdpa_cudnn: needs a CUDA device",
             r"1 of 2 cases would run on .* \(cpu, torch \d.*\); leave out --attn-list to run them",
         ]
     )
