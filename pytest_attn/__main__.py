@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -69,5 +70,16 @@ def _lines(machine: Machine, closing: str) -> Iterator[str]:
         yield text
 
 
+def _run() -> int:
+    """Run, and end quietly where who reads the output has gone, as `| head` does."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

@@ -89,6 +89,12 @@ class Recorder:
                 terminalreporter.write_line(f"--attn-json: written to {self._lines.path}")
 
 
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    """Leave the terminal to the debugger."""
+    if _session(config).has_attention_tests:
+        _session(config).progress.line.close()
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Say with which options this run can be repeated."""
     return f"attn: {_session(config).settings.as_options()}"

@@ -1,5 +1,9 @@
 """`python -m pytest_attn report | rank | summary`: what a run would have ended with, from its files."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from fakes.records import run_of
 
@@ -56,3 +60,52 @@ def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, mo
     with pytest.raises(SystemExit):
         main(["report", "one.jsonl"])
     assert 'needs altair; pip install "pytest-attn[report]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("this is not json", "nowhere.jsonl, line 1: is not JSON"),
+        ("\0" * 50, "line 1: is not JSON"),
+        ('{"schema": true}\n', 'has no "schema"'),
+        ('{"schema": 1}\n', 'has no "question", expected string'),
+        ("[" * 200_000 + "\n", "line 1: is not JSON"),
+        ("\xff\n", "is not UTF-8"),
+    ],
+    ids=["words", "zeros", "true", "bare", "nested", "bytes"],
+)
+@pytest.mark.parametrize("command", ["report", "rank", "summary"])
+def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, monkeypatch, capsys, command, text, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere.jsonl").write_text(text, encoding="latin-1")
+    with pytest.raises(SystemExit) as exited:
+        main([command, "nowhere.jsonl"])
+    assert exited.value.code == 2
+    said = capsys.readouterr().err
+    assert "nowhere.jsonl" in said
+    assert words in said
+
+
+def test_a_report_follows_a_link_and_replaces_neither_device_nor_input(files, capsys):
+    (files / "target.html").write_text("old")
+    (files / "link.html").symlink_to("target.html")
+    os.mkfifo(files / "pipe")
+    assert main(["report", "one.jsonl", "-o", "link.html"]) == 0
+    assert (files / "link.html").is_symlink()
+    assert (files / "target.html").read_text().startswith("<!DOCTYPE html>")
+    for output, words in (
+        ("pipe", "cannot write pipe: is no plain file"),
+        ("", "cannot write : is no plain file"),
+        ("one.jsonl", "one.jsonl is what it would be made of"),
+        ("there/is/none.html", "cannot write there/is/none.html: No such file or directory"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["report", "one.jsonl", "-o", output])
+        assert words in capsys.readouterr().err
+    assert (files / "pipe").is_fifo()
+
+
+def test_a_reader_that_has_gone_is_no_error(files):
+    command = f"{sys.executable} -m pytest_attn summary one.jsonl two.jsonl | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""

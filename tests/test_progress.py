@@ -1,7 +1,10 @@
 """What a terminal shows while something takes long: behind pytest's line or below it, and gone afterwards."""
 
+import fcntl
 import os
 import re
+import struct
+import termios
 import time
 from types import SimpleNamespace
 
@@ -73,8 +76,11 @@ def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
         ({"workerinput": {}}, False),
         ({"reporter": type("Bars", (pytest.TerminalReporter,), {})}, False),
         ({"fresh": "/tmp/runs"}, False),
+        ({"capture": "tee-sys"}, False),
+        ({"log_cli": True}, False),
+        ({"has_descriptor": False}, False),
     ],
-    ids=["terminal", "pipe", "-s", "dumb", "xdist", "another reporter", "fresh"],
+    ids=["terminal", "pipe", "-s", "dumb", "xdist", "another reporter", "fresh", "tee-sys", "log_cli", "no descriptor"],
 )
 def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, facts, is_watched):
     monkeypatch.setenv("TERM", facts.get("term", "xterm"))
@@ -83,17 +89,20 @@ def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, 
     reporter = object.__new__(facts.get("reporter", pytest.TerminalReporter))
     plugins = SimpleNamespace(get_plugin=lambda name: reporter)
     config = SimpleNamespace(
-        getoption=lambda name, default: facts.get(name, default),
+        getoption=lambda name, default: facts.get(name, "fd"),
+        getini=facts.get,
         pluginmanager=plugins,
         add_cleanup=lambda clean: None,
         **worker,
     )
     with (tmp_path / "screen").open("w") as screen:
         there = SimpleNamespace(isatty=lambda: facts.get("is_terminal", True), fileno=screen.fileno)
+        if not facts.get("has_descriptor", True):
+            del there.fileno
         monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=there))
         text = PassingText(config)
     assert text.is_watched is is_watched
-    text._close()
+    text.close()
 
 
 # -- the text alone ----------------------------------------------------------------------------------------------------------
@@ -106,6 +115,7 @@ def terminal(monkeypatch):
     os.set_blocking(read, False)
     monkeypatch.setattr(module, "_terminal_of", lambda config: write)
     writer = SimpleNamespace(fullwidth=40, width_of_current_line=10)
+    monkeypatch.setattr(PassingText, "_width", lambda text: writer.fullwidth)
     cleanups = []
     config = SimpleNamespace(get_terminal_writer=lambda: writer, add_cleanup=cleanups.append)
 
@@ -141,6 +151,37 @@ def test_it_stands_below_where_there_is_none_and_is_cut_to_the_line(terminal, co
     assert terminal.written() == "\n\r\x1b[K  " + "x" * 37 + home
     text.clear()
     assert terminal.written() == "\n\r\x1b[K" + home
+
+
+def test_wide_letters_take_two_columns_and_a_newline_is_no_line(terminal):
+    PassingText(terminal.config).show("注意\n")
+    assert terminal.written() == "  注意?\x1b[7D"
+
+
+def test_behind_a_full_line_nothing_is_shown(terminal):
+    terminal.writer.width_of_current_line = 40
+    PassingText(terminal.config).show("wait")
+    assert terminal.written() == ""
+
+
+def test_a_debugger_has_the_terminal_for_itself(terminal):
+    text = PassingText(terminal.config)
+    text.show("wait")
+    text.close()
+    terminal.written()
+    text.show("wait")
+    assert terminal.written() == ""
+
+
+def test_the_width_is_the_terminals_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+    monkeypatch.setattr(module, "_terminal_of", lambda config: follower)
+    text = PassingText(SimpleNamespace(add_cleanup=lambda clean: None))
+    assert text._width() == 57
+    text.close()
+    os.close(leader)
 
 
 def test_what_runs_within_is_named_and_then_what_it_runs_in(terminal, monkeypatch):

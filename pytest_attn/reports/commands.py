@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,10 +27,14 @@ def run_command(given: argparse.Namespace) -> int:
     """Run a command; return 0. What is no such file, or cannot be written, is a usage error: exit 2, in words."""
     try:
         given.run(read_records(*given.files), given)
+    except BrokenPipeError:
+        raise
     except FileNotFoundError as error:
         given.error(f"there is no {error.filename}; pytest --attn-json={error.filename} writes it")
     except (OSError, ValueError) as error:
         given.error(str(error))
+    except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
+        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-json write them?")
     return 0
 
 
@@ -38,6 +43,8 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
 
     if missing := missing_libraries():
         given.error(f"needs {' and '.join(missing)}; {INSTALL}")
+    if any(os.path.realpath(given.output) == os.path.realpath(path) for path in given.files):
+        given.error(f"{given.output} is what it would be made of; say another -o")
     try:
         write_whole(given.output, report_page(records))
     except OSError as error:

@@ -124,10 +124,13 @@ def read_records(*paths: str | Path) -> list[dict[str, Any]]:
     """
     found = []
     for path in paths:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not UTF-8 ({error.reason}); expected a file that --attn-json wrote") from None
         for number, line in enumerate(lines, 1):
             if line.strip():
-                is_cut = number == len(lines)  # every whole line ends with a newline
+                is_cut = number == len(lines) and line.startswith("{")  # every whole line ends with a newline
                 found += [record] if (record := _read(line, f"{path}, line {number}", is_cut)) else []
     return found
 
@@ -135,17 +138,35 @@ def read_records(*paths: str | Path) -> list[dict[str, Any]]:
 def _read(line: str, where: str, is_cut: bool) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if is_cut:
             return None
         raise ValueError(f"{where}: is not JSON ({error}); expected a line that --attn-json wrote") from None
-    if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
+    if not isinstance(record, dict) or type(record.get("schema")) is not int:
         raise ValueError(f'{where}: has no "schema"; expected a line that --attn-json wrote')
     if record["schema"] > SCHEMA:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
+    for name, kind, _ in FIELDS:
+        if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
+            found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
+            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line that --attn-json wrote?")
     return {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
 
 
+#: without which a record says nothing
+_REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float, str),
+    "number or null": (int, float, str, _NONE),
+    "object": (dict,),
+    "object or null": (dict, _NONE),
+    "array of strings": (list,),
+    "array of objects": (list,),
+}
 _TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 

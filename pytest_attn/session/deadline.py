@@ -31,6 +31,11 @@ class Deadline:
         self.seconds = seconds
         self._stderr = os.dup(2) if seconds else 2
 
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self.seconds:
+            os.close(self._stderr)
+
     @contextmanager
     def around(self, case: str) -> Iterator[None]:
         """Limit the time of the block; raise DeadlineError naming `case`."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock, Thread
+from unicodedata import east_asian_width
 
 import pytest
 
@@ -38,7 +39,7 @@ class PassingText:
         #: the terminal under a descriptor of our own: pytest's leads into a file while a test runs
         self._terminal = _terminal_of(config)
         if self._terminal is not None:
-            config.add_cleanup(self._close)
+            config.add_cleanup(self.close)
 
     @property
     def is_watched(self) -> bool:
@@ -49,13 +50,17 @@ class PassingText:
         """Show a text in place of the one before."""
         if not self.is_watched:
             return
-        writer = self._config.get_terminal_writer()
-        column, width = writer.width_of_current_line, writer.fullwidth
-        if column + len(text) + 3 <= width:
-            shown, taken_back = f"  {text}\x1b[{len(text) + 2}D", _ERASE
+        column, width = self._config.get_terminal_writer().width_of_current_line, self._width()
+        text = "".join(letter if letter.isprintable() else "?" for letter in text)
+        if column >= width - 1:
+            return  # where the cursor is after a full line, terminals do not agree
+        if column + _columns(text) + 3 <= width:
+            shown, taken_back = f"  {text}\x1b[{_columns(text) + 2}D", _ERASE
         else:
+            while _columns(text) > width - 3:
+                text = text[:-1]
             home = f"\r{_UP}" + (f"\x1b[{column}C" if column else "")
-            shown, taken_back = f"\n\r{_ERASE}  {text[: width - 3]}{home}", f"\n\r{_ERASE}{home}"
+            shown, taken_back = f"\n\r{_ERASE}  {text}{home}", f"\n\r{_ERASE}{home}"
         with self._lock:
             self._write(self._taken_back + shown)
             self._taken_back = taken_back
@@ -67,24 +72,44 @@ class PassingText:
                 self._write(self._taken_back)
             self._taken_back = ""
 
+    def close(self) -> None:
+        """Show nothing any more."""
+        self.clear()
+        with self._lock:
+            if self._terminal is not None:
+                os.close(self._terminal)
+            self._terminal = None
+
+    def _width(self) -> int:
+        """Ask the terminal itself: pytest asks a file while a test runs, and is told 80."""
+        try:
+            return int(os.environ["COLUMNS"])
+        except (KeyError, ValueError):
+            return os.get_terminal_size(self._terminal or 1).columns or 80
+
     def _write(self, text: str) -> None:
         """Write past pytest's writer, whose count of columns is about what pytest has printed."""
         if self._terminal is not None:
             os.write(self._terminal, text.encode(errors="replace"))
 
-    def _close(self) -> None:
-        if self._terminal is not None:
-            os.close(self._terminal)
-        self._terminal = None
-
 
 def _terminal_of(config: pytest.Config) -> int | None:
     """Open the terminal that this process may write to; None where there is none."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    is_shared = config.getoption("capture", "fd") == "no"
+    is_shared = config.getoption("capture", "no") != "fd" or config.getini("log_cli")  # tests or their logs write as well
     is_ours = not hasattr(config, "workerinput") and not is_fresh_process()
     is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is pytest.TerminalReporter  # no bars of others
-    return os.dup(sys.stdout.fileno()) if is_terminal and is_ours and is_plain and not is_shared else None
+    if not (is_terminal and is_ours and is_plain) or is_shared:
+        return None
+    try:
+        return os.dup(sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):  # something in its place that only says it is a terminal
+        return None
+
+
+def _columns(text: str) -> int:
+    """Count the columns of a terminal that a text takes."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 class Progress:
@@ -162,7 +187,9 @@ class Progress:
         """Return how long it took last time, or else what the same on other workloads took in this run; None: not known."""
         if self._earlier is None:
             cache = getattr(self._config, "cache", None)
-            self._earlier = dict(cache.get(_CACHE_KEY, {})) if cache else {}
+            earlier = cache.get(_CACHE_KEY, {}) if cache else {}
+            is_ours = isinstance(earlier, dict) and all(isinstance(seconds, float) for seconds in earlier.values())
+            self._earlier = earlier if is_ours else {}
         exactly = self._seconds.get(f"{doing} on {on}", self._earlier.get(f"{doing} on {on}"))
         alike = [seconds for name, seconds in self._seconds.items() if name.startswith(f"{doing} on ")]
         return exactly if exactly is not None else statistics.median(alike) if alike else None

@@ -131,6 +131,7 @@ class AttentionSession:
         from pytest_attn.session.deadline import Deadline
 
         self._deadline = Deadline(self.settings.timeout)
+        self._config.add_cleanup(self._deadline.close)
         return self._deadline
 
     def check_names(self) -> None:

@@ -45,14 +45,19 @@ def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
     except (OSError, SyntaxError, AssertionError):  # made by other code
         parameters = ", ".join(inspect.signature(function).parameters)
         return [mark, f"def {name}({parameters}):", f"    ...  # as in {function.__name__}"]
-    kept = [f"@{ast.unparse(one)}" for one in definition.decorator_list if not _is_attention_mark(one)]
+    kept = [f"@{ast.unparse(one)}" for one in definition.decorator_list if not _is_attention_mark(one, function)]
     header, *body = source.splitlines()[definition.lineno - 1 :]
-    return [mark, *kept, header.replace(function.__name__, name, 1), *body]
+    lines = [mark, *kept, header.replace(function.__name__, name, 1), *body]
+    return lines if item.cls is None else [f"class {item.cls.__name__}Again:", *(f"    {line}".rstrip() for line in lines)]
 
 
-def _is_attention_mark(decorator: ast.expr) -> bool:
+def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> bool:
+    """Whether a decorator is the marker, whatever its module calls it."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(called, ast.Attribute) and called.attr == "attention"
+    if isinstance(called, ast.Attribute):
+        return called.attr == "attention"
+    known = getattr(function, "__globals__", {}).get(getattr(called, "id", ""))
+    return isinstance(known, pytest.MarkDecorator) and known.name == "attention"
 
 
 def write_workload(workload: Workload, home: str = "") -> tuple[str, list[str]]:

@@ -1,5 +1,6 @@
 """--attn-fuzz: what is drawn for a test, what a failure says, and that what it says is true."""
 
+import ast
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import pytest_attn
 from pytest_attn import Pages, Window, Workload
 from pytest_attn.session.scope import like
 from pytest_attn.session.settings import OPTIONS
-from pytest_attn.session.written import write_workload
+from pytest_attn.session.written import _is_attention_mark, write_workload
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.masks import Causal
 
@@ -91,6 +92,16 @@ def fuzz(pytester):
         return pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--attn-fuzz={number}", "-k", "fuzz", *args)
 
     return run_it
+
+
+SMOKE = pytest.mark.attention("smoke-full")
+MARK = pytest.mark.attention
+
+
+def test_the_marker_is_known_under_any_name():
+    source = "@SMOKE\n@MARK('flux')\n@pytest.mark.attention('flux')\n@pytest.mark.slow\n@unknown\ndef test_it(): ..."
+    marks = ast.parse(source).body[0].decorator_list
+    assert [_is_attention_mark(mark, pasted) for mark in marks] == [True, True, True, False, False]
 
 
 def pasted(result):
@@ -174,11 +185,11 @@ def pytest_attn_backends(registry):
     result.assert_outcomes(passed=1, failed=1)
     text = pasted(result)
     assert "backends='broken'" in text
-    assert "@pytest.mark.parametrize('times', [1])\ndef test_it_" in text
+    assert "class TestBackendsAgain:\n    @pytest.mark.attention(" in text
+    assert "    @pytest.mark.parametrize('times', [1])\n    def test_it_" in text
     assert "dtypes=" not in text
     path = next(pytester.path.glob("test_*.py"))
-    indented = "".join(f"    {line}\n" for line in text.splitlines())
-    path.write_text(f"{path.read_text()}\n\n{indented}")
+    path.write_text(f"{path.read_text()}\n\n{text}\n")
     again = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "test_it_")
     again.assert_outcomes(failed=1, deselected=16)
 

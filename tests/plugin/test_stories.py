@@ -52,8 +52,8 @@ def test_one_item_per_backend_and_verbose_rows(run, kernel_test):
         [
             "*test_kernel[[]h2-s32-d32-math[]]*",
             "*test_kernel[[]h2-s32-d32-eager[]]*",
-            "verdict  backend  workload    pass  worst *",
-            "passed   math     h2-s32-d32  fwd   out/*",
+            "verdict  backend  workload    direction  worst *",
+            "passed   math     h2-s32-d32  forward *out/*",
             "2 right; 2 kernels on 1 workload, *",
         ]
     )
