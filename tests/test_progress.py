@@ -158,10 +158,13 @@ def test_wide_letters_take_two_columns_and_a_newline_is_no_line(terminal):
     assert terminal.written() == "  注意?\x1b[7D"
 
 
-def test_behind_a_full_line_nothing_is_shown(terminal):
+def test_behind_a_full_line_nothing_is_shown_unless_it_is_done(terminal):
     terminal.writer.width_of_current_line = 40
-    PassingText(terminal.config).show("wait")
+    text = PassingText(terminal.config)
+    text.show("wait")
     assert terminal.written() == ""
+    text.show("wait", is_line_done=True)
+    assert terminal.written() == "\n\r\x1b[K  wait\r\x1b[A\x1b[39C"
 
 
 def test_a_debugger_has_the_terminal_for_itself(terminal):

@@ -46,20 +46,20 @@ class PassingText:
         """Whether somebody sees what is shown."""
         return self._terminal is not None
 
-    def show(self, text: str) -> None:
-        """Show a text in place of the one before."""
+    def show(self, text: str, is_line_done: bool = False) -> None:
+        """Show a text in place of the one before. is_line_done: whether pytest will go on with a new line."""
         if not self.is_watched:
             return
         column, width = self._config.get_terminal_writer().width_of_current_line, self._width()
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
-        if column >= width - 1:
-            return  # where the cursor is after a full line, terminals do not agree
+        if column >= width - 1 and not is_line_done:
+            return  # the cursor of a full line cannot be put back: what comes next would stand elsewhere
         if column + _columns(text) + 3 <= width:
             shown, taken_back = f"  {text}\x1b[{_columns(text) + 2}D", _ERASE
         else:
             while _columns(text) > width - 3:
                 text = text[:-1]
-            home = f"\r{_UP}" + (f"\x1b[{column}C" if column else "")
+            home = f"\r{_UP}" + (f"\x1b[{min(column, width - 1)}C" if column else "")
             shown, taken_back = f"\n\r{_ERASE}  {text}{home}", f"\n\r{_ERASE}{home}"
         with self._lock:
             self._write(self._taken_back + shown)

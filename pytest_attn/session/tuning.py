@@ -92,7 +92,8 @@ class TuneProgress:
         if elapsed < SILENT_SECONDS or not self._done < total:
             return
         left = round(elapsed / self._done * (total - self._done))
-        self._session.progress.line.show(f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left")
+        text = f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left"
+        self._session.progress.line.show(text, is_line_done=True)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
