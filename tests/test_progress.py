@@ -220,3 +220,10 @@ def test_what_runs_within_is_named_and_then_what_it_runs_in(terminal, monkeypatc
         now[0] += 60
         assert last() == "timing sdpa on another, 1:14"
     assert terminal.written().endswith("\x1b[K")
+
+
+@pytest.mark.parametrize("kept", [5, None, {"checking sdpa on tiny": "long"}, ["checking"]])
+def test_a_foreign_memory_is_none(terminal, kept):
+    terminal.config.cache = SimpleNamespace(get=lambda key, default: kept, set=lambda key, value: None)
+    with Progress(terminal.config).during("checking sdpa", "tiny"):
+        pass

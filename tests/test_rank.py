@@ -445,3 +445,13 @@ def test_the_json_holds_everything():
     assert line["exact"]["ranked"][0]["processes"] == PROCESSES
     assert line["excluded"] == [{"name": "c", "why": "skipped", "reason": "needs sm90"}]
     assert json.loads(to_json(rank(TUNED, "mine")))["lines"][0]["exact"]["gain"] == pytest.approx(2)
+
+
+def test_a_rival_whose_time_was_disturbed_is_named():
+    ranking = rank([*right("slow", 2e-6), *right("quick", 1e-6, latency={"disturbances": ["hot"]})])
+    said = [text for text, _ in rank_summary(ranking, verbose=False)]
+    assert "rank: 1 line leaves out what may be faster, as its time was disturbed: quick; run again" in said
+    assert "forward: not compared, as disturbed: quick" in to_python(ranking)
+    settled = rank([*right("slow", 2e-6), *right("quick", 1e-6)])
+    assert not [text for text, _ in rank_summary(settled, verbose=False) if "disturbed" in text]
+    assert "disturbed" not in to_python(settled)
