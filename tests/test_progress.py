@@ -78,16 +78,29 @@ def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
         ({"fresh": "/tmp/runs"}, False),
         ({"capture": "tee-sys"}, False),
         ({"log_cli": True}, False),
+        ({"log_cli": True, "logging": False}, True),
         ({"has_descriptor": False}, False),
     ],
-    ids=["terminal", "pipe", "-s", "dumb", "xdist", "another reporter", "fresh", "tee-sys", "log_cli", "no descriptor"],
+    ids=[
+        "terminal",
+        "pipe",
+        "-s",
+        "dumb",
+        "xdist",
+        "another reporter",
+        "fresh",
+        "tee-sys",
+        "log_cli",
+        "no:logging",
+        "no descriptor",
+    ],
 )
 def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, facts, is_watched):
     monkeypatch.setenv("TERM", facts.get("term", "xterm"))
     monkeypatch.setenv("PYTEST_ATTN_RUNS", facts.get("fresh", "")) if "fresh" in facts else None
     worker = {"workerinput": {}} if "workerinput" in facts else {}
     reporter = object.__new__(facts.get("reporter", pytest.TerminalReporter))
-    plugins = SimpleNamespace(get_plugin=lambda name: reporter)
+    plugins = SimpleNamespace(get_plugin=lambda name: reporter, hasplugin=lambda name: facts.get("logging", True))
     config = SimpleNamespace(
         getoption=lambda name, default: facts.get(name, "fd"),
         getini=facts.get,
@@ -184,6 +197,9 @@ def test_the_width_is_the_terminals_own(monkeypatch, tmp_path):
     text = PassingText(SimpleNamespace(add_cleanup=lambda clean: None))
     assert text._width() == 57
     text.close()
+    assert text._width() >= 40, "a thread may ask once more"
+    monkeypatch.setenv("COLUMNS", "1")
+    assert text._width() == 80
     os.close(leader)
 
 

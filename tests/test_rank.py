@@ -452,6 +452,8 @@ def test_a_rival_whose_time_was_disturbed_is_named():
     said = [text for text, _ in rank_summary(ranking, verbose=False)]
     assert "rank: 1 line leaves out what may be faster, as its time was disturbed: quick; run again" in said
     assert "forward: not compared, as disturbed: quick" in to_python(ranking)
+    hostile = rank([*right("slow", 2e-6), *right("a\nimport os", 1e-6, latency={"disturbances": ["hot"]})])
+    assert not [node for node in ast.walk(ast.parse(to_python(hostile))) if isinstance(node, ast.Import)]
     settled = rank([*right("slow", 2e-6), *right("quick", 1e-6)])
     assert not [text for text, _ in rank_summary(settled, verbose=False) if "disturbed" in text]
     assert "disturbed" not in to_python(settled)

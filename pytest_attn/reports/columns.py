@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -16,24 +16,35 @@ _Band = dict[int, int]
 
 
 def room(is_terminal: bool) -> int | None:
-    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does.
+    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does."""
+    return terminal_width(1) if is_terminal or os.environ.get("COLUMNS") else None
 
-    Less than 40 is not believed, as pytest does not.
-    """
-    if not is_terminal and not os.environ.get("COLUMNS"):
-        return None
-    width = shutil.get_terminal_size().columns
+
+def terminal_width(descriptor: int) -> int:
+    """Return what COLUMNS says, or else the terminal; less than 40 is not believed, as pytest does not."""
+    try:
+        width = int(os.environ.get("COLUMNS", "0"))
+    except ValueError:
+        width = 0
+    if not width:
+        with contextlib.suppress(OSError):  # no terminal, or none any more
+            width = os.get_terminal_size(descriptor).columns
     return width if width >= 40 else 80
 
 
-def aligned(table: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None) -> list[str]:
+def aligned(
+    table: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None, indent: str = ""
+) -> list[str]:
     """Return rows as text with columns of equal width.
 
     right: the columns whose cells end at the same place. width: what a line may have, in characters; None: what it needs.
     Where a row is wider, its cells are wrapped at spaces, and columns that find no room even then follow below, indented.
+    indent: what every line begins with.
     """
-    layouts = (_texts(table, right, _bands(table, width, least)) for least in (_LEAST if width else _LEAST[:1]))
-    return min(layouts, key=lambda texts: sum(text.count("\n") for text in texts))
+    inner = width and width - len(indent)
+    layouts = (_texts(table, right, _bands(table, inner, least)) for least in (_LEAST if inner else _LEAST[:1]))
+    fewest = min(layouts, key=lambda texts: sum(text.count("\n") for text in texts))
+    return [textwrap.indent(text, indent) for text in fewest]
 
 
 def _texts(table: Sequence[Sequence[str]], right: tuple[int, ...], bands: list[_Band]) -> list[str]:
@@ -60,17 +71,17 @@ def _bands(table: Sequence[Sequence[str]], width: int | None, least: int) -> lis
     bands: list[_Band] = [{}]
     for at, cells in enumerate(columns):
         narrowest = min(natural[at], max(least, *map(_longest_word, cells)))
-        room = width - (_INDENT if len(bands) > 1 else 0)
-        if bands[-1] and _taken({**bands[-1], at: narrowest}) > room:
+        space = width - (_INDENT if len(bands) > 1 else 0)
+        if bands[-1] and _taken({**bands[-1], at: narrowest}) > space:
             bands.append({})
         bands[-1][at] = min(narrowest, width - _INDENT)
     return [_widened(band, natural, width - (_INDENT if band is not bands[0] else 0)) for band in bands]
 
 
-def _widened(band: _Band, natural: _Band, room: int) -> _Band:
+def _widened(band: _Band, natural: _Band, space: int) -> _Band:
     """Give columns what they need, the narrowest first, while there is room."""
     widths = dict(band)
-    for _ in range(room - _taken(band)):
+    for _ in range(space - _taken(band)):
         wanting = [at for at in widths if widths[at] < natural[at]]
         if wanting:
             widths[min(wanting, key=widths.__getitem__)] += 1

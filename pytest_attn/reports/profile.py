@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ def profile_tables(records: Sequence[Record], width: int | None = None) -> Itera
 
     width: what the rows of tables may have, in characters.
     """
-    inner = width and width - len(_INDENT)
     first: dict[tuple[str, str], tuple[str, float]] = {}
     shown: set[tuple[str, str, str]] = set()
     for record in records:
@@ -31,8 +29,8 @@ def profile_tables(records: Sequence[Record], width: int | None = None) -> Itera
             shown.add((record["subject"], *place))
             baseline = first.setdefault(place, (record["subject"], profile["seconds"]))
             yield f"{record['subject']} on {record['workload']}, {profile['direction']}", {"bold": True}
-            for text in aligned([_HEADER, *_rows(profile)], right=(4, 5, 6), width=inner):
-                yield textwrap.indent(text, _INDENT), {}
+            for text in aligned([_HEADER, *_rows(profile)], right=(4, 5, 6), width=width, indent=_INDENT):
+                yield text, {}
             yield f"{_INDENT}{_total(profile, record['subject'], baseline)}", {}
             yield "", {}
 

@@ -52,8 +52,7 @@ def to_python(ranking: Ranking) -> str:
             "which configuration of BACKEND",
             "{} is the backend's default, also where nothing is faster for certain.",
         )
-    doubts = [f"# {line.workload} {line.direction}: not compared, as disturbed: {_names(line)}" for line in ranking.timed]
-    doubts = [text.encode("ascii", "backslashreplace").decode() for text in doubts if not text.endswith(": ")]
+    doubts = [_doubt(line) for line in ranking.timed if line.rivals_in_doubt]
     parts = [
         f'"""For each workload {what} is fastest and right; written by pytest-attn.\n\n{which}\n"""\n',
         *(["\n".join(doubts) + "\n"] if doubts else []),
@@ -73,8 +72,10 @@ def to_python(ranking: Ranking) -> str:
     return "\n".join(parts)
 
 
-def _names(line: Line) -> str:
-    return ", ".join(one.name for one in line.rivals_in_doubt)
+def _doubt(line: Line) -> str:
+    """Write a comment; ascii(), as for constants, so that no name ends its line."""
+    names = ", ".join(one.name for one in line.rivals_in_doubt)
+    return "# " + ascii(f"{line.workload} {line.direction}: not compared, as disturbed: {names}")[1:-1]
 
 
 def _assignment(name: str, value: Any) -> str:

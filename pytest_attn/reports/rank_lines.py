@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -187,8 +186,8 @@ def _full(ranking: Ranking, lines: Sequence[Line], width: int | None) -> Iterato
         condition = ", ".join(filter(None, (line.l2, count(line.threads, "thread") if line.threads else "")))
         yield f"{line.workload} {line.direction}" + (f" ({condition})" if condition else ""), {"bold": True}
         rows = [*_rows(ranking, line.exact), *_rows(ranking, line.approximate)]
-        for text in aligned([head, *rows], right=(2, 3, 4, 5, 6), width=width and width - len(_INDENT)) if rows else ():
-            yield textwrap.indent(text, _INDENT), {}
+        for text in aligned([head, *rows], right=(2, 3, 4, 5, 6), width=width, indent=_INDENT) if rows else ():
+            yield text, {}
         for one in line.excluded:
             yield f"{_INDENT}{one.excluded}: {_shown(one, ranking)}: {one.reason}", _markup(one.excluded)
 

@@ -149,12 +149,13 @@ class AttentionCase(CaseTensors):
     def _timed(self, measurement: Measurement) -> tuple[Latency | None, str]:
         """Take a measurement and leave its record; return it, or the text with which the test fails."""
         __tracebackhide__ = True
+        from pytest_attn.correctness.question import subject_name
         from pytest_attn.latency.verdict import change_words, regression_text
         from pytest_attn.latency.work import StaleError
         from pytest_attn.session.deadline import DeadlineError
 
         try:
-            with self._session.progress.during(f"timing {measurement.name.partition(' on ')[0]}", self.workload.id):
+            with self._session.progress.during(f"timing {subject_name(measurement.subject)}", self.workload.id):
                 latency = measurement.take()
         except (StaleError, DeadlineError) as error:
             self._record_latency(measurement, "raised", str(error))

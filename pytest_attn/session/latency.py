@@ -134,11 +134,12 @@ class Measurement:
         import torch
 
         settings, on_cpu = self.session.settings, self.question.device.type == "cpu"
-        name = self.subject.name if isinstance(self.subject, Backend) else function_name(self.subject)
-        if not isinstance(self.subject, Backend):  # its label changes with the line that it stands on
+        if isinstance(self.subject, Backend):
+            name, layout = self.subject.name, "bhsd"
+        else:  # not by its label, which changes with the line that it stands on
             test = id_under(self.item.nodeid.partition("::")[0], self.item)
-            name = f"{name} of {test}" + (f" #{self.number}" if self.number > 1 else "")
-        layout = "bhsd" if isinstance(self.subject, Backend) else self.question.layout
+            nth = f" #{self.number}" if self.number > 1 else ""
+            name, layout = f"{function_name(self.subject)} of {test}{nth}", self.question.layout
         l2 = settings.l2 if self.question.device.type == "cuda" else "warm"
         number = (settings.threads or torch.get_num_threads()) if on_cpu else None
         return case_key(self.question.workload.id, name, self.direction, l2, layout, number)

@@ -61,8 +61,6 @@ class AttentionMark:
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
-        if device is not None:
-            values["device"] = str(device)
         return cls(**values)
 
 

@@ -13,6 +13,7 @@ from unicodedata import east_asian_width
 
 import pytest
 
+from pytest_attn.reports.columns import terminal_width
 from pytest_attn.session.fresh import is_fresh_process
 
 #: how long something takes before it is worth a word, in seconds
@@ -82,10 +83,7 @@ class PassingText:
 
     def _width(self) -> int:
         """Ask the terminal itself: pytest asks a file while a test runs, and is told 80."""
-        try:
-            return int(os.environ["COLUMNS"])
-        except (KeyError, ValueError):
-            return os.get_terminal_size(self._terminal or 1).columns or 80
+        return terminal_width(1 if self._terminal is None else self._terminal)
 
     def _write(self, text: str) -> None:
         """Write past pytest's writer, whose count of columns is about what pytest has printed."""
@@ -96,7 +94,8 @@ class PassingText:
 def _terminal_of(config: pytest.Config) -> int | None:
     """Open the terminal that this process may write to; None where there is none."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    is_shared = config.getoption("capture", "no") != "fd" or config.getini("log_cli")  # tests or their logs write as well
+    has_logs = config.pluginmanager.hasplugin("logging") and config.getini("log_cli")
+    is_shared = config.getoption("capture", "no") != "fd" or has_logs  # tests or their logs write as well
     is_ours = not hasattr(config, "workerinput") and not is_fresh_process()
     is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is pytest.TerminalReporter  # no bars of others
     if not (is_terminal and is_ours and is_plain) or is_shared:
@@ -135,7 +134,7 @@ class Progress:
         def words() -> str:
             elapsed = time.monotonic() - begun
             left = _left(expected - elapsed) if expected is not None else ""
-            return f"{doing} on {on}, {_clock(elapsed)}{left}" if elapsed >= SILENT_SECONDS else ""
+            return f"{doing} on {on}, {clock(elapsed)}{left}" if elapsed >= SILENT_SECONDS else ""
 
         with self._shown(words):
             yield
@@ -205,8 +204,9 @@ class Progress:
 
 
 def _left(seconds: float) -> str:
-    return f", about {_clock(seconds)} left" if seconds >= 1 else ""
+    return f", about {clock(seconds)} left" if seconds >= 1 else ""
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Write seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

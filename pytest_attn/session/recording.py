@@ -34,7 +34,7 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
     pending = _once_each(session.pending)
     say = reporter.write_line if reporter else lambda text, **markup: None
     say("")
-    runs: Runs = []
+    problem = ""
     try:
         for device in {one.device for one in pending}:
             store = recorded_on(session, device)
@@ -53,12 +53,12 @@ def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
             session.recorded |= cases
             say(f"baselines: {len(cases)} of {len(pending)} cases recorded in {file.path}")
     except (BaselineError, FreshError, KeyboardInterrupt) as error:
-        say(f"baselines: nothing recorded: {str(error) or 'interrupted'}", red=True)
-    else:
-        for one in (one for one in pending if one.key not in session.recorded):
-            say(f"baselines: not {one.key}: {_missing(one, runs)}", yellow=True)
-    missed = [one for one in pending if one.key not in session.recorded]
-    _name_the_missed(session, {one.key: _missing(one, runs) for one in missed})
+        problem = str(error) or "interrupted"
+        say(f"baselines: nothing recorded: {problem}", red=True)
+    missed = {one.key: problem or _missing(one, runs) for one in pending if one.key not in session.recorded}
+    for key, reason in missed.items() if not problem else ():
+        say(f"baselines: not {key}: {reason}", yellow=True)
+    _name_the_missed(session, missed)
     return not missed
 
 
@@ -97,8 +97,6 @@ def _undisturbed(one: Pending, runs: Runs) -> Runs:
 
 def _missing(one: Pending, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
-    if not runs:
-        return "no fresh process has run"
     text = f"{len(_undisturbed(one, runs))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
     return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text

@@ -153,12 +153,12 @@ class AttentionSession:
             except ValueError as error:
                 raise pytest.UsageError(f"--attn-tune: {error}") from None
 
-    def device(self, wanted: str | None = None) -> torch.device:
+    def device(self, wanted: str | torch.device | None = None) -> torch.device:
         """Return the device of the run, or the one that a marker names.
 
         Raises NoTorchError where torch cannot be imported, ValueError where the device is not there.
         """
-        wanted = wanted or self.settings.device
+        wanted = str(wanted or self.settings.device)
         if wanted not in self._devices:
             require_torch()
             from pytest_attn.backends.machine import resolve_device
@@ -168,7 +168,7 @@ class AttentionSession:
                 _share_cores()
         return self._devices[wanted]
 
-    def machine(self, wanted: str | None = None) -> Machine:
+    def machine(self, wanted: str | torch.device | None = None) -> Machine:
         """Describe the device."""
         device = self.device(wanted)
         if str(device) not in self._machines:

@@ -11,6 +11,7 @@ from pytest_attn.backends.backend import Backend, obstacle
 from pytest_attn.backends.configured import joined, split
 from pytest_attn.backends.library import quiet
 from pytest_attn.backends.machine import current
+from pytest_attn.session.progress import clock
 
 if TYPE_CHECKING:
     from pytest_attn.backends.registry import Registry
@@ -91,8 +92,8 @@ class TuneProgress:
         elapsed, total = time.monotonic() - self._begun, self._session.selected
         if elapsed < SILENT_SECONDS or not self._done < total:
             return
-        left = round(elapsed / self._done * (total - self._done))
-        text = f"tune: {self._done} of {total} cases, about {left // 60}:{left % 60:02} left"
+        left = clock(round(elapsed / self._done * (total - self._done)))
+        text = f"tune: {self._done} of {total} cases, about {left} left"
         self._session.progress.line.show(text, is_line_done=True)
 
     @pytest.hookimpl(tryfirst=True)

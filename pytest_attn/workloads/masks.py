@@ -349,12 +349,13 @@ def function_name(fn: object) -> str:
 
 def function_label(fn: object) -> str:
     """Name a function for an id: the same in every process, different for different closures and lambdas."""
-    name, is_partial, _ = function_name(fn).partition("[")
+    written = function_name(fn)
+    name, is_partial, _ = written.partition("[")
     code = getattr(fn, "__code__", None)
     cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
     plain = [value for value in (*cells, *(getattr(fn, "__defaults__", None) or ())) if _is_plain(value)]
     if is_partial:
-        plain = [function_name(fn)]
+        plain = [written]
     if name == "lambda" or plain:
         where = (getattr(fn, "__module__", ""), getattr(code, "co_firstlineno", 0), plain)
         name += f"-{zlib.crc32(repr(where).encode()) & 0xFFFF:04x}"

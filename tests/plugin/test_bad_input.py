@@ -132,6 +132,11 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
     assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
 
 
+def test_a_device_may_be_torchs_own(run, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))", marker='"smoke-full", device=torch.device("cpu")')
+    run().assert_outcomes(passed=1)
+
+
 @pytest.mark.parametrize("question", ["check", "check_invariants", "measure"])
 def test_whatever_is_asked_a_kernel_that_raises_is_named_and_shown_alone(run, kernel_test, question):
     kernel_test(f"attn.{question}(broken)", before="def broken(q, k, v):\n    raise KeyError('tile')\n")
