@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -27,8 +28,6 @@ from typing import Any
 import torch
 
 from pytest_attn import Workload
-from pytest_attn.backends.backend import obstacle
-from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.protocol import Stopwatch, threads
 from pytest_attn.latency.work import Work, work_of
@@ -47,17 +46,7 @@ GPU_CASES = (
     (Workload(128, heads=24, head_dim=128, name="s128"), "sdpa_flash", "forward"),
     (Workload(196, batch=8, heads=12, name="vit-196"), "sdpa_cudnn", "forward"),
     (Workload(196, batch=8, heads=12, name="vit-196"), "sdpa_flash", "backward"),
-)
-#: with --plain, beside these; where a backend is missing, its cases are left out
-DECODE = Workload(1, 8192, batch=8, heads=32, kv_heads=8, head_dim=128, mask="causal-bottom-right", name="llama3-8b-decode")
-VIT = Workload(196, batch=8, heads=12, name="vit-196")
-MORE_GPU_CASES = (
-    *((FLUX, name, "forward") for name in ("flash2", "cudnn", "sdpa_efficient")),
-    *((FLUX, name, "backward") for name in ("sdpa_flash", "flash2")),
-    *((LLAMA, name, "forward") for name in ("flash2", "cudnn")),
-    *((LLAMA, name, "backward") for name in ("sdpa_cudnn", "sdpa_flash", "flash2")),
-    *((DECODE, name, "forward") for name in ("sdpa_cudnn", "flash2")),
-    *((VIT, name, "forward") for name in ("sdpa_flash", "flash2", "cudnn")),
+    (Workload(257, heads=2, name="s257"), "sdpa_flash", "backward"),
 )
 CPU_CASES = (
     (Workload(256, heads=4, name="s256"), "sdpa", "forward"),
@@ -92,12 +81,10 @@ def slowed(work: Work, seconds: float) -> None:
 def one_process(device: torch.device, number: int, disturbed: str, is_plain: bool) -> dict[str, Any]:
     """Measure every case once."""
     registry, stopwatch = Registry(), Stopwatch(device)
-    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
-    if is_plain and device.type == "cuda":
-        cases = (*cases, *(case for case in MORE_GPU_CASES if can_run(registry[case[1]], case[0], device, case[2])))
-    found: dict[str, Any] = {}
-    for workload, backend, direction in cases:
-        key = f"{workload.name} {backend} {direction}"
+    cases = {f"{case[0].name} {case[1]} {case[2]}": case for case in (GPU_CASES if device.type == "cuda" else CPU_CASES)}
+    found: dict[str, Any] = dict.fromkeys(cases)
+    for key in random.Random(number).sample(list(cases), len(cases)):  # as the gate's processes: in another order each time
+        workload, backend, direction = cases[key]
         if disturbed == "heat":
             heat(device)
 
@@ -129,10 +116,6 @@ def one_process(device: torch.device, number: int, disturbed: str, is_plain: boo
         if device.type == "cuda":
             plain |= others(registry[backend], workload, device, direction, ask_cupti=number % 5 == 0)
     return {"process": number, "cases": found}
-
-
-def can_run(backend: Any, workload: Workload, device: torch.device, direction: str) -> bool:
-    return obstacle(backend, workload, machine_of(device), direction != "forward") is None
 
 
 def others(backend: Any, workload: Workload, device: torch.device, direction: Any, ask_cupti: bool) -> dict[str, float]:

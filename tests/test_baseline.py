@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,12 @@ def test_two_processes_that_record_different_cases_keep_both(tmp_path):
     first.write({"a": case()})
     second.write({"b": case()})
     assert set(find(tmp_path, H200, ANCHORS).cases) == {"a", "b"}
+
+
+def test_history_starts_anew_with_another_mode(tmp_path):
+    for mode in ("batched", "graph"):
+        find(tmp_path, H200, ANCHORS).write({"a": replace(case(), mode=mode, reason=mode)})
+    assert [entry[2] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == ["graph"]
 
 
 def test_history_grows_and_starts_anew_with_another_shape(tmp_path):

@@ -189,9 +189,11 @@ def test_a_kernel_that_waits_for_its_device_is_timed_by_the_host():
 def test_short_kernels_share_a_graph_and_long_ones_have_events_of_their_own():
     short, long = Workload(128, heads=4, head_dim=64), Workload(4608, heads=24, head_dim=128)
     assert measure(attention, DEVICES[-1], workload=short).mode == "graph"
-    assert measure(attention, DEVICES[-1], "backward", workload=short).mode == "batched"
+    assert measure(attention, DEVICES[-1], "backward", workload=short).mode == "graph"
+    assert measure(attention, DEVICES[-1], "forward+backward", workload=short).mode == "graph"
     assert measure(attention, DEVICES[-1], workload=long).mode == "events"
-    assert measure(attention, DEVICES[-1], workload=short, mode="batched").mode == "batched"
+    for direction in ("forward", "backward"):
+        assert measure(attention, DEVICES[-1], direction, workload=short, mode="batched").mode == "batched"
 
 
 @needs_cuda
@@ -202,6 +204,39 @@ def test_a_capture_that_fails_leaves_the_kernel_to_be_timed_in_batches():
         return attention(q, k, v)
 
     assert measure(uncapturable, DEVICES[-1], workload=Workload(128, heads=4, head_dim=64)).mode == "batched"
+
+
+@needs_cuda
+def test_a_backward_pass_whose_replay_is_not_that_of_its_data_is_timed_in_batches():
+    class Staling(torch.autograd.Function):
+        """Its captured backward pass works on what dout was when it was captured."""
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return attention(q, k, v)
+
+        @staticmethod
+        def backward(ctx, dout):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                if torch.cuda.is_current_stream_capturing():
+                    dout = seen[-1]
+                seen.append(dout.clone())
+                return torch.autograd.grad(attention(*leaves), leaves, dout)
+
+    seen = []
+    short = Workload(128, heads=4, head_dim=64)
+    assert measure(Staling.apply, DEVICES[-1], "backward", workload=short).mode == "batched"
+
+
+def test_a_backward_pass_can_be_replayed_on_changed_data():
+    """What it starts from stays, and its result follows dout, as a replayed graph's must."""
+    work = work_of(attention, SMALL, torch.device("cpu"), "backward")
+    call = work.stage(replayed=True)
+    before = [gradient.clone() for gradient in call()]
+    work.refresh()
+    assert all(torch.equal(gradient, -was) for gradient, was in zip(call(), before, strict=True))
 
 
 @needs_cuda

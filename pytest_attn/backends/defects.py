@@ -71,6 +71,12 @@ CUDNN_BLIND_ROWS = KnownDefect(
 )
 
 
+#: torch gives cuDNN a boolean attn_mask as 0 and -65504: a row without a visible key then sees them all
+SDPA_BLIND_ROWS = replace(
+    CUDNN_BLIND_ROWS, issue="pytorch#177842", summary="-65504 in place of -inf: rows that see no key see them all"
+)
+
+
 def _dq_tiles_of_another_width(workload: Workload, machine: Machine) -> bool:
     """Whether the backward kernel, which rounds head_dim to 16, and the pass that reads its dq, to 32, disagree."""
     return machine.capability == (9, 0) and workload.head_dim <= 128 and 0 < workload.head_dim % 32 <= 16
@@ -110,12 +116,13 @@ CUTLASS_OFFSETS = KnownDefect(
 
 
 def _documents_on_cudnn(workload: Workload, machine: Machine) -> bool:
+    """Whether rows see one or two keys only, whose scores can lie 65,504 below a hidden one's; other masks leave them more."""
     return machine.capability == (9, 0) and isinstance(workload.mask, Document)
 
 
-CUDNN_LARGE_SCORES = KnownDefect(
-    issue="docs/findings.md, seen on an H200 with torch 2.11",
-    summary="scores of some 10,000 under a mask of documents: rows take values that they may not see",
+SDPA_LARGE_SCORES = KnownDefect(
+    issue="pytorch#177842",
+    summary="-65504 in place of -inf: keys that may not be seen, and score that much more, are",
     applies=_documents_on_cudnn,
     tensors=(),
     invariants=("magnitude",),

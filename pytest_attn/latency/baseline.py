@@ -74,7 +74,8 @@ class Baseline:
 
     def after(self, older: Baseline | None) -> Baseline:
         """Return this baseline with the history of the one it replaces."""
-        kept = older.history if older and older.shape == self.shape and older.protocol == self.protocol else ()
+        is_alike = older and (older.shape, older.protocol, older.mode) == (self.shape, self.protocol, self.mode)
+        kept = older.history if older and is_alike else ()
         return replace(self, history=(*kept, (self.date, median(self.p50), self.reason)))
 
 

@@ -28,10 +28,10 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 PROTOCOL = 1
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
-#: half-width of the 95 % interval, as a share of the p50, at which a measurement ends
-WANTED_HALF_WIDTH = 0.005
+#: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
+WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 #: seconds of wall time, by kind of device, after which it ends at the next block
-SECONDS = {"cuda": 0.35, "cpu": 0.8}
+SECONDS = {"cuda": 0.3, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
 #: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
 _REST = 3.0
@@ -110,9 +110,9 @@ class Stopwatch:
         """
         begun = time.perf_counter()
         self.guard.notes.clear()
+        memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         plan = self.timer.plan(work, mode)
         timer = self._timer_of(plan)
-        memory = self.timer.peak_memory(work)
         try:
             blocks, disturbances = self._blocks(plan, timer, work, seconds)
         except BacklogError:
@@ -153,22 +153,22 @@ class Stopwatch:
         found: list[dict[str, list[float]]] = []
         disturbances: list[str] = []
         with work.context():
-            self._block(timer, items, work)
+            self._block(timer, items, plan)
             begun = time.perf_counter()
             while len(found) < LOOKS[-1]:
-                block, disturbance = self._undisturbed(timer, items, work)
+                block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
                 disturbances += [disturbance] if disturbance else []
                 late = time.perf_counter() - begun > cap
-                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and _is_narrow(found)):
+                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found)):
                     break
         return found, disturbances
 
-    def _undisturbed(self, timer: Timer, items: list[Item], work: Work) -> tuple[dict[str, list[float]], str | None]:
+    def _undisturbed(self, timer: Timer, items: list[Item], plan: Plan) -> tuple[dict[str, list[float]], str | None]:
         """Repeat a disturbed block, later and later; return the last one with what still disturbed it."""
         for attempt in range(_MOST_REPEATS + 1):
             self.guard.begin()
-            block = self._block(timer, items, work)
+            block = self._block(timer, items, plan)
             disturbance = self.guard.disturbance()
             if disturbance is None:
                 break
@@ -176,9 +176,9 @@ class Stopwatch:
                 time.sleep(0.05 * 2**attempt)
         return block, disturbance
 
-    def _block(self, timer: Timer, items: list[Item], work: Work) -> dict[str, list[float]]:
+    def _block(self, timer: Timer, items: list[Item], plan: Plan) -> dict[str, list[float]]:
         """Take one block on changed data, then let the device rest."""
-        work.refresh()
+        plan.renew()
         begun = time.perf_counter()
         times = timer.block(items)
         if isinstance(timer, CudaTimer):
@@ -188,6 +188,11 @@ class Stopwatch:
         for item, seconds in zip(items, times, strict=True):
             block.setdefault(item.name, []).append(seconds)
         return block
+
+    def _is_narrow(self, blocks: list[dict[str, list[float]]]) -> bool:
+        medians = [median(block["op"]) for block in blocks]
+        wanted = WANTED_HALF_WIDTH.get(self.device.type, WANTED_HALF_WIDTH["cpu"])
+        return median_interval(medians).half_width <= wanted * median(medians)
 
     def _items(self, plan: Plan) -> list[Item]:
         """Put the anchors between the samples, first and last."""
@@ -208,11 +213,6 @@ class Stopwatch:
 
 def _anchor_item(name: str, anchor: Anchor) -> Item:
     return Item(name, lambda: anchor.call)
-
-
-def _is_narrow(blocks: list[dict[str, list[float]]]) -> bool:
-    medians = [median(block["op"]) for block in blocks]
-    return median_interval(medians).half_width <= WANTED_HALF_WIDTH * median(medians)
 
 
 def _threads(device: torch.device) -> int | None:

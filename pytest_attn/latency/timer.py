@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.latency.work import StaleError, Work, no_collection
 
@@ -26,7 +27,9 @@ _CALLS_BELOW = ((20e-6, 20), (100e-6, 10), (250e-6, 4))
 #: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
 _HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
-_PLACES = 3
+_PLACES = 6
+#: MiB that are kept from the allocator in turn, so that it gives a kernel other memory than before
+_GAPS = (2, 34, 10, 58, 18, 46, 26)
 _MOST_BACKLOG_SECONDS = 0.2
 _SHORTEST_HOST_SAMPLE = 1e-3
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -41,13 +44,14 @@ class Item(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a work is timed. seconds: the estimate of one call on the device; host: of launching it."""
+    """How a work is timed. seconds: the estimate of one call on the device; host: of launching it; renew: between blocks."""
 
     mode: Mode
     calls: int
     seconds: float
     host: float
     stage: Callable[[], Callable[[], object]]
+    renew: Callable[[], None]
 
 
 class Timer(ABC):
@@ -88,7 +92,7 @@ class HostTimer(Timer):
             for _ in range(2):
                 _verify_now(work)
             work.rotate_over(2)
-        return Plan("host", calls, seconds, seconds, _repeat(work, calls))
+        return Plan("host", calls, seconds, seconds, _repeat(work, calls), work.refresh)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Time each item by itself."""
@@ -118,9 +122,13 @@ class CudaTimer(Timer):
         self._flushed = torch.empty(2 * l2, dtype=torch.uint8, device=device) if cold else None
         self._cycles = self._cycles_per_second()
         self._margin = 1.5
+        self._gaps = itertools.cycle(_GAPS)
+        self._gap: torch.Tensor | None = None
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Choose by the device's and the host's time: see `Mode`."""
+        import torch
+
         with work.context():
             _prime(work)
             for _ in range(2):
@@ -140,12 +148,15 @@ class CudaTimer(Timer):
             free = torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY
             most = int(free // max(1, 2 * work.nbytes))
             calls = max(1, min(calls, most))
-            work.rotate_over(min(max(_PLACES * calls, 4), max(1, most)))
-            if calls > 1 and work.direction == "forward" and mode != "batched":
-                replays = [_captured(work, calls) for _ in range(_PLACES)]
+            work.rotate_over(min(_PLACES * calls, max(1, most)))
+            if calls > 1 and mode != "batched":
+                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                replays = [_captured(work, calls, stream) for _ in range(_PLACES)]
                 if None not in replays:
-                    return Plan("graph", calls, device, host, itertools.cycle(replays).__next__)  # type: ignore[arg-type]
-            return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls))
+                    turns = itertools.cycle(replays).__next__
+                    return Plan("graph", calls, device, host, turns, work.refresh)  # type: ignore[arg-type]
+            renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
+            return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls), renew)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Enqueue the whole block behind a sleeping device; HostTimer where it would not stay asleep."""
@@ -174,12 +185,13 @@ class CudaTimer(Timer):
         raise BacklogError(f"launching {len(items)} samples took {enqueued:.3g} s, longer than the device can be kept waiting")
 
     def peak_memory(self, work: Work) -> int | None:
-        """From torch's allocator."""
+        """From torch's allocator, of a second call: the first one may leave workspaces behind."""
         import torch
 
-        torch.cuda.synchronize(self.device)
         with work.context():
+            work.stage()()
             call = work.stage()
+            torch.cuda.synchronize(self.device)
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             call()
@@ -188,6 +200,18 @@ class CudaTimer(Timer):
 
     def _host_plan(self, work: Work, host: float) -> Plan:
         return self.host.plan(work)._replace(host=host)
+
+    def _move(self, work: Work) -> None:
+        """Give the work, and what its kernel allocates, other memory, and its data another sign."""
+        import torch
+
+        self._gap = None
+        work.move()
+        work.refresh()
+        torch.cuda.empty_cache()
+        self._gap = torch.empty(next(self._gaps) << 20, dtype=torch.uint8, device=self.device)
+        work.stage()()
+        torch.cuda.synchronize(self.device)
 
     def _flush(self) -> None:
         if self._flushed is not None:
@@ -307,10 +331,11 @@ def _repeat(work: Work, calls: int) -> Callable[[], Callable[[], object]]:
     return stage
 
 
-def _captured(work: Work, calls: int) -> Callable[[], object] | None:
+def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[], object] | None:
     """Capture calls over all sets in one CUDA graph; None where that cannot be done, or leaves something out.
 
-    What a graph replays is looked at: its outputs are poisoned and its data changed before a replay.
+    What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
+    the stream of its forward pass, which therefore is the captured one.
     """
     import torch
 
@@ -318,13 +343,13 @@ def _captured(work: Work, calls: int) -> Callable[[], object] | None:
     graph = torch.cuda.CUDAGraph()
     outputs: list[torch.Tensor] = []
     try:
-        stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(work.device))
         with torch.cuda.stream(stream):
             work.stage()()
+            staged = [work.stage(replayed=True) for _ in range(calls)]
         torch.cuda.current_stream(work.device).wait_stream(stream)
-        with torch.cuda.graph(graph):
-            outputs.extend(work.result(work.stage()()) for _ in range(calls))
+        with torch.cuda.graph(graph, stream=stream):
+            outputs.extend(work.result(call()) for call in staged)
         work.refresh()
         for output in outputs:
             output.fill_(math.nan)
@@ -336,7 +361,7 @@ def _captured(work: Work, calls: int) -> Callable[[], object] | None:
         torch.cuda.synchronize(work.device)
         return None
 
-    def replay(_kept: list[Any] = outputs) -> None:
+    def replay(_kept: tuple[object, ...] = (outputs, staged)) -> None:
         graph.replay()
 
     return replay

@@ -31,7 +31,8 @@ class Work:
     """A kernel in one direction with `sets` copies of its tensors, which calls take in turn.
 
     Attention is linear in v: negating v in place negates out, dq and dk and nothing else changes. Each block of samples
-    does so to every set, so that a result from a cache or of an earlier launch is the negative of the right one.
+    does so to every set, so that a result from a cache or of an earlier launch is the negative of the right one. A backward
+    pass alone, which starts from what its forward pass left, is linear in dout, which is negated there.
     """
 
     def __init__(
@@ -63,26 +64,34 @@ class Work:
         while len(self.sets) < number:
             self.sets.append(self._own(self.sets[0], offset=len(self.sets)))
 
+    def move(self) -> None:
+        """Have the same data in other memory."""
+        self.sets = [self._own(tensors, offset) for offset, tensors in enumerate(self.sets)]
+        self.dout = self.dout.clone()
+
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Without autograd, where only the forward pass is timed."""
         import torch
 
         return torch.no_grad() if self.direction == "forward" else contextlib.nullcontext()
 
-    def stage(self) -> Callable[[], Any]:
-        """Do what is not timed for the next set of tensors, and return the call that is."""
+    def stage(self, replayed: bool = False) -> Callable[[], Any]:
+        """Do what is not timed for the next set of tensors, and return the call that is.
+
+        replayed: it is captured in a graph and runs many times: what it starts from stays as long as the call is kept.
+        """
         tensors = self.sets[self._turn % len(self.sets)]
         self._turn += 1
-        return self._call_on(tensors)
+        return self._call_on(tensors, replayed)
 
     def refresh(self) -> None:
-        """Negate v of every set in place."""
+        """Negate v of every set in place, for a backward pass alone dout."""
         import torch
 
         self._sign = -self._sign
         with torch.no_grad():
-            for tensors in self.sets:
-                tensors[2].neg_()
+            for tensor in [self.dout] if self.direction == "backward" else [tensors[2] for tensors in self.sets]:
+                tensor.neg_()
 
     def result(self, value: Any) -> torch.Tensor:
         """Return what `verify` looks at: out, or dq."""
@@ -106,7 +115,7 @@ class Work:
         share = float((result.double() - self._first.double() * self._sign).norm() / self._first.double().norm())
         return "NaN: memory that was not written" if share != share else f"{share:.0%} of its norm"
 
-    def _call_on(self, tensors: list[torch.Tensor]) -> Callable[[], Any]:
+    def _call_on(self, tensors: list[torch.Tensor], replayed: bool) -> Callable[[], Any]:
         import torch
 
         if self.direction == "forward":
@@ -114,7 +123,7 @@ class Work:
         if self.direction == "forward+backward":
             return lambda: torch.autograd.grad(self._out(tensors), tensors, self.dout)
         out = self._out(tensors)
-        return lambda: torch.autograd.grad(out, tensors, self.dout)
+        return lambda: torch.autograd.grad(out, tensors, self.dout, retain_graph=replayed)
 
     def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         out = self.kernel(*tensors)
@@ -128,7 +137,8 @@ class Work:
         own = []
         for t in tensors:
             skip = 256 * offset // t.element_size()
-            room = torch.empty(t.untyped_storage().nbytes() // t.element_size() + skip, dtype=t.dtype, device=t.device)
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(t.size(), t.stride(), strict=True))
+            room = torch.empty(extent + skip, dtype=t.dtype, device=t.device)
             copy = room.as_strided(t.size(), t.stride(), skip)
             copy.copy_(t.detach())
             own.append(copy.requires_grad_(self.direction != "forward"))

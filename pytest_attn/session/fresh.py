@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
 #: set in a fresh process: the processes that wait for it, whose GPU contexts are no disturbance
 _OWN_VARIABLE = "PYTEST_ATTN_OWN"
+#: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
+_MODES_VARIABLE = "PYTEST_ATTN_MODES"
 #: options that a fresh process must not repeat: the parent's outputs, its other processes, its stopping early
 _DROPPED_WITH_VALUE = frozenset(
     (
@@ -62,6 +64,13 @@ def is_fresh_process() -> bool:
     return RUNS_VARIABLE in os.environ
 
 
+def mode_to_record(key: str) -> str | None:
+    """Return the mode that this fresh process is to time a case in for its new baseline; None where it is for none."""
+    path = os.environ.get(_MODES_VARIABLE)
+    mode: str | None = json.loads(Path(path).read_text(encoding="utf-8")).get(key) if path else None
+    return mode
+
+
 def own_processes() -> frozenset[int]:
     """Return the processes that belong to this measurement: this one, and those that wait for it."""
     return frozenset([os.getpid(), *(int(pid) for pid in os.environ.get(_OWN_VARIABLE, "").split(",") if pid)])
@@ -72,8 +81,11 @@ def fresh_runs(
     names: Sequence[str],
     processes: int,
     progress: Callable[[int], None] = lambda done: None,
+    modes: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements wrote.
+
+    modes: for new baselines, the mode of each case by its key, so that all processes time it alike.
 
     Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
     """
@@ -83,12 +95,14 @@ def fresh_runs(
             progress(number)
             order = list(names)
             random.Random(number).shuffle(order)  # the same neighbours each time would be part of what is measured
-            found += _one_process(config, order, Path(folder) / str(number))
+            found += _one_process(config, order, Path(folder) / str(number), modes)
         progress(processes)
     return found
 
 
-def _one_process(config: pytest.Config, names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+def _one_process(
+    config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")
@@ -96,6 +110,9 @@ def _one_process(config: pytest.Config, names: Sequence[str], folder: Path) -> l
     environment[RUNS_VARIABLE] = str(runs)
     environment[_OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
     environment.pop("PYTEST_CURRENT_TEST", None)
+    if modes:
+        environment[_MODES_VARIABLE] = str(folder / "modes")
+        (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", *_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
     try:
         done = subprocess.run(

@@ -26,7 +26,7 @@ from pytest_attn.latency.protocol import PROTOCOL, Latency, Stopwatch, stopwatch
 from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
-from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, own_processes
+from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, mode_to_record, own_processes
 from pytest_attn.session.parametrize import id_under
 from pytest_attn.session.sharing import device_lock, untimed_because
 from pytest_attn.workloads.masks import function_name
@@ -94,8 +94,7 @@ class Measurement:
         Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
         pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
         """
-        recorded = self.recorded
-        latency = self._time(recorded.mode if recorded else None)
+        latency = self._time(self._mode)
         if RUNS_VARIABLE in os.environ:
             _append_run(Path(os.environ[RUNS_VARIABLE]), self.key, latency)
             return replace(latency, decision=Decision("measured"))
@@ -197,6 +196,14 @@ class Measurement:
             if run["disturbances"]:
                 raise FreshError(run["disturbances"][0])
         return [Run(run["p50"], run["anchors"], run["host"]) for run in mine]
+
+    @property
+    def _mode(self) -> str | None:
+        """What the baseline was recorded with; a new one is recorded as the kernel's time suggests now."""
+        if self.session.settings.update_baselines is not None:
+            return None
+        recorded = self.recorded
+        return mode_to_record(self.key) or (recorded.mode if recorded else None)
 
     # -- the time ------------------------------------------------------------------------------------------------------
 

@@ -79,12 +79,13 @@ def _runs_of(pending: list[Pending], config: pytest.Config, progress: Callable[[
     with ExitStack() as stack:
         for device in {one.device for one in pending}:
             stack.enter_context(device_lock(device))
-        runs = fresh_runs(config, list(dict.fromkeys(one.name for one in pending)), FEWEST_RUNS, progress)
+        modes = {one.key: one.baseline.mode for one in pending}
+        runs = fresh_runs(config, list(dict.fromkeys(one.name for one in pending)), FEWEST_RUNS, progress, modes)
         for number in range(_MORE_PROCESSES):
             lacking = [one.name for one in pending if 0 < len(_undisturbed(one, runs)) < FEWEST_RUNS]
             if not lacking:
                 break
-            more = fresh_runs(config, list(dict.fromkeys(lacking)), 1)
+            more = fresh_runs(config, list(dict.fromkeys(lacking)), 1, modes=modes)
             runs += [{**run, "process": FEWEST_RUNS + number} for run in more]
     return runs
 

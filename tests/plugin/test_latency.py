@@ -18,7 +18,7 @@ def mine(q, k, v):
 def test_mine(attn):
     attn.measure(mine)
 """
-#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are
+#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are. MODES: likewise
 CLOCK = """
 import dataclasses, os
 import pytest_attn.latency.gate as gate, pytest_attn.session.recording as recording
@@ -33,7 +33,8 @@ def measure(self, work, workload, subject, mode=None, seconds=None):
     here, _, fresh = os.environ.get("TIMES", "100").partition(",")
     p50 = float(fresh or here if is_fresh_process() else here) * 1e-6 * (1.001 + os.getpid() % 7 / 1000)
     anchor = float(os.environ.get("ANCHOR", "1")) * 1e-3
-    return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, "host", 1, "warm",
+    mode = mode or os.environ.get("MODES", "host,host").split(",")[is_fresh_process()]
+    return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, mode, 1, "warm",
                    p50, {"compute": anchor, "memory": 2 * anchor}, int(os.environ.get("MEMORY", "1000")), 1,
                    tuple(filter(None, [os.environ.get("HOT")])))
 
@@ -61,7 +62,7 @@ def project(pytester, monkeypatch):
     protocol.stopwatch_of.cache_clear()
     pytester.makeconftest(CLOCK)
     pytester.makepyfile(test_mine=KERNEL)
-    for name in ("TIMES", "ANCHOR", "MEMORY", "HOT"):
+    for name in ("TIMES", "ANCHOR", "MEMORY", "HOT", "MODES"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*args, **environment):
@@ -241,6 +242,17 @@ def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
     ]
     result = recorded("-k", "not test_other", TIMES="150")
     result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
+
+
+def test_recording_again_chooses_the_mode_anew_and_every_process_keeps_to_it(recorded, pytester):
+    recorded("--attn-update-baselines=graphs can be captured now", MODES="graph,batched").assert_outcomes(passed=1)
+    (case,) = json.loads(baseline_file(pytester).read_text())["cases"].values()
+    assert case["mode"] == "graph"
+    assert [entry[2] for entry in case["history"]] == ["graphs can be captured now"], "times of another mode are no history"
+    recorded("--attn-json=run.jsonl", MODES="events,events", TIMES="200,100").assert_outcomes(passed=1)
+    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+    modes = [record["latency"]["mode"] for record in records if record["question"] == "latency"]
+    assert modes == ["graph"], "a baseline's mode is kept"
 
 
 def test_require_fails_where_there_is_nothing_to_compare_with(project):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, half_precision_only, scores_bytes
 from pytest_attn.backends.capabilities import MASKS, Capabilities
 from pytest_attn.backends.defects import (
-    CUDNN_BLIND_ROWS,
-    CUDNN_LARGE_SCORES,
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
     CUTLASS_OFFSETS,
     CUTLASS_SHARED_HEAD,
+    SDPA_BLIND_ROWS,
+    SDPA_LARGE_SCORES,
 )
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
 from pytest_attn.backends.machine import Machine
@@ -38,7 +38,7 @@ _MASK_TENSOR = Capabilities(
 )
 
 
-_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_BLIND_ROWS, CUDNN_LARGE_SCORES)
+_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, SDPA_BLIND_ROWS, SDPA_LARGE_SCORES)
 
 
 class Automatic(Backend):
