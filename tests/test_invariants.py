@@ -1,6 +1,7 @@
 """The invariants: they hold for honest kernels, each sees a fault of its own, and none costs more than it says."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_an_invariant_sees_its_fault(invariant, name, workload):
 
 
 def test_every_invariant_has_a_fault():
-    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "device"}  # below
+    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "graph", "device"}  # below
 
 
 def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
@@ -185,6 +186,46 @@ def test_offsets_that_wrap_round_are_seen(monkeypatch):
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
     assert finding.evidence.startswith("k spread over more than 2^31 elements: out[0, 0, 0, 0] = ")
     assert ask(HONEST[0].backend(), PLAIN, "offsets").passed
+
+
+class Capturing:
+    """A stand-in for CUDA graphs, and attention that it captures: a replay does what the kernel launched, or its fault."""
+
+    def __init__(self, fault):
+        self.fault, self.is_capturing = fault, False
+
+    @contextmanager
+    def graph(self, graph):
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+    def kernel(self, q, k, v):
+        out = scaled_dot_product(q, k, v)
+        if self.is_capturing and self.fault == "waits":
+            raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+        if self.is_capturing:
+            read = q.clone() if self.fault == "reads what was captured" else q
+            self.replay = lambda: None if self.fault == "on the host" else out.copy_(scaled_dot_product(read, k, v))
+        return out
+
+
+def test_what_a_graph_leaves_out_is_seen(monkeypatch):
+    def asked(fault):
+        cuda, stream = Capturing(fault), SimpleNamespace(wait_stream=lambda other: None)
+        stand_ins = {"CUDAGraph": lambda: cuda, "graph": cuda.graph, "stream": nullcontext}
+        for name, stand_in in {**stand_ins, "Stream": lambda: stream, "current_stream": lambda: stream}.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        return ask(cuda.kernel, PLAIN, "graph", backward=False)
+
+    assert asked("").findings[0].evidence == "needs a CUDA device"
+    monkeypatch.setattr("pytest_attn.invariants.graph.Graph.inapplicable_because", lambda *_: None)
+    assert asked("").findings[0].outcome == "passed"
+    assert asked("waits").findings[0].evidence == "cannot be captured: operation not permitted when stream is capturing"
+    for fault, found in (("on the host", "nan"), ("reads what was captured", "")):
+        (finding,) = asked(fault).broken
+        words = "replayed in a CUDA graph on other values than it was captured on: out[0, 0, 0, 0] = "
+        assert finding.evidence.startswith(words + found)
 
 
 def test_a_kernel_that_is_launched_on_the_current_device_is_seen(monkeypatch):

@@ -155,6 +155,7 @@ def test_a_kernel_on_a_joined_stream_is_timed():
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_an_empty_graph_is_refused():
     out = {}
 

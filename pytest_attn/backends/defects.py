@@ -106,6 +106,14 @@ CUTLASS_SHARED_HEAD = KnownDefect(
 )
 
 
+#: grouped heads, which xformers' adapter expands so, in the other shapes that are asked about
+CUTLASS_SHARED_GROUP = replace(
+    CUTLASS_SHARED_HEAD,
+    applies=lambda workload, machine: workload.mask is not None or workload.bias is not None,
+    invariants=("shapes",),
+)
+
+
 CUTLASS_OFFSETS = KnownDefect(
     issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",

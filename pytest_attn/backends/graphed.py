@@ -38,18 +38,21 @@ class Graphed(Variant):
     def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
         """Capture at the first call; every call copies its data in, poisons the output, replays and copies it out."""
         kernel = self.inner.prepare(inputs, backward)
-        captured: list[_Capture] = []
+        captured: list[Capture] = []
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if not captured:
-                captured.append(_Capture(kernel, (q, k, v)))
+                captured.append(Capture(kernel, (q, k, v)))
             return captured[0].replay((q, k, v))
 
         return call
 
 
-class _Capture:
-    """A graph with tensors of its own for inputs and outputs."""
+class Capture:
+    """A graph of one call of a kernel, with tensors of its own for inputs and outputs."""
+
+    #: how often it calls the kernel
+    calls = _WARM_UPS + 1
 
     def __init__(self, kernel: Kernel, like: tuple[torch.Tensor, ...]) -> None:
         import torch

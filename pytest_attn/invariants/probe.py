@@ -249,6 +249,12 @@ class Probe:
         there._current = self._current
         return there
 
+    def with_kernel(self, kernel: Callable[..., Any]) -> Probe:
+        """Return a probe of a callable that stands for the kernel."""
+        probe = Probe(self.subject, self.question, self.inputs, self.guard, self.thorough, self.count)
+        probe._kernel = kernel
+        return probe
+
     # -- judging -------------------------------------------------------------------------------------------------------
 
     def reference(self, inputs: Inputs) -> Reference:

@@ -9,6 +9,7 @@ from pytest_attn.invariants.batch import Batch
 from pytest_attn.invariants.device import Device
 from pytest_attn.invariants.equivalence import Equivalence
 from pytest_attn.invariants.gradients import Gradients, LseGradient
+from pytest_attn.invariants.graph import Graph
 from pytest_attn.invariants.invariant import Invariant
 from pytest_attn.invariants.layout import Layout
 from pytest_attn.invariants.leak import Leak
@@ -37,6 +38,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Offsets(),
     Opcheck(),
     State(),
+    Graph(),
     Device(),
 )
 

@@ -22,7 +22,7 @@ class State(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Hold A across B, then put B's values into A's tensors."""
-        base, tensors, other = probe.base, probe.handed(), _other_values(probe.inputs)
+        base, tensors, other = probe.base, probe.handed(), other_values(probe.inputs)
         held = probe.begin(tensors)
         first = held.outputs
         if changed := first_difference(first, {name: base[name] for name in first}):
@@ -40,6 +40,6 @@ class State(Invariant):
         )
 
 
-def _other_values(inputs: Inputs) -> Inputs:
+def other_values(inputs: Inputs) -> Inputs:
     """Return inputs of the same workload with q's elements in another order and v negated."""
     return dataclasses.replace(inputs, q=inputs.q.flip(-1), v=-inputs.v)

@@ -39,7 +39,7 @@ _MOST_REPEATS = 3
 #: seconds of one sample, and samples per block below them
 _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 #: seconds of work that bring an idle GPU to its clock, once per process
-_RAMP_SECONDS = 0.05
+_RAMP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)

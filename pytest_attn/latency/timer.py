@@ -127,8 +127,6 @@ class CudaTimer(Timer):
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Choose by the device's and the host's time: see `Mode`."""
-        import torch
-
         with work.context():
             _prime(work)
             for _ in range(2):
@@ -140,21 +138,11 @@ class CudaTimer(Timer):
             bound *= 2.0 if mode not in (None, "host") else 0.5 if mode == "host" else 1.0  # no flapping at the limit
             if device is None or host > bound:
                 return self._host_plan(work, host)
-            calls = next((calls for limit, calls in _CALLS_BELOW if device < limit), 1)
-            if mode == "events":
-                calls = 1
-            elif mode in ("batched", "graph"):
-                calls = max(calls, _CALLS_BELOW[-1][1])
-            free = torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY
-            most = int(free // max(1, 2 * work.nbytes))
-            calls = max(1, min(calls, most))
-            work.rotate_over(min(_PLACES * calls, max(1, most)))
-            if calls > 1 and mode != "batched":
-                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-                replays = [_captured(work, calls, stream) for _ in range(_PLACES)]
-                if None not in replays:
-                    turns = itertools.cycle(replays).__next__
-                    return Plan("graph", calls, device, host, turns, work.refresh)  # type: ignore[arg-type]
+            most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
+            calls = min(_calls_per_sample(device, mode), most)
+            work.rotate_over(min(_PLACES * calls, most))
+            if calls > 1 and mode != "batched" and (graphs := _graphs(work, calls)):
+                return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls), renew)
 
@@ -301,6 +289,14 @@ def torch_free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def _calls_per_sample(seconds: float, mode: Mode | None) -> int:
+    """Return how many calls share a sample, by the device's time of one, or as a mode that is kept has it."""
+    calls = next((calls for limit, calls in _CALLS_BELOW if seconds < limit), 1)
+    if mode == "events":
+        return 1
+    return max(calls, _CALLS_BELOW[-1][1]) if mode in ("batched", "graph") else calls
+
+
 def _prime(work: Work) -> None:
     for _ in range(_PRIMING_CALLS):
         work.stage()()
@@ -331,8 +327,20 @@ def _repeat(work: Work, calls: int) -> Callable[[], Callable[[], object]]:
     return stage
 
 
+def _graphs(work: Work, calls: int) -> list[Callable[[], object]]:
+    """Capture graphs on different sets; none where one cannot be captured."""
+    import torch
+
+    stream, found = torch.cuda.Stream(work.device), []  # type: ignore[no-untyped-call]
+    for _ in range(_PLACES):
+        if (replay := _captured(work, calls, stream)) is None:
+            return []
+        found.append(replay)
+    return found
+
+
 def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[], object] | None:
-    """Capture calls over all sets in one CUDA graph; None where that cannot be done, or leaves something out.
+    """Capture calls on the next sets in one CUDA graph; None where that cannot be done, or leaves something out.
 
     What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
     the stream of its forward pass, which therefore is the captured one.
@@ -348,7 +356,7 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
             work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
         torch.cuda.current_stream(work.device).wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
+        with no_collection(), torch.cuda.graph(graph, stream=stream):  # a graph that is freed meanwhile would spoil it
             outputs.extend(work.result(call()) for call in staged)
         work.refresh()
         for output in outputs:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_HEAD, in_blind_rows, sees_nothing
+from pytest_attn.backends.defects import (
+    CUTLASS_OFFSETS,
+    CUTLASS_SHARED_GROUP,
+    CUTLASS_SHARED_HEAD,
+    in_blind_rows,
+    sees_nothing,
+)
 from pytest_attn.backends.dense import additive_or_boolean_mask
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusal_of_build
@@ -44,7 +50,8 @@ class Xformers(LibraryBackend):
     full_graph = False
     needs = "CUDA; sm80 and up for flash-attn's kernels, up to sm90 for CUTLASS's"
     capability_range = ((5, 0), (12, 1))
-    known_defects: tuple[KnownDefect, ...] = (CUTLASS_SHARED_HEAD,)  # it chooses CUTLASS for masks that flash-attn lacks
+    #: it chooses CUTLASS for masks that flash-attn lacks
+    known_defects: tuple[KnownDefect, ...] = (CUTLASS_SHARED_HEAD, CUTLASS_SHARED_GROUP)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right", "window", "documents", "any")),
         features=frozenset(("bias", "alibi", "scale", "grouped heads", "packed", "padded", "backward")),
@@ -128,6 +135,7 @@ class XformersCutlass(Xformers):
             shows=in_blind_rows,
         ),
         CUTLASS_SHARED_HEAD,
+        CUTLASS_SHARED_GROUP,
         CUTLASS_OFFSETS,
     )
 
