@@ -267,6 +267,16 @@ def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypat
     assert latency.blocks == 3
 
 
+def test_a_time_in_batches_is_never_held_against_one_in_a_graph(monkeypatch):
+    cpu = torch.device("cpu")
+    stopwatch = Stopwatch(cpu)
+    plan = stopwatch.timer.plan
+    monkeypatch.setattr(stopwatch.timer, "plan", lambda work, mode: plan(work, mode)._replace(mode="batched"))
+    for recorded, disturbances in (("batched", 0), ("graph", 1)):
+        latency = stopwatch.measure(work_of(attention, SMALL, cpu, "forward"), SMALL.id, "kernel", recorded, seconds=0.0)
+        assert sum("which cannot be captured now" in words for words in latency.disturbances) == disturbances
+
+
 def test_the_plugin_s_own_backends_can_be_timed(device):
     registry = Registry()
     for name in ("math", "eager", "sdpa"):

@@ -33,6 +33,8 @@ WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
+#: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
+_NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed in batches, which take longer"
 #: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
 _REST = 3.0
 _MOST_REPEATS = 3
@@ -46,12 +48,12 @@ _RAMP_SECONDS = 1.0
 class Latency:
     """How long one direction of a kernel takes.
 
-    p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence`
-    says where there were too few). samples: seconds of one call, block by block. host: seconds of launching one call.
-    mode, calls: how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians
-    in seconds. memory: bytes that a call allocates at its peak. threads: of a CPU. disturbances: of blocks that stayed
-    disturbed when repeated; such a time is never held against a baseline. spent: seconds of wall time. cupti: the
-    device's seconds by torch's profiler, where asked for.
+    p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence` says
+    where there were too few). samples: seconds of one call, block by block. host: seconds of launching one call. mode,
+    calls: how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians in
+    seconds. memory: bytes that a call allocates at its peak. threads: of a CPU. disturbances: of blocks that stayed
+    disturbed when repeated, or a recorded graph that is lost; such a time is never held against a baseline. spent: seconds
+    of wall time. cupti: the device's seconds by torch's profiler, where asked for.
     """
 
     workload: str
@@ -119,6 +121,8 @@ class Stopwatch:
             timer = HostTimer(self.device)
             plan = timer.plan(work)
             blocks, disturbances = self._blocks(plan, timer, work, seconds)
+        if mode == "graph" and plan.mode == "batched":
+            disturbances.append(_NO_GRAPH)
         medians = [median(block["op"]) for block in blocks]
         return Latency(
             workload=workload,
