@@ -201,13 +201,22 @@ class Capturing:
         self.is_capturing = False
 
     def kernel(self, q, k, v):
-        out = scaled_dot_product(q, k, v)
+        found = attention_and_lse(q, k, v)
         if self.is_capturing and self.fault == "waits":
             raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
         if self.is_capturing:
             read = q.clone() if self.fault == "reads what was captured" else q
-            self.replay = lambda: None if self.fault == "on the host" else out.copy_(scaled_dot_product(read, k, v))
-        return out
+
+            def replay():
+                for kept, now in zip(found, attention_and_lse(read, k, v), strict=True):
+                    kept.copy_(now)
+
+            self.replay = (lambda: None) if self.fault == "on the host" else replay
+        return found
+
+
+def attention_and_lse(q, k, v):
+    return [scaled_dot_product(q, k, v), (q.double() @ k.double().mT * q.shape[-1] ** -0.5).logsumexp(-1).float()]
 
 
 def test_what_a_graph_leaves_out_is_seen(monkeypatch):
@@ -216,7 +225,7 @@ def test_what_a_graph_leaves_out_is_seen(monkeypatch):
         stand_ins = {"CUDAGraph": lambda: cuda, "graph": cuda.graph, "stream": nullcontext}
         for name, stand_in in {**stand_ins, "Stream": lambda: stream, "current_stream": lambda: stream}.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        return ask(cuda.kernel, PLAIN, "graph", backward=False)
+        return judge_invariants(cuda.kernel, Question(PLAIN, CPU, returns_lse=True), "graph")
 
     assert asked("").findings[0].evidence == "needs a CUDA device"
     monkeypatch.setattr("pytest_attn.invariants.graph.Graph.inapplicable_because", lambda *_: None)

@@ -293,10 +293,26 @@ def test_sets_of_tensors_are_alike_and_apart(device):
     assert torch.equal(work.sets[0][2], work.sets[2][2])
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_moves_is_the_same_elsewhere(device, direction):
+    work = work_of(attention, SMALL, device, direction)
+    work.rotate_over(3)
+    work.verify("first", work.result(work.stage()()))
+    before = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
+    work.move()
+    moved = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
+    assert not {tensor.data_ptr() for tensor in moved} & {tensor.data_ptr() for tensor in before}
+    assert all(torch.equal(tensor, was) for tensor, was in zip(moved, before, strict=True))
+    assert [tensor.requires_grad for tensor in moved] == [tensor.requires_grad for tensor in before]
+    work.refresh()
+    work.verify("moved, with another sign", work.result(work.stage()()))
+
+
 def test_strides_survive_the_copies():
     base = torch.randn(1, 64, 2, 32)
     work = Work(attention, [base.transpose(1, 2)] * 3, base.transpose(1, 2).contiguous(), "forward")
     work.rotate_over(2)
+    work.move()
     assert work.sets[1][0].stride() == base.transpose(1, 2).stride()
     assert torch.equal(work.sets[1][0], base.transpose(1, 2))
 

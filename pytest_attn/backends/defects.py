@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_attn.backends.backend import KnownDefect
-from pytest_attn.backends.dense import is_plain_causal
+from pytest_attn.backends.dense import is_plain_causal, needs_dense_mask
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import sequence_lengths
-from pytest_attn.workloads.masks import Document, interval
+from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.workload import Workload
 
 
@@ -123,15 +123,16 @@ CUTLASS_OFFSETS = KnownDefect(
 )
 
 
-def _documents_on_cudnn(workload: Workload, machine: Machine) -> bool:
-    """Whether rows see one or two keys only, whose scores can lie 65,504 below a hidden one's; other masks leave them more."""
-    return machine.capability == (9, 0) and isinstance(workload.mask, Document)
+def _boolean_mask_on_cudnn(workload: Workload, machine: Machine) -> bool:
+    """Whether some rows may score all that they see 65,504 below what is hidden from them."""
+    is_boolean = needs_dense_mask(workload) and not workload.bias and not workload.alibi
+    return machine.capability == (9, 0) and is_boolean
 
 
 SDPA_LARGE_SCORES = KnownDefect(
     issue="pytorch#177842",
     summary="-65504 in place of -inf: keys that may not be seen, and score that much more, are",
-    applies=_documents_on_cudnn,
+    applies=_boolean_mask_on_cudnn,
     tensors=(),
     invariants=("magnitude",),
 )

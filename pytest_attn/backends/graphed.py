@@ -72,9 +72,9 @@ class Capture:
         """Return copies of the outputs for `data`."""
         for mine, given in zip(self.inputs, data, strict=True):
             mine.copy_(given)
-        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        outputs = self.output if isinstance(self.output, tuple | list) else (self.output,)
         for output in outputs:
             output.fill_(math.nan)
         self.graph.replay()
         copies = tuple(output.clone() for output in outputs)
-        return copies if isinstance(self.output, tuple) else copies[0]
+        return copies if isinstance(self.output, tuple | list) else copies[0]

@@ -36,6 +36,8 @@ class Graph(Invariant):
             with probe.calling(), torch.no_grad():
                 capture = Capture(probe.kernel, (like.q, like.k, like.v))
         except Exception as error:  # whatever a library raises where it may not wait for the device, or allocate
+            if probe.device.type == "cuda":
+                torch.cuda.synchronize(probe.device)  # raises where the kernel lost the context
             raise NotApplicable(f"cannot be captured: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
         replayed = probe.with_kernel(lambda q, k, v: capture.replay((q, k, v))).run(other)
         changed = probe.change(replayed, expected, other)

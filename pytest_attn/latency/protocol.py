@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: kept with every baseline; a change of what follows makes another protocol, whose times cannot be compared
+#: kept with every baseline; a change of what follows that moves times as far as the gate would see makes another protocol,
+#: whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
 PROTOCOL = 1
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
@@ -34,7 +35,7 @@ WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
-_NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed in batches, which take longer"
+_NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
 #: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
 _REST = 3.0
 _MOST_REPEATS = 3
@@ -121,7 +122,7 @@ class Stopwatch:
             timer = HostTimer(self.device)
             plan = timer.plan(work)
             blocks, disturbances = self._blocks(plan, timer, work, seconds)
-        if mode == "graph" and plan.mode == "batched":
+        if mode == "graph" and plan.mode in ("batched", "events"):
             disturbances.append(_NO_GRAPH)
         medians = [median(block["op"]) for block in blocks]
         return Latency(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from pytest_attn.backends.library import quiet
 from pytest_attn.latency.work import StaleError, Work, no_collection
 
 if TYPE_CHECKING:
@@ -356,7 +357,7 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
             work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
         torch.cuda.current_stream(work.device).wait_stream(stream)
-        with no_collection(), torch.cuda.graph(graph, stream=stream):  # a graph that is freed meanwhile would spoil it
+        with quiet(), no_collection(), torch.cuda.graph(graph, stream=stream):  # a graph freed meanwhile would spoil it
             outputs.extend(work.result(call()) for call in staged)
         work.refresh()
         for output in outputs:

@@ -199,11 +199,11 @@ class Measurement:
 
     @property
     def _mode(self) -> str | None:
-        """What the baseline was recorded with; a new one is recorded as the kernel's time suggests now."""
-        if self.session.settings.update_baselines is not None:
-            return None
-        recorded = self.recorded
-        return mode_to_record(self.key) or (recorded.mode if recorded else None)
+        """What the baseline was recorded with; recorded anew, batches may become a graph."""
+        if given := mode_to_record(self.key):
+            return given
+        mode = recorded.mode if (recorded := self.recorded) else None
+        return None if mode == "batched" and self.session.settings.update_baselines is not None else mode
 
     # -- the time ------------------------------------------------------------------------------------------------------
 

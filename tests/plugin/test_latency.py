@@ -244,15 +244,17 @@ def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
     result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
 
 
-def test_recording_again_chooses_the_mode_anew_and_every_process_keeps_to_it(recorded, pytester):
-    recorded("--attn-update-baselines=graphs can be captured now", MODES="graph,batched").assert_outcomes(passed=1)
-    (case,) = json.loads(baseline_file(pytester).read_text())["cases"].values()
+def test_recorded_anew_batches_become_a_graph_in_every_process_and_other_modes_stay(recorded, pytester):
+    path = baseline_file(pytester)
+    recorded("--attn-update-baselines=again", MODES="events,graph").assert_outcomes(passed=1)
+    (case,) = json.loads(path.read_text())["cases"].values()
+    assert case["mode"] == "host"
+    assert [entry[2] for entry in case["history"]] == ["first recording", "again"]
+    path.write_text(path.read_text().replace('"mode": "host"', '"mode": "batched"'))
+    recorded(MODES="graph,events", PYTEST_ADDOPTS="--attn-update-baselines=captured").assert_outcomes(passed=1)
+    (case,) = json.loads(path.read_text())["cases"].values()
     assert case["mode"] == "graph"
-    assert [entry[2] for entry in case["history"]] == ["graphs can be captured now"], "times of another mode are no history"
-    recorded("--attn-json=run.jsonl", MODES="events,events", TIMES="200,100").assert_outcomes(passed=1)
-    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
-    modes = [record["latency"]["mode"] for record in records if record["question"] == "latency"]
-    assert modes == ["graph"], "a baseline's mode is kept"
+    assert [entry[2] for entry in case["history"]] == ["captured"], "times of another mode are no history"
 
 
 def test_require_fails_where_there_is_nothing_to_compare_with(project):
