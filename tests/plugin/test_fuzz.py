@@ -214,6 +214,7 @@ def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytest
     assert re.search(draw, again.stdout.str())[1] == "1"
 
 
+@pytest.mark.slow
 def test_each_item_replays_its_own_failure(conftest, pytester):
     conftest(before="import hypothesis\nhypothesis.settings.load_profile('default')")
     pytester.makepyfile(
@@ -275,6 +276,7 @@ def pytest_attn_backends(registry):
     )
 
 
+@pytest.mark.slow
 def test_a_test_may_refuse_a_draw_itself(fuzz, kernel_test):
     body = """
 if attn.workload.heads != 2:
