@@ -27,6 +27,24 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def with_gradients(gradients_of):
+    """Return attention whose backward pass is what `gradients_of` returns for its plain gradients, a function of dout."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return attention(q, k, v)
+
+        @staticmethod
+        def backward(ctx, dout):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                return gradients_of(lambda dout: torch.autograd.grad(attention(*leaves), leaves, dout), dout)
+
+    return Changed.apply
+
+
 def measure(kernel, device, direction="forward", workload=SMALL, seconds=0.05, mode=None):
     work = work_of(kernel, workload, device, direction)
     return stopwatch_of(device).measure(work, workload.id, "kernel", mode, seconds)
@@ -94,22 +112,12 @@ def test_a_kernel_that_finishes_after_it_returned_is_refused(device):
 def test_a_backward_pass_that_keeps_its_first_result_is_refused(device):
     kept = []
 
-    class Keeping(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.save_for_backward(q, k, v)
-            return attention(q, k, v)
-
-        @staticmethod
-        def backward(ctx, dout):
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                gradients = torch.autograd.grad(attention(*leaves), leaves, dout)
-            kept.append(gradients)
-            return kept[0]
+    def keeping(gradients, dout):
+        kept.append(gradients(dout))
+        return kept[0]
 
     with pytest.raises(StaleError):
-        measure(Keeping.apply, device, "backward")
+        measure(with_gradients(keeping), device, "backward")
 
 
 @needs_cuda
@@ -209,26 +217,17 @@ def test_a_capture_that_fails_leaves_the_kernel_to_be_timed_in_batches():
 
 @needs_cuda
 def test_a_backward_pass_whose_replay_is_not_that_of_its_data_is_timed_in_batches():
-    class Staling(torch.autograd.Function):
-        """Its captured backward pass works on what dout was when it was captured."""
-
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.save_for_backward(q, k, v)
-            return attention(q, k, v)
-
-        @staticmethod
-        def backward(ctx, dout):
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                if torch.cuda.is_current_stream_capturing():
-                    dout = seen[-1]
-                seen.append(dout.clone())
-                return torch.autograd.grad(attention(*leaves), leaves, dout)
-
+    """Captured, it works on what dout was before the capture."""
     seen = []
+
+    def staling(gradients, dout):
+        if torch.cuda.is_current_stream_capturing():
+            dout = seen[-1]
+        seen.append(dout.clone())
+        return gradients(dout)
+
     short = Workload(128, heads=4, head_dim=64)
-    assert measure(Staling.apply, DEVICES[-1], "backward", workload=short).mode == "batched"
+    assert measure(with_gradients(staling), DEVICES[-1], "backward", workload=short).mode == "batched"
 
 
 def test_a_backward_pass_can_be_replayed_on_changed_data():

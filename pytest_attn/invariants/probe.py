@@ -237,7 +237,7 @@ class Probe:
         layout = "thd" if workload.is_packed else "bhsd"
         question = dataclasses.replace(self.question, workload=workload, layout=layout)
         inputs = other if isinstance(other, Inputs) else draw_inputs(other, question.inputs[0], question.seed, self.device)
-        return Probe(self.subject, question, inputs, self.guard, self.thorough, self.count)
+        return self._beside(question, inputs)
 
     def on_device(self, device: torch.device) -> Probe:
         """Return a probe of the same kernel on tensors of another device, in whose calls this one's stays the current one."""
@@ -245,15 +245,19 @@ class Probe:
         moved = {name: value.to(device) for name, value in given.items() if hasattr(value, "to")}
         inputs = dataclasses.replace(self.inputs, device=device, **moved)
         question = dataclasses.replace(self.question, device=device)
-        there = Probe(self.subject, question, inputs, self.guard, self.thorough, self.count)
+        there = self._beside(question, inputs)
         there._current = self._current
         return there
 
     def with_kernel(self, kernel: Callable[..., Any]) -> Probe:
         """Return a probe of a callable that stands for the kernel."""
-        probe = Probe(self.subject, self.question, self.inputs, self.guard, self.thorough, self.count)
+        probe = self._beside(self.question, self.inputs)
         probe._kernel = kernel
         return probe
+
+    def _beside(self, question: Question, inputs: Inputs) -> Probe:
+        """Return a probe of the same subject, whose calls count with these."""
+        return Probe(self.subject, question, inputs, self.guard, self.thorough, self.count)
 
     # -- judging -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,8 +75,8 @@ class Baseline:
 
     def after(self, older: Baseline | None) -> Baseline:
         """Return this baseline with the history of the one it replaces."""
-        is_alike = older and (older.shape, older.protocol, older.mode) == (self.shape, self.protocol, self.mode)
-        kept = older.history if older and is_alike else ()
+        what = attrgetter("shape", "protocol", "mode")
+        kept = older.history if older and what(older) == what(self) else ()
         return replace(self, history=(*kept, (self.date, median(self.p50), self.reason)))
 
 
