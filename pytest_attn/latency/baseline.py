@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from pytest_attn.latency.gate import Fit, Run, expected_sensitivity, fit
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.protocol import PROTOCOL
+from pytest_attn.latency.timer import Mode
 
 SCHEMA = 1
 #: from a schema to the next; a file of an older schema goes through all that follow it
@@ -204,6 +205,8 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
         or not _are_positive(p50, *anchors.values())
     ):
         raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
+    if case["mode"] not in get_args(Mode):
+        raise ValueError(f"mode {case['mode']!r} is none of {', '.join(get_args(Mode))}")
     return Baseline(
         shape=case["shape"],
         mode=case["mode"],
