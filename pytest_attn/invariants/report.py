@@ -41,6 +41,11 @@ class InvariantReport:
         return tuple(finding for finding in self.findings if finding.outcome == "broken")
 
     @property
+    def applied(self) -> tuple[Finding, ...]:
+        """The findings of invariants that could be tried on this workload and device."""
+        return tuple(finding for finding in self.findings if finding.outcome != "not applicable")
+
+    @property
     def calls(self) -> int:
         """How many calls of the kernel were made, with the plain one that the others are held against."""
         return 1 + sum(finding.calls for finding in self.findings)

@@ -93,7 +93,7 @@ class AttentionCase(CaseTensors):
         """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
 
         only, skip: names of invariants (docs/strength.md). Returns the report; raises AssertionError where an invariant is
-        broken, with the smallest evidence as its text, ValueError for an unknown name.
+        broken, with the smallest evidence as its text, ValueError for an unknown name. Skips where none of them applies.
         """
         __tracebackhide__ = True
         from pytest_attn.correctness.question import subject_name
@@ -106,6 +106,10 @@ class AttentionCase(CaseTensors):
         deadline = partial(self._deadline, name)
         asked = partial(judge_invariants, subject, self._question, only, skip, thorough, deadline, self.command())
         report = self._judged(name, "invariants", saver.watching(asked))
+        if report.findings and not report.applied:
+            reason = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
+            self._record(name, "skipped", reason=reason, question="invariants")
+            pytest.skip(f"{name}: no invariant that was asked for applies: {reason}")
         if report.passed:
             self._record(name, "held", question="invariants")
             return report

@@ -52,6 +52,15 @@ def test_invariants_are_chosen_by_name(run, kernel_test):
 
 
 @ONCE
+def test_what_applies_to_nothing_is_skipped(run, kernel_test):
+    """Nothing was tried, so nothing held."""
+    kernel_test('attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["graph", "device"])', marker=KERNEL)
+    result = run("-rs", "--attn-thorough")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*no invariant that was asked for applies: graph needs a CUDA device; device *"])
+
+
+@ONCE
 def test_thorough_asks_more(run, kernel_test):
     kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)
     few, many = ([int(n) for n in re.search(r"\((\d+), (\d+)\) == ", run(*a).stdout.str()).groups()] for a in ((), THOROUGH))
