@@ -195,7 +195,7 @@ class Capturing:
         self.fault, self.is_capturing = fault, False
 
     @contextmanager
-    def graph(self, graph):
+    def graph(self, graph, stream=None):
         self.is_capturing = True
         yield
         self.is_capturing = False

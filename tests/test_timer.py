@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.protocol import Latency, Stopwatch, stopwatch_of
-from pytest_attn.latency.timer import HostTimer, Item
+from pytest_attn.latency.timer import HostTimer, Item, _calls_per_sample
 from pytest_attn.latency.work import StaleError, Work, work_of
 
 SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
@@ -203,6 +203,14 @@ def test_short_kernels_share_a_graph_and_long_ones_have_events_of_their_own():
     assert measure(attention, DEVICES[-1], workload=long).mode == "events"
     for direction in ("forward", "backward"):
         assert measure(attention, DEVICES[-1], direction, workload=short, mode="batched").mode == "batched"
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "mode", "calls"),
+    [(3, None, 40), (33, None, 25), (240, None, 4), (260, None, 1), (260, "graph", 4), (260, "batched", 4), (33, "events", 1)],
+)
+def test_what_a_pair_of_events_adds_is_shared_by_the_calls_of_a_short_kernel(microseconds, mode, calls):
+    assert _calls_per_sample(microseconds * 1e-6, mode) == calls
 
 
 @needs_cuda

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.library import no_collection, quiet
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.variant import Variant
 from pytest_attn.workloads.inputs import Inputs
@@ -48,6 +51,15 @@ class Graphed(Variant):
         return call
 
 
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Record what is launched meanwhile. A graph that Python's collector frees in between would spoil that."""
+    import torch
+
+    with quiet(), no_collection(), torch.cuda.graph(graph, stream=stream):
+        yield
+
+
 class Capture:
     """A graph of one call of a kernel, with tensors of its own for inputs and outputs."""
 
@@ -65,7 +77,7 @@ class Capture:
                 kernel(*self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with capturing(self.graph):
             self.output = kernel(*self.inputs)
 
     def replay(self, data: tuple[torch.Tensor, ...]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.machinery
@@ -229,6 +230,18 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         trace.propagate = propagated
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of what is timed, or captured in a graph."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def try_imports(libraries: Sequence[Library]) -> None:

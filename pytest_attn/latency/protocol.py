@@ -26,7 +26,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: kept with every baseline; a change of what follows that moves times as far as the gate would see makes another protocol,
 #: whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
-PROTOCOL = 1
+PROTOCOL = 2
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
@@ -37,12 +37,14 @@ _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
 #: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
-_REST = 3.0
+_REST = 1.0
 _MOST_REPEATS = 3
 #: seconds of one sample, and samples per block below them
 _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 #: seconds of work that bring an idle GPU to its clock, once per process
 _RAMP_SECONDS = 1.0
+#: seconds of work right before the blocks: a GPU that has drawn little power of late is up to 0.7 % faster than a busy one
+_WARMING_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ class Stopwatch:
         self.timer: Timer = timer_for(device, cold)
         self.guard = HostGuard() if device.type == "cpu" else Guard.of(device, own)
         self.anchors: dict[str, Anchor] = make_anchors(device)
+        self._rested = 0.0
         if device.type == "cuda":
-            self._ramp()
+            self._work(_RAMP_SECONDS)
 
     def measure(
         self,
@@ -158,6 +161,8 @@ class Stopwatch:
         found: list[dict[str, list[float]]] = []
         disturbances: list[str] = []
         with work.context():
+            if isinstance(timer, CudaTimer):
+                self._work(_WARMING_SECONDS)
             self._block(timer, items, plan)
             begun = time.perf_counter()
             while len(found) < LOOKS[-1]:
@@ -182,13 +187,15 @@ class Stopwatch:
         return block, disturbance
 
     def _block(self, timer: Timer, items: list[Item], plan: Plan) -> dict[str, list[float]]:
-        """Take one block on changed data, then let the device rest."""
+        """Take one block on changed data, once the device has rested from the one before."""
         plan.renew()
+        time.sleep(max(0.0, self._rested - time.perf_counter()))
         begun = time.perf_counter()
         times = timer.block(items)
         if isinstance(timer, CudaTimer):
             busy = sum(t * item.calls for t, item in zip(times, items, strict=True))
-            time.sleep(_REST * min(busy, time.perf_counter() - begun))
+            ended = time.perf_counter()
+            self._rested = ended + _REST * min(busy, ended - begun)
         block: dict[str, list[float]] = {}
         for item, seconds in zip(items, times, strict=True):
             block.setdefault(item.name, []).append(seconds)
@@ -210,9 +217,10 @@ class Stopwatch:
             return [compute, *half, memory, *half, compute, memory]
         return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
 
-    def _ramp(self) -> None:
+    def _work(self, seconds: float) -> None:
+        """Keep the device busy with the anchors."""
         begun = time.perf_counter()
-        while time.perf_counter() - begun < _RAMP_SECONDS:
+        while time.perf_counter() - begun < seconds:
             self.timer.block([_anchor_item(name, anchor) for name, anchor in self.anchors.items()] * 4)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from pytest_attn.backends.library import quiet
-from pytest_attn.latency.work import StaleError, Work, no_collection
+from pytest_attn.backends.graphed import capturing
+from pytest_attn.backends.library import no_collection
+from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,11 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 Mode: TypeAlias = Literal["events", "batched", "graph", "host"]
 
 _PRIMING_CALLS = 3
-#: seconds of device time and calls per pair of events below it: what a pair adds (about 4 us) is shared among its calls
-_CALLS_BELOW = ((20e-6, 20), (100e-6, 10), (250e-6, 4))
+#: seconds of device time from which a call has a pair of events of its own
+_OWN_EVENTS_SECONDS = 250e-6
+#: below, what a pair adds (about 4 us) is shared: seconds of a sample, and the fewest and most calls of one
+_SAMPLE_SECONDS = 0.8e-3
+_FEWEST_CALLS, _MOST_CALLS = 4, 40
 #: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
 _HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
@@ -144,6 +148,8 @@ class CudaTimer(Timer):
             work.rotate_over(min(_PLACES * calls, most))
             if calls > 1 and mode != "batched" and (graphs := _graphs(work, calls)):
                 return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
+            calls = min(calls, max(_FEWEST_CALLS, calls // 2))  # the host launches them anew while the device is kept waiting
+            work.rotate_over(min(_PLACES * calls, most))
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls), renew)
 
@@ -292,10 +298,9 @@ def torch_free_memory(device: torch.device) -> int:
 
 def _calls_per_sample(seconds: float, mode: Mode | None) -> int:
     """Return how many calls share a sample, by the device's time of one, or as a mode that is kept has it."""
-    calls = next((calls for limit, calls in _CALLS_BELOW if seconds < limit), 1)
-    if mode == "events":
+    if mode == "events" or (seconds >= _OWN_EVENTS_SECONDS and mode not in ("batched", "graph")):
         return 1
-    return max(calls, _CALLS_BELOW[-1][1]) if mode in ("batched", "graph") else calls
+    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9))), _MOST_CALLS)
 
 
 def _prime(work: Work) -> None:
@@ -357,7 +362,7 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
             work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
         torch.cuda.current_stream(work.device).wait_stream(stream)
-        with quiet(), no_collection(), torch.cuda.graph(graph, stream=stream):  # a graph freed meanwhile would spoil it
+        with capturing(graph, stream):
             outputs.extend(work.result(call()) for call in staged)
         work.refresh()
         for output in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_attn.backends.backend import Backend
@@ -163,17 +163,3 @@ def work_of(
         return Work(kernel, [inputs.q, inputs.k, inputs.v], inputs.dout, direction)
     tensors = [to_layout(inputs.q), to_layout(inputs.k, is_kv=True), to_layout(inputs.v, is_kv=True)]
     return Work(subject, tensors, to_layout(inputs.dout), direction)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of a block of samples."""
-    import gc
-
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

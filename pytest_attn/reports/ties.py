@@ -9,9 +9,10 @@ The backends that are not slower than the fastest for certain are its ties. The 
 so the backend that is fastest in truth is missing from the fastest and its ties in at most 5 % of the lines, however many
 compete (subset selection, Gupta 1965, with Bonferroni's bound, which needs no equal variances).
 
-Simulated with the scatter of the H200's baselines and all backends equally fast, it is missing in 2 to 3 % of the lines with
-one process each, in 3 to 5 % with ten. Of two backends 3 % apart the slower is told in 96 % of the lines, of five in 84 %, of
-twenty 5 % apart in 94 %; with ten processes 1 % apart in 93, 88 and 78 %. On a CPU it takes 20 to 30 %.
+Simulated with the scatter of earlier baselines of an H200 (up to 2.2 %) and all backends equally fast, it is missing in 2 to
+3 % of the lines with one process each, in 3 to 5 % with ten. Of two backends 3 % apart the slower is told in 96 % of the
+lines, of five in 84 %, of twenty 5 % apart in 94 %; with ten processes 1 % apart in 93, 88 and 78 %. On a CPU it takes 20 to
+30 %.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import NamedTuple
 #: how often the backend that is fastest in truth may be missing from the fastest and its ties, for one line
 ALPHA = 0.05
 #: standard deviation of a p50 over processes, as a share, by kind of device; known as from so many degrees of freedom.
-#: With 0.5 % no more pairs of processes in baselines/nvidia-h200.json seem to differ than should (113 cases of 0.03 to 2.2 %);
-#: with the 0.3 % that latency/gate.py starts from, half as many again do. On two shared CPU cores 0.9 to 2.7 % were measured.
+#: Of the pairs of processes in baselines/nvidia-h200.json (165 cases of 0.03 to 0.75 %), 5 % should seem to differ: with 0.5 %
+#: 0.1 % do, with 0.3 % 1.2 %; of 113 earlier cases, of up to 2.2 %, up to 5 % did. On two shared CPU cores: 0.9 to 2.7 %.
 BETWEEN_PROCESSES = {"cuda": 0.005, "cpu": 0.03}
 DEGREES = 4
-#: how much longer a backward pass takes in batches than in a graph, as a share; 2 to 12 % were measured (docs/latency.md)
+#: how much longer a backward pass takes in batches than in a graph, as a share; 2 to 14 % were measured (docs/latency.md)
 LONGER_IN_BATCHES = 0.15
 #: the fewest processes that are compared with one another
 FEWEST_PROCESSES = 10
