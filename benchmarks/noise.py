@@ -150,7 +150,7 @@ def cupti(work: Work, call: Callable[[], object], device: torch.device) -> float
             begun = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            time.sleep(3 * (time.perf_counter() - begun))  # as the timer does: what follows at once meets the power limiter
+            time.sleep(3 * (time.perf_counter() - begun))  # what follows at once meets the power limiter
     sums: list[float] = []
     for start, end, name in sorted(
         (e.time_range.start, e.time_range.end, e.name)

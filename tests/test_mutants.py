@@ -132,10 +132,18 @@ def test_mutants_are_found_by_name():
         mutant_named("no")
 
 
+def with_slow_ones_marked(kernels):
+    """Return a parameter for each kernel; those that take over ten seconds, and are like others, are slow."""
+    slow = ("nan-in-one-of-a-hundred-calls", "tiles-16-16")
+    return [
+        pytest.param(kernel, id=kernel.name, marks=[pytest.mark.slow] if kernel.name in slow else []) for kernel in kernels
+    ]
+
+
 # -- honest kernels --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("honest", [*HONEST, *EQUIVALENT], ids=lambda honest: honest.name)
+@pytest.mark.parametrize("honest", with_slow_ones_marked([*HONEST, *EQUIVALENT]))
 def test_an_honest_kernel_is_right(honest, cache):
     backend = honest.backend()
     for w in COVERING if honest is HONEST[0] else SOME:
@@ -309,7 +317,7 @@ def reaching(mutant):
     return [w for w in COVERING if any(mutant.applies(w, backward) for backward in directions(w))]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", with_slow_ones_marked(MUTANTS))
 def test_a_mutant_is_wrong_where_it_says(mutant, cache):
     shown = EXPERIMENTS[mutant.condition]
     assert reaching(mutant)

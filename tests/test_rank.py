@@ -122,11 +122,11 @@ def test_what_differs_clearly_is_told_apart():
 
 
 def test_a_time_in_batches_is_not_slower_than_one_in_a_graph_for_what_batches_cost():
-    graph, batched = Timed(1.0, (1.0, 1.0, 0.9), mode="graph"), Timed(1.12, (1.12, 1.12, 0.9), mode="batched")
+    graph, batched = Timed(1.0, (1.0, 1.0, 0.9), mode="graph"), Timed(1.18, (1.18, 1.18, 0.9), mode="batched")
     assert not is_slower(batched, graph, "cuda", 1)
     assert is_slower(batched._replace(mode="graph"), graph, "cuda", 1)
     assert is_slower(batched._replace(p50=1.3), graph, "cuda", 1)
-    ten = tuple(1.12 + n / 1e4 for n in range(10)), tuple(1.0 + n / 1e4 for n in range(10))
+    ten = tuple(1.18 + n / 1e4 for n in range(10)), tuple(1.0 + n / 1e4 for n in range(10))
     assert not is_slower(batched._replace(processes=ten[0]), graph._replace(processes=ten[1]), "cuda", 1)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.protocol import Latency, Stopwatch, stopwatch_of
-from pytest_attn.latency.timer import HostTimer, Item, _calls_per_sample
+from pytest_attn.latency.timer import CudaTimer, HostTimer, Item, Plan, _calls_per_sample
 from pytest_attn.latency.work import StaleError, Work, work_of
 
 SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
@@ -207,7 +207,7 @@ def test_short_kernels_share_a_graph_and_long_ones_have_events_of_their_own():
 
 @pytest.mark.parametrize(
     ("microseconds", "mode", "calls"),
-    [(3, None, 40), (33, None, 25), (240, None, 4), (260, None, 1), (260, "graph", 4), (260, "batched", 4), (33, "events", 1)],
+    [(3, "graph", 40), (33, "graph", 25), (260, "graph", 4), (3, "batched", 20), (33, "batched", 7), (33, "events", 1)],
 )
 def test_what_a_pair_of_events_adds_is_shared_by_the_calls_of_a_short_kernel(microseconds, mode, calls):
     assert _calls_per_sample(microseconds * 1e-6, mode) == calls
@@ -264,6 +264,46 @@ def test_the_backlog_hides_the_host(monkeypatch):
     assert slow.p50 == pytest.approx(plain.p50, rel=0.1)
 
 
+class Busy(CudaTimer):
+    """A stand-in for a GPU: its blocks take 20 ms, of which 10 are the kernel's."""
+
+    def __init__(self):
+        self.blocks = []
+
+    def block(self, items):
+        begun = time.perf_counter()
+        time.sleep(0.02)
+        self.blocks.append(([item.name for item in items], begun, time.perf_counter()))
+        return [0.01 / len(items)] * len(items)
+
+
+@pytest.fixture
+def busy():
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch.timer = Busy()
+    return stopwatch
+
+
+def plan_of(renew):
+    return Plan("events", 1, 0.01, 0.0, lambda: lambda: None, renew)
+
+
+def test_the_device_rests_between_blocks_from_its_work_and_not_during_its_renewal(busy):
+    for _ in range(3):
+        busy._block(busy.timer, [Item("op", None)], plan_of(lambda: time.sleep(0.005)))
+    ends, begins = [end for _, _, end in busy.timer.blocks], [begun for _, begun, _ in busy.timer.blocks]
+    assert all(begun - end >= 0.0145 for end, begun in zip(ends, begins[1:], strict=False))
+
+
+def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.05)
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.0)
+    kinds = ["op" in names for names, _, _ in busy.timer.blocks]
+    assert kinds[:4] == [False, False, False, True]
+    assert all(kinds[3:])
+
+
 def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypatch):
     stopwatch = Stopwatch(torch.device("cpu"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -313,6 +353,15 @@ def test_what_moves_is_the_same_elsewhere(device, direction):
     assert [tensor.requires_grad for tensor in moved] == [tensor.requires_grad for tensor in before]
     work.refresh()
     work.verify("moved, with another sign", work.result(work.stage()()))
+
+
+@pytest.mark.parametrize(("fault", "words"), [(float("nan"), "NaN: memory"), (-1.0, "200% of its norm")])
+def test_one_result_of_many_that_is_not_right_is_seen(fault, words):
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    right = work.result(work.stage()())
+    work.verify("alike", right, right)
+    with pytest.raises(StaleError, match=words):
+        work.verify("one is not", right, right * fault, right)
 
 
 def test_strides_survive_the_copies():

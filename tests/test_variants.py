@@ -112,7 +112,7 @@ def graphs(monkeypatch):
         ("Stream", Stream),
         ("current_stream", Stream),
         ("stream", lambda stream: contextlib.nullcontext()),
-        ("graph", lambda graph: contextlib.nullcontext()),
+        ("graph", lambda graph, stream=None: contextlib.nullcontext()),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     return backend, Graph

@@ -32,7 +32,7 @@ class InvariantReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no invariant is broken."""
+        """Whether no invariant is broken, be it that none applies."""
         return not self.broken
 
     @property

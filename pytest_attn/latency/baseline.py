@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 from pytest_attn.latency.gate import Fit, Run, expected_sensitivity, fit
 from pytest_attn.latency.identity import Identity
-from pytest_attn.latency.protocol import PROTOCOL
 from pytest_attn.latency.timer import Mode
 
 SCHEMA = 1
@@ -51,7 +50,7 @@ class Baseline:
     check: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     history: tuple[tuple[str, float, str], ...] = ()
-    protocol: int = PROTOCOL
+    protocol: int = 1
 
     @property
     def runs(self) -> list[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: kept with every baseline; a change of what follows that moves times as far as the gate would see makes another protocol,
-#: whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
-PROTOCOL = 2
+#: by kind of device, kept with every baseline; a change of what follows that moves times as far as the gate would see makes
+#: another protocol, whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
+PROTOCOLS = {"cuda": 2}
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
@@ -36,14 +36,14 @@ SECONDS = {"cuda": 0.3, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
-#: how long the device rests after a block, in times of its work: what it draws on average must not reach its power limit
+#: how long the device rests after a block, as a multiple of the block's time: it draws less power on average
 _REST = 1.0
 _MOST_REPEATS = 3
 #: seconds of one sample, and samples per block below them
 _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 #: seconds of work that bring an idle GPU to its clock, once per process
 _RAMP_SECONDS = 1.0
-#: seconds of work right before the blocks: a GPU that has drawn little power of late is up to 0.7 % faster than a busy one
+#: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
 
 
@@ -164,6 +164,7 @@ class Stopwatch:
             if isinstance(timer, CudaTimer):
                 self._work(_WARMING_SECONDS)
             self._block(timer, items, plan)
+            self.guard.begin()
             begun = time.perf_counter()
             while len(found) < LOOKS[-1]:
                 block, disturbance = self._undisturbed(timer, items, plan)
@@ -177,19 +178,21 @@ class Stopwatch:
     def _undisturbed(self, timer: Timer, items: list[Item], plan: Plan) -> tuple[dict[str, list[float]], str | None]:
         """Repeat a disturbed block, later and later; return the last one with what still disturbed it."""
         for attempt in range(_MOST_REPEATS + 1):
-            self.guard.begin()
             block = self._block(timer, items, plan)
             disturbance = self.guard.disturbance()
             if disturbance is None:
                 break
             if attempt < _MOST_REPEATS:
                 time.sleep(0.05 * 2**attempt)
+                self.guard.begin()
         return block, disturbance
 
     def _block(self, timer: Timer, items: list[Item], plan: Plan) -> dict[str, list[float]]:
         """Take one block on changed data, once the device has rested from the one before."""
+        begun = time.perf_counter()
         plan.renew()
-        time.sleep(max(0.0, self._rested - time.perf_counter()))
+        if self._rested > begun:
+            time.sleep(self._rested - begun)  # the renewal was work, too
         begun = time.perf_counter()
         times = timer.block(items)
         if isinstance(timer, CudaTimer):
@@ -221,7 +224,13 @@ class Stopwatch:
         """Keep the device busy with the anchors."""
         begun = time.perf_counter()
         while time.perf_counter() - begun < seconds:
-            self.timer.block([_anchor_item(name, anchor) for name, anchor in self.anchors.items()] * 4)
+            with suppress(BacklogError):
+                self.timer.block([_anchor_item(name, anchor) for name, anchor in self.anchors.items()] * 4)
+
+
+def protocol_of(kind: str) -> int:
+    """Return the number of the protocol by which a kind of device is timed."""
+    return PROTOCOLS.get(kind, 1)
 
 
 def _anchor_item(name: str, anchor: Anchor) -> Item:

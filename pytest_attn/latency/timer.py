@@ -24,11 +24,12 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 Mode: TypeAlias = Literal["events", "batched", "graph", "host"]
 
 _PRIMING_CALLS = 3
-#: seconds of device time from which a call has a pair of events of its own
+#: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
 _OWN_EVENTS_SECONDS = 250e-6
-#: below, what a pair adds (about 4 us) is shared: seconds of a sample, and the fewest and most calls of one
-_SAMPLE_SECONDS = 0.8e-3
-_FEWEST_CALLS, _MOST_CALLS = 4, 40
+#: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
+_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "batched": 0.2e-3}
+_MOST_CALLS: dict[Mode, int] = {"graph": 40, "batched": 20}
+_FEWEST_CALLS = 4
 #: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
 _HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
@@ -144,11 +145,14 @@ class CudaTimer(Timer):
             if device is None or host > bound:
                 return self._host_plan(work, host)
             most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
-            calls = min(_calls_per_sample(device, mode), most)
-            work.rotate_over(min(_PLACES * calls, most))
-            if calls > 1 and mode != "batched" and (graphs := _graphs(work, calls)):
-                return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
-            calls = min(calls, max(_FEWEST_CALLS, calls // 2))  # the host launches them anew while the device is kept waiting
+            wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
+            if wanted == "graph":
+                calls = min(_calls_per_sample(device, wanted), most)
+                work.rotate_over(min(_PLACES * calls, most))
+                if calls > 1 and (graphs := _graphs(work, calls)):
+                    return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
+                wanted = "batched"
+            calls = min(_calls_per_sample(device, wanted), most)
             work.rotate_over(min(_PLACES * calls, most))
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls), renew)
@@ -296,11 +300,11 @@ def torch_free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _calls_per_sample(seconds: float, mode: Mode | None) -> int:
-    """Return how many calls share a sample, by the device's time of one, or as a mode that is kept has it."""
-    if mode == "events" or (seconds >= _OWN_EVENTS_SECONDS and mode not in ("batched", "graph")):
+def _calls_per_sample(seconds: float, mode: Mode) -> int:
+    """Return how many calls share a sample of a mode, by the device's time of one."""
+    if mode == "events":
         return 1
-    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9))), _MOST_CALLS)
+    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS[mode] / max(seconds, 1e-9))), _MOST_CALLS[mode])
 
 
 def _prime(work: Work) -> None:
@@ -369,8 +373,7 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
             output.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize(work.device)
-        for output in outputs:
-            work.verify("replayed in a graph", output)
+        work.verify("replayed in a graph", *outputs)
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
         torch.cuda.synchronize(work.device)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -98,22 +99,21 @@ class Work:
         tensor: torch.Tensor = value[0] if isinstance(value, tuple | list) else value
         return tensor.detach()
 
-    def verify(self, what: str, result: torch.Tensor) -> None:
-        """Raise StaleError unless `result` is that of the data as it stands; the first one is taken as it is."""
+    def verify(self, what: str, *results: torch.Tensor) -> None:
+        """Raise StaleError unless each result is that of the data as it stands; the very first one is taken as it is."""
+        import torch
+
         if self._first is None:
-            self._first = (result * self._sign).clone()
+            self._first = (results[0] * self._sign).clone()
             if self.direction == "forward" and not bool(self._first.any()):
                 raise StaleError(f"{what}: its result is zero everywhere, as if it had not been written yet")
-            return
         expected = self._first.double() * self._sign
-        difference = float((result.double() - expected).norm())
-        if not difference <= _SAME * float(expected.norm()):
-            raise StaleError(f"{what}: its result is not that of the data it was given (it differs by {self._share(result)})")
-
-    def _share(self, result: torch.Tensor) -> str:
-        assert self._first is not None
-        share = float((result.double() - self._first.double() * self._sign).norm() / self._first.double().norm())
-        return "NaN: memory that was not written" if share != share else f"{share:.0%} of its norm"
+        differences = torch.stack([(result.double() - expected).norm() for result in results]).tolist()  # waits once
+        norm = float(expected.norm())
+        for difference in differences:
+            if not difference <= _SAME * norm:
+                share = _share(difference, norm)
+                raise StaleError(f"{what}: its result is not that of the data it was given (it differs by {share})")
 
     def _call_on(self, tensors: list[torch.Tensor], replayed: bool) -> Callable[[], Any]:
         import torch
@@ -143,6 +143,12 @@ class Work:
             copy.copy_(t.detach())
             own.append(copy.requires_grad_(self.direction != "forward"))
         return own
+
+
+def _share(difference: float, norm: float) -> str:
+    if math.isnan(difference):
+        return "NaN: memory that was not written"
+    return f"{difference / norm:.0%} of its norm" if norm else f"{difference:.3g} from zero"
 
 
 def work_of(

@@ -22,7 +22,7 @@ from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, 
 from pytest_attn.latency.gate import Decision, Fit, Policy, Run, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.guard import ClockError, locked_clocks
 from pytest_attn.latency.identity import conditions_of, identify
-from pytest_attn.latency.protocol import PROTOCOL, Latency, Stopwatch, stopwatch_of, threads
+from pytest_attn.latency.protocol import Latency, Stopwatch, protocol_of, stopwatch_of, threads
 from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
@@ -175,8 +175,9 @@ class Measurement:
     def _unusable_because(self, baseline: Baseline | None) -> str:
         if baseline is None:
             return f"none recorded in {self.session.baselines_folder}"
-        if baseline.protocol != PROTOCOL:
-            return f"recorded with protocol {baseline.protocol}, this is {PROTOCOL}"
+        protocol = protocol_of(self.question.device.type)
+        if baseline.protocol != protocol:
+            return f"recorded with protocol {baseline.protocol}, this is {protocol}"
         shape = self.question.workload.shape_id
         return f"recorded for {baseline.shape}, this is {shape}" if baseline.shape != shape else ""
 
@@ -256,6 +257,7 @@ class Measurement:
             z=self._z(),
             check=self._check,
             conditions=self._conditions(),
+            protocol=protocol_of(self.question.device.type),
         )
 
     def _conditions(self) -> dict[str, str]:
@@ -295,7 +297,8 @@ def _read(session: AttentionSession, device: torch.device) -> Recorded:
     except BaselineError as error:
         return Recorded(problem=str(error))
     try:
-        fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == PROTOCOL}
+        protocol = protocol_of(device.type)
+        fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == protocol}
     except (ValueError, TypeError) as error:
         return Recorded(problem=f"{file.path}: is damaged ({error}); restore it from version control")
     return Recorded(file, fits, shared_prior(list(fits.values()), device.type))
