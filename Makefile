@@ -32,7 +32,7 @@ test-all: $(VENV)/ready
 OLDEST = tests/plugin/test_stories.py tests/plugin/test_options.py tests/plugin/test_outputs.py
 test-oldest: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist'
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist and not workers1'
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

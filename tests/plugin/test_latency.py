@@ -244,6 +244,7 @@ def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
     result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
 
 
+@pytest.mark.slow
 def test_recorded_anew_batches_become_a_graph_in_every_process(recorded, pytester):
     path = baseline_file(pytester)
     path.write_text(path.read_text().replace('"mode": "host"', '"mode": "batched"'))
