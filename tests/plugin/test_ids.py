@@ -108,7 +108,11 @@ LOADGROUP = ("-n", "1", "--dist", "loadgroup")  # xdist adds the group to the id
 
 @pytest.mark.parametrize(
     ("options", "again"),
-    [((), ()), pytest.param(LOADGROUP, LOADGROUP, marks=pytest.mark.slow), (LOADGROUP, ())],
+    [
+        ((), ()),
+        pytest.param(LOADGROUP, LOADGROUP, marks=pytest.mark.slow),
+        pytest.param(LOADGROUP, (), marks=pytest.mark.slow),
+    ],
     ids=["serial", "loadgroup", "loadgroup-serial"],
 )
 def test_lf_runs_what_failed_and_nothing_else(pytester, options, again):

@@ -396,6 +396,7 @@ def test_every_direction_returns_its_latency(pytester):
     pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_repeats_the_options_that_matter(recorded, pytester):
     """-k and -p stay, outputs and other processes go."""
     result = recorded("-k", "mine", "--junitxml=report.xml", "-x", "-v", "--attn-seed=0", "-p", "no:randomly", TIMES="150")
@@ -457,6 +458,7 @@ def test_one_backend_in_two_tests_is_one_value_per_process(project, pytester):
     project().assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_require_fails_where_workers_share_the_device(recorded):
     recorded("-n", "2", "--attn-latency=require").assert_outcomes(failed=1)
 

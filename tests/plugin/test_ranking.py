@@ -200,6 +200,7 @@ def test_configurations_are_checked_timed_and_written(project, pytester):
     named.assert_outcomes(passed=1, deselected=1)
 
 
+@pytest.mark.slow
 def test_fresh_processes_know_the_configurations(project, pytester):
     """The default has a baseline and looks slower; its confirmation runs in processes that name it by its id."""
     recorded = project("--attn-tune=tiled", "-k", "test_both and not 48", "--attn-update-baselines=first", **TUNED)
@@ -234,7 +235,7 @@ def test_a_backend_that_cannot_list_its_configurations_says_so(project):
     result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])
 
 
-@pytest.mark.parametrize("verbosity", ["-vv", "--verbosity=0"])
+@pytest.mark.parametrize("verbosity", [pytest.param("-vv", marks=pytest.mark.slow), "--verbosity=0"])
 def test_progress_is_shown_on_a_terminal_and_leaves_nothing_behind(project, pytester, verbosity):
     arguments = ("--attn-tune=tiled", "-k", "test_both and not 48", verbosity)
     pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=0))
