@@ -27,6 +27,7 @@ def case(p50=1e-3, reason="first", date="2026-11-21", **changes):
         "nbytes": 10**8,
         "date": date,
         "reason": reason,
+        "protocol": 1,
         "version": "2.11.0",
         "memory": 1 << 20,
         "z": (2.5, 1.0, 0.8),

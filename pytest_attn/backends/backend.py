@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options, expanded, out_of_resources
-from pytest_attn.backends.library import Library, quiet
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import DTYPES, Workload

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, Kernel
-from pytest_attn.backends.library import no_collection, quiet
+from pytest_attn.backends.contexts import no_collection, quiet
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.variant import Variant
 from pytest_attn.workloads.inputs import Inputs

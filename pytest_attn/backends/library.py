@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import importlib
 import importlib.machinery
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+
+from pytest_attn.backends.contexts import environment, quiet
 
 _IMPORT_SECONDS = 120
 
@@ -219,31 +218,6 @@ def _exit_name(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the warnings of libraries from failing a run under -W error, and torch's compiler trace out of captured logs."""
-    trace = logging.getLogger("torch.__trace")
-    propagated, trace.propagate = trace.propagate, False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        trace.propagate = propagated
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed, or captured in a graph."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def try_imports(libraries: Sequence[Library]) -> None:
     """Try several libraries at the same time, each in its child process, so that `broken_because` then answers at once."""
     untried = [one for one in libraries if one.missing_because() is None and one.module not in sys.modules]
@@ -256,21 +230,6 @@ def _try_and_mark(module: str) -> None:
     mark = _mark_of(module)
     if not mark.exists() and _try_in_child(module) is None:
         _mark(mark)
-
-
-@contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while; what was there before comes back."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def forget() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_attn.backends.backend import Backend, RefusedError
 from pytest_attn.backends.compiled import compilation_of
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.correctness.compare import (
     Comparison,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.correctness.compare import ContractError, limits_named
 from pytest_attn.correctness.precision import PRECISIONS, Precision, precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference

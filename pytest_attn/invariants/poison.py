@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.backend import Backend, RefusedError
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.invariant import Invariant
 from pytest_attn.invariants.probe import Probe, Tensors

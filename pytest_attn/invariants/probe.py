@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, obstacle
 from pytest_attn.backends.compiled import compilation_of
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.correctness.compare import ContractError, check_contract, compare_tensor, limits_named
 from pytest_attn.correctness.judge import late_refusals_of

@@ -44,13 +44,13 @@ class Baseline:
     nbytes: int
     date: str
     reason: str
+    protocol: int
     version: str = ""
     memory: int | None = None
     z: tuple[float, float, float] | None = None
     check: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     history: tuple[tuple[str, float, str], ...] = ()
-    protocol: int = 1
 
     @property
     def runs(self) -> list[Run]:

@@ -189,10 +189,10 @@ class Stopwatch:
 
     def _block(self, timer: Timer, items: list[Item], plan: Plan) -> dict[str, list[float]]:
         """Take one block on changed data, once the device has rested from the one before."""
-        begun = time.perf_counter()
-        plan.renew()
-        if self._rested > begun:
-            time.sleep(self._rested - begun)  # the renewal was work, too
+        rest = self._rested - time.perf_counter()
+        plan.renew()  # which is work, and no rest
+        if rest > 0:
+            time.sleep(rest)
         begun = time.perf_counter()
         times = timer.block(items)
         if isinstance(timer, CudaTimer):

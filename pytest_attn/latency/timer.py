@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.graphed import capturing
-from pytest_attn.backends.library import no_collection
 from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:

@@ -108,8 +108,8 @@ class Work:
             if self.direction == "forward" and not bool(self._first.any()):
                 raise StaleError(f"{what}: its result is zero everywhere, as if it had not been written yet")
         expected = self._first.double() * self._sign
-        differences = torch.stack([(result.double() - expected).norm() for result in results]).tolist()  # waits once
-        norm = float(expected.norm())
+        norms = [expected.norm(), *((result.double() - expected).norm() for result in results)]
+        norm, *differences = torch.stack(norms).tolist()  # waits for the device once
         for difference in differences:
             if not difference <= _SAME * norm:
                 share = _share(difference, norm)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.correctness.question import Question, in_layout
 from pytest_attn.profiling.ceilings import ceilings_of

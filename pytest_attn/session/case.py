@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import pytest
 
@@ -107,9 +107,8 @@ class AttentionCase(CaseTensors):
         asked = partial(judge_invariants, subject, self._question, only, skip, thorough, deadline, self.command())
         report = self._judged(name, "invariants", saver.watching(asked))
         if report.findings and not report.applied:
-            reason = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
-            self._record(name, "skipped", reason=reason, question="invariants")
-            pytest.skip(f"{name}: no invariant that was asked for applies: {reason}")
+            reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
+            self._skip(name, f"no invariant that was asked for applies: {reasons}", "invariants")
         if report.passed:
             self._record(name, "held", question="invariants")
             return report
@@ -285,11 +284,14 @@ class AttentionCase(CaseTensors):
         except RefusedError as error:
             failure, refusal = "", str(error)
         if refusal:
-            self._record(name, "skipped", reason=refusal, question=question)
-            pytest.skip(f"{name}: {refusal}")
+            self._skip(name, refusal, question)
         verdict = "broken" if question == "invariants" else "mismatch"
         self._record(name, verdict, reason=failure.splitlines()[0], question=question)
         raise AssertionError(failure)
+
+    def _skip(self, name: str, reason: str, question: str) -> NoReturn:
+        self._record(name, "skipped", reason=reason, question=question)
+        pytest.skip(f"{name}: {reason}")
 
     def _xfail_if_known(
         self, name: str, defects: Iterable[KnownDefect], comparison: Comparison | None = None, question: str = "check"

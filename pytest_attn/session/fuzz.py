@@ -54,7 +54,7 @@ def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[FuzzParameter]:
 
 def make_fuzz_case(request: pytest.FixtureRequest, parameter: FuzzParameter) -> AttentionCase:
     """Make the case that stands for the draws until the test is called; skips the test where nothing can be drawn for it."""
-    from pytest_attn.backends.library import quiet
+    from pytest_attn.backends.contexts import quiet
 
     item = request.node
     session = item.config.stash[SESSION]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.anchors import anchor_hashes

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_attn.backends.backend import Backend, obstacle
 from pytest_attn.backends.configured import joined, split
-from pytest_attn.backends.library import quiet
+from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.session.progress import clock
 

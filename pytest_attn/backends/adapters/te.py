@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, scores_bytes
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library, environment, refusal_of_build
+from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Document, Window
