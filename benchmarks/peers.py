@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import NormalDist, median, quantiles
 from typing import Any
 
-from power import Draw, Series, Suite, kind_of, run_of, suites, upper_bound, verdict
+from power import Draw, Series, Suite, judged, kind_of, run_of, suites, upper_bound
 
 from pytest_attn.latency.gate import policy_for
 
@@ -33,9 +33,8 @@ def gate(series: Series, suite: Suite, index: int, what: str, factor: float) -> 
     """This project's."""
     draw, recorded = suite.draws[index], suite.fits[index]
     policy, cases = policy_for(kind_of(series)), len(suite.draws)
-    return (
-        verdict(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor)) == "regressed"
-    )
+    verdict, _ = judged(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor))
+    return verdict == "regressed"
 
 
 def fixed(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:

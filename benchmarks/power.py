@@ -85,12 +85,17 @@ def kind_of(series: Series) -> str:
     return "cpu" if series["device"] == "CPU" else "cuda"
 
 
-def verdict(recorded: Fit, prior: Prior, policy: Policy, cases: int, draw: Draw, take: Callable[[int], Run]) -> str:
-    """Screen, and confirm where that is suspect, as attn.measure does. take: the run of a process."""
+def judged(
+    recorded: Fit, prior: Prior, policy: Policy, cases: int, draw: Draw, take: Callable[[int], Run]
+) -> tuple[str, bool]:
+    """Screen, and confirm where that is suspect, as attn.measure does; return the verdict and whether it was confirmed.
+
+    take: the run of a process.
+    """
     decision, is_suspect = screen(take(draw.screen), recorded, prior, policy, cases)
     if is_suspect:
         decision = decide([take(process) for process in draw.fresh], recorded, prior, policy, cases)
-    return decision.verdict
+    return decision.verdict, is_suspect
 
 
 def upper_bound(alarms: int, number: int, confidence: float = 0.95) -> float:
@@ -105,12 +110,16 @@ def upper_bound(alarms: int, number: int, confidence: float = 0.95) -> float:
 
 
 def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
-    """Print how many suites without a slowdown alarm."""
-    alarms, verdicts, by_case = 0, Counter[str](), Counter[str]()
+    """Print how many suites without a slowdown alarm, and how many of their cases fresh processes looked at."""
+    alarms, suspects, verdicts, by_case = 0, 0, Counter[str](), Counter[str]()
     for suite in drawn:
         found = []
         for draw, recorded in zip(suite.draws, suite.fits, strict=True):
-            found.append(verdict(recorded, suite.prior, policy, cases, draw, lambda p, k=draw.key: run_of(series, p, k)))
+            verdict, is_suspect = judged(
+                recorded, suite.prior, policy, cases, draw, lambda p, k=draw.key: run_of(series, p, k)
+            )
+            found.append(verdict)
+            suspects += is_suspect
             by_case[draw.key] += found[-1] == "regressed"
         alarms += "regressed" in found
         verdicts.update(found)
@@ -120,7 +129,7 @@ def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int)
     print(
         f"A/A: {alarms} of {len(drawn)} suites of {cases} cases alarm ({alarms / len(drawn):.2%}, below {bound:.2%} at 95 %)"
     )
-    print(f"     cases: {shares}")
+    print(f"     cases: {shares}; {suspects / total:.2%} confirmed in fresh processes")
     for key, count in by_case.items():
         if count:
             print(f"     {count} alarms of {key}")
@@ -167,9 +176,8 @@ def _of(drawn: list[Suite], key: str) -> Iterator[tuple[Suite, Draw, Fit]]:
 def _is_found(
     series: Series, suite: Suite, draw: Draw, recorded: Fit, policy: Policy, cases: int, what: str, factor: float = 1.0
 ) -> bool:
-    return (
-        verdict(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor)) == "regressed"
-    )
+    verdict, _ = judged(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor))
+    return verdict == "regressed"
 
 
 def disturbed(series: Series, other: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
@@ -184,7 +192,8 @@ def disturbed(series: Series, other: Series, drawn: list[Suite], policy: Policy,
                 found["inconclusive (seen by the guard)"] += 1
                 continue
             moved = Draw(draw.key, draw.baseline, processes[0], processes[1:])
-            found[verdict(recorded, suite.prior, policy, cases, moved, lambda p, k=draw.key: run_of(other, p, k))] += 1
+            verdict, _ = judged(recorded, suite.prior, policy, cases, moved, lambda p, k=draw.key: run_of(other, p, k))
+            found[verdict] += 1
     total = sum(found.values())
     print(f"disturbed by {other['disturb']}: " + ", ".join(f"{n / total:.1%} {name}" for name, n in found.most_common()))
 

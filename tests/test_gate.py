@@ -143,6 +143,15 @@ def test_the_screen_lets_equal_runs_through_and_stops_slow_ones():
     assert all(screen(runs_of(1, seed, slower=0.03)[0], recorded(), PRIOR, GPU, 200)[1] for seed in range(50))
 
 
+def test_the_screen_stops_no_change_that_cannot_become_a_failure():
+    """Half a percent, however certain: another GPU of the same name. Fresh processes could not call that a regression."""
+    exact = recorded(sd=2e-4)
+    prior = Prior(4e-8, 50)
+    for slower, is_suspect in ((0.005, False), (0.018, False), (0.0199, True), (0.021, True)):
+        decision, suspected = screen(runs_of(1, sd=1e-6, slower=slower)[0], exact, prior, GPU, 200)
+        assert (decision.interval[0] > 0, suspected) == (True, is_suspect)
+
+
 def test_sensitivities_are_learned_and_stay_between_none_and_all():
     def spread(follow, seed=3):
         generator = random.Random(seed)

@@ -292,6 +292,18 @@ def test_the_power_cap_is_noted_once_and_disturbs_nothing(nvml, gpu):
     assert guard.notes == ["software power cap"]
 
 
+def test_the_power_cap_is_told_while_it_lasts(nvml, gpu, monkeypatch):
+    guard = Guard.of(CUDA)
+    assert not guard.is_capped()
+    gpu.reasons = nvml.nvmlClocksEventReasonSwPowerCap | nvml.nvmlClocksEventReasonGpuIdle
+    assert guard.is_capped()
+    gpu.reasons = nvml.nvmlClocksEventReasonGpuIdle
+    assert not guard.is_capped()
+    monkeypatch.setattr(guard._gpu, "reasons", lambda: None)
+    assert not guard.is_capped()
+    assert not Guard(None).is_capped()
+
+
 def test_the_power_cap_is_noted_from_its_counter(nvml, gpu):
     guard = Guard.of(CUDA)
     gpu.violations[nvml.NVML_PERF_POLICY_POWER] += 1

@@ -341,6 +341,8 @@ def test_invariants_are_selected_by_name():
         names(only="no")
     with pytest.raises(ValueError, match=r"unknown invariant 'bad'; known: "):
         names(skip=("bad",))
+    with pytest.raises(ValueError, match=r"no invariant is left to ask: skip names every one of leak$"):
+        names(only="leak", skip=("leak", "rerun"))
 
 
 def test_a_failure_says_what_where_and_how_to_repeat_it():

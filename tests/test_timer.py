@@ -304,6 +304,29 @@ def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
     assert all(kinds[3:])
 
 
+def test_a_gpu_whose_power_is_capped_does_light_work_until_it_has_its_clock_back(busy, monkeypatch):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    says = iter([True, True, False])
+    monkeypatch.setattr(busy.guard, "is_capped", lambda: next(says))
+    busy._warm()
+    assert [names for names, _, _ in busy.timer.blocks] == [["memory"] * 4] * 2
+
+
+def test_a_gpu_whose_power_is_capped_for_good_is_timed_as_it_is(busy, monkeypatch):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    monkeypatch.setattr("pytest_attn.latency.protocol._RECOVERY_SECONDS", 0.05)
+    monkeypatch.setattr(busy.guard, "is_capped", lambda: True)
+    busy._warm()
+    assert 1 <= len(busy.timer.blocks) <= 3
+
+
+@pytest.mark.parametrize(("seconds", "narrow"), [(99e-6, True), (101e-6, False)])
+def test_short_kernels_need_not_be_known_as_well(busy, seconds, narrow):
+    busy.device = torch.device("cuda")
+    blocks = [{"op": [1.0 + share]} for share in (-0.003, -0.002, 0.0, 0.0, 0.002, 0.003)]
+    assert busy._is_narrow(blocks, plan_of(None)._replace(seconds=seconds)) is narrow
+
+
 def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypatch):
     stopwatch = Stopwatch(torch.device("cpu"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)

@@ -36,7 +36,7 @@ def judge_invariants(
     each call; `reproduce` is the command that a failure's message ends with.
 
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
-    RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name.
+    RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
     """
     __tracebackhide__ = True
     invariants = chosen(only, skip, thorough)

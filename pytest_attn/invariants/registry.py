@@ -46,14 +46,17 @@ INVARIANTS: tuple[Invariant, ...] = (
 def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, thorough: bool) -> tuple[Invariant, ...]:
     """Return invariants by name: those named by `only`, else the default ones, and with `thorough` all; less `skip`.
 
-    Raises ValueError for a name that is not one of the known.
+    Raises ValueError for a name that is not one of the known, and where none is left: nothing asked is nothing held.
     """
     wanted, unwanted = _names(only), _names(skip)
-    return tuple(
+    left = tuple(
         invariant
         for invariant in INVARIANTS
         if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
     )
+    if not left:
+        raise ValueError(f"no invariant is left to ask: skip names every one of {', '.join(wanted) or 'them'}")
+    return left
 
 
 def _names(names: Iterable[str] | str | None) -> tuple[str, ...]:

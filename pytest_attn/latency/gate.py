@@ -21,7 +21,8 @@ from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantil
 FEWEST_RUNS = 10
 #: probability with which a suite without any slowdown shows a regression
 SUITE_ALPHA = 0.01
-#: one-sided: a first run that is this unlikely, or not clearly passed, is looked at again in fresh processes
+#: one-sided: a first run that is this unlikely, and not this unlikely where the kernel became so slow that it fails, is looked
+#: at again in fresh processes
 _SCREEN_ALPHA = 0.02
 _BOUND_ALPHA = 0.05
 #: by how much launching a call may exceed the slowest recorded one: as a factor, and in seconds
@@ -198,7 +199,9 @@ def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, ag
     """Look at the one run of this process; return what it says and whether fresh processes must confirm it."""
     judged = _judge([run], recorded, prior, policy, cases)
     gained = math.exp(recorded.centre) * math.expm1(judged.change)
-    is_suspect = gained >= policy.floor and (judged.tail < _SCREEN_ALPHA or math.expm1(judged.change) >= policy.slowdown)
+    at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.standard_error
+    is_unlikely = judged.tail < _SCREEN_ALPHA and math.expm1(at_most) >= policy.slowdown
+    is_suspect = gained >= policy.floor and (is_unlikely or math.expm1(judged.change) >= policy.slowdown)
     decision = decide([run], recorded, prior, policy, cases, agreed)
     return decision, is_suspect or decision.verdict != "passed"
 

@@ -86,6 +86,10 @@ class Guard:
         found = [word for word in _DISTURBING if word in seen] + self._strangers(since)
         return ", ".join(found) or None
 
+    def is_capped(self) -> bool:
+        """Say whether its power holds the clocks of the GPU down right now; False where nobody knows."""
+        return self._gpu is not None and _POWER_CAP in (self._gpu.reasons() or ())
+
     def conditions(self) -> dict[str, int | float | str]:
         """Return the state of the GPU now, as far as it can be read; the units are in the names (MHz, degrees C, W)."""
         return self._gpu.conditions() if self._gpu else {}

@@ -31,6 +31,8 @@ PROTOCOLS = {"cuda": 2}
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
 WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
+#: the same for kernels below so many seconds on a GPU: where their graphs lie moves them by as much, in every block alike
+_SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
 _FEWEST_BLOCKS = 3
@@ -45,6 +47,8 @@ _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 _RAMP_SECONDS = 1.0
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
+#: the most seconds after which a GPU whose power was capped by what ran before has its clock back, and between two looks
+_RECOVERY_SECONDS, _LOOK_SECONDS = 0.5, 2e-3
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Stopwatch:
         disturbances: list[str] = []
         with work.context():
             if isinstance(timer, CudaTimer):
-                self._work(_WARMING_SECONDS)
+                self._warm()
             self._block(timer, items, plan)
             self.guard.begin()
             begun = time.perf_counter()
@@ -171,7 +175,7 @@ class Stopwatch:
                 found.append(block)
                 disturbances += [disturbance] if disturbance else []
                 late = time.perf_counter() - begun > cap
-                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found)):
+                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
                     break
         return found, disturbances
 
@@ -204,9 +208,11 @@ class Stopwatch:
             block.setdefault(item.name, []).append(seconds)
         return block
 
-    def _is_narrow(self, blocks: list[dict[str, list[float]]]) -> bool:
+    def _is_narrow(self, blocks: list[dict[str, list[float]]], plan: Plan) -> bool:
         medians = [median(block["op"]) for block in blocks]
         wanted = WANTED_HALF_WIDTH.get(self.device.type, WANTED_HALF_WIDTH["cpu"])
+        if self.device.type == "cuda" and plan.seconds < _SHORT_SECONDS:
+            wanted = _WANTED_OF_SHORT
         return median_interval(medians).half_width <= wanted * median(medians)
 
     def _items(self, plan: Plan) -> list[Item]:
@@ -220,12 +226,20 @@ class Stopwatch:
             return [compute, *half, memory, *half, compute, memory]
         return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
 
-    def _work(self, seconds: float) -> None:
-        """Keep the device busy with the anchors."""
+    def _warm(self) -> None:
+        """Work until the GPU runs as fast as it will: one that idled, or whose power was capped just now, is slower."""
+        self._work(_WARMING_SECONDS)
+        late = time.perf_counter() + _RECOVERY_SECONDS
+        while self.guard.is_capped() and time.perf_counter() < late:
+            self._work(_LOOK_SECONDS, MEMORY)  # which draws less power
+
+    def _work(self, seconds: float, *names: str) -> None:
+        """Keep the device busy with the anchors of these names, or all."""
+        items = [_anchor_item(name, self.anchors[name]) for name in names or self.anchors] * 4
         begun = time.perf_counter()
         while time.perf_counter() - begun < seconds:
             with suppress(BacklogError):
-                self.timer.block([_anchor_item(name, anchor) for name, anchor in self.anchors.items()] * 4)
+                self.timer.block(items)
 
 
 def protocol_of(kind: str) -> int:

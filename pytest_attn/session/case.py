@@ -93,7 +93,8 @@ class AttentionCase(CaseTensors):
         """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
 
         only, skip: names of invariants (docs/strength.md). Returns the report; raises AssertionError where an invariant is
-        broken, with the smallest evidence as its text, ValueError for an unknown name. Skips where none of them applies.
+        broken, with the smallest evidence as its text, ValueError for an unknown name, and where none is left. Skips where
+        none applies.
         """
         __tracebackhide__ = True
         from pytest_attn.correctness.question import subject_name
