@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.backends.graphed import capturing
+from pytest_attn.latency.captures import graphs_of
 from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ _FEWEST_CALLS = 4
 _HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
 _PLACES = 6
-#: launches of a graph that is kept between two: the driver puts graphs side by side, and on where they lie depends how soon
-#: each launch follows the one before (0.15 us of cuDNN's 8, for some ten graphs in a row alike)
-_SPACING_LAUNCHES = 800
 #: MiB that are kept from the allocator in turn, so that it gives a kernel other memory than before
 _GAPS = (2, 34, 10, 58, 18, 46, 26)
 _MOST_BACKLOG_SECONDS = 0.2
@@ -152,7 +149,7 @@ class CudaTimer(Timer):
             if wanted == "graph":
                 calls = min(_calls_per_sample(device, wanted), most)
                 work.rotate_over(min(_PLACES * calls, most))
-                if calls > 1 and (graphs := _graphs(work, calls)):
+                if calls > 1 and (graphs := graphs_of(work, calls, _PLACES)):
                     return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
                 wanted = "batched"
             calls = min(_calls_per_sample(device, wanted), most)
@@ -338,65 +335,6 @@ def _repeat(work: Work, calls: int) -> Callable[[], Callable[[], object]]:
         return all_calls
 
     return stage
-
-
-def _graphs(work: Work, calls: int) -> list[Callable[[], object]]:
-    """Capture graphs on different sets, each in another place; none where one cannot be captured."""
-    import torch
-
-    stream, found, between = torch.cuda.Stream(work.device), [], []  # type: ignore[no-untyped-call]
-    for _ in range(_PLACES):
-        if (replay := _captured(work, calls, stream)) is None:
-            return []
-        found.append(replay)
-        between.append(_spacer(work.device, stream))
-    return found
-
-
-def _spacer(device: torch.device, stream: torch.cuda.Stream) -> object:
-    """Return a graph that takes up room and is never replayed."""
-    import torch
-
-    graph, flag = torch.cuda.CUDAGraph(), torch.empty(64, device=device)
-    with capturing(graph, stream):
-        for _ in range(_SPACING_LAUNCHES):
-            flag.zero_()
-    return graph, flag
-
-
-def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[], object] | None:
-    """Capture calls on the next sets in one CUDA graph; None where that cannot be done, or leaves something out.
-
-    What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
-    the stream of its forward pass, which therefore is the captured one.
-    """
-    import torch
-
-    torch.cuda.synchronize(work.device)
-    graph = torch.cuda.CUDAGraph()
-    outputs: list[torch.Tensor] = []
-    try:
-        stream.wait_stream(torch.cuda.current_stream(work.device))
-        with torch.cuda.stream(stream):
-            work.stage()()
-            staged = [work.stage(replayed=True) for _ in range(calls)]
-        torch.cuda.current_stream(work.device).wait_stream(stream)
-        with capturing(graph, stream):
-            outputs.extend(work.result(call()) for call in staged)
-        work.refresh()
-        for output in outputs:
-            output.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize(work.device)
-        work.verify("replayed in a graph", *outputs)
-    except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
-        torch.cuda.synchronize(work.device)
-        return None
-
-    def replay(_kept: tuple[object, ...] = (outputs, staged)) -> None:
-        graph.replay()
-
-    return replay
 
 
 def _wait(device: torch.device) -> None:
