@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.latency import captures
 from pytest_attn.latency.protocol import Latency, Stopwatch, stopwatch_of
 from pytest_attn.latency.timer import CudaTimer, HostTimer, Item, Plan, _calls_per_sample
 from pytest_attn.latency.work import StaleError, Work, work_of
@@ -213,6 +215,41 @@ def test_what_a_pair_of_events_adds_is_shared_by_the_calls_of_a_short_kernel(mic
     assert _calls_per_sample(microseconds * 1e-6, mode) == calls
 
 
+class Space:
+    """A spacer of its own."""
+
+
+def test_something_lies_between_two_graphs_while_they_are_captured(monkeypatch):
+    """And nothing behind the last."""
+    made, seen = [], []
+
+    def spacer(device, stream):
+        space = Space()
+        made.append(weakref.ref(space))
+        return space
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(captures, "_spacer", spacer)
+    monkeypatch.setattr(captures, "_captured", lambda *_: seen.append([space() is not None for space in made]) or len(seen))
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    assert captures.graphs_of(work, 4, 6) == [1, 2, 3, 4, 5, 6]
+    assert seen == [[True] * number for number in range(6)]
+
+
+def test_a_graph_without_room_for_another_beside_it_is_timed(monkeypatch):
+    def full():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(captures, "_captured", lambda *_: print)
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    assert captures.graphs_of(work, 4, 2) == [print, print]
+    monkeypatch.setattr(captures, "_captured", lambda *_: None)
+    assert captures.graphs_of(work, 4, 2) == []
+
+
 @needs_cuda
 def test_a_capture_that_fails_leaves_the_kernel_to_be_timed_in_batches():
     def uncapturable(q, k, v):
@@ -305,11 +342,11 @@ def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
 
 
 def test_a_gpu_whose_power_is_capped_does_light_work_until_it_has_its_clock_back(busy, monkeypatch):
-    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.01)
     says = iter([True, True, False])
     monkeypatch.setattr(busy.guard, "is_capped", lambda: next(says))
     busy._warm()
-    assert [names for names, _, _ in busy.timer.blocks] == [["memory"] * 4] * 2
+    assert [set(names) for names, _, _ in busy.timer.blocks] == [{"compute", "memory"}, {"memory"}, {"memory"}]
 
 
 def test_a_gpu_whose_power_is_capped_for_good_is_timed_as_it_is(busy, monkeypatch):

@@ -55,7 +55,7 @@ def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, t
         if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
     )
     if not left:
-        raise ValueError(f"no invariant is left to ask: skip names every one of {', '.join(wanted) or 'them'}")
+        raise ValueError(f"no invariant is left to ask: skip names {', '.join(wanted) or 'all of them'}")
     return left
 
 

@@ -21,8 +21,7 @@ from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantil
 FEWEST_RUNS = 10
 #: probability with which a suite without any slowdown shows a regression
 SUITE_ALPHA = 0.01
-#: one-sided: a first run that is this unlikely, and not this unlikely where the kernel became so slow that it fails, is looked
-#: at again in fresh processes
+#: one-sided, of the first run: "no slower" is rejected below it, and so is "slower by as much as fails"; see `screen`
 _SCREEN_ALPHA = 0.02
 _BOUND_ALPHA = 0.05
 #: by how much launching a call may exceed the slowest recorded one: as a factor, and in seconds
@@ -180,12 +179,10 @@ def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     level = policy.alpha / max(1, cases)
     slow = sum(value > recorded.slow for value in judged.values)
     doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
-    gained = math.exp(recorded.centre) * math.expm1(judged.change)
     if all(_launches_slower(run, recorded) for run in runs):
         return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
     is_certain = judged.tail < level and slow >= max(1, len(runs) - 1)
-    is_large = math.expm1(judged.change) >= policy.slowdown and gained >= policy.floor
-    if is_certain and is_large:
+    if is_certain and judged.change >= judged.least:
         return judged.decision("inconclusive" if doubt else "regressed", doubt)
     if doubt and math.expm1(judged.change) >= policy.slowdown:
         return judged.decision("inconclusive", doubt)
@@ -196,14 +193,16 @@ def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
 
 
 def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> tuple[Decision, bool]:
-    """Look at the one run of this process; return what it says and whether fresh processes must confirm it."""
+    """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
+
+    They must where the run is slower by as much as fails, where it is slower for sure and may be by so much, and where it
+    does not pass by itself.
+    """
     judged = _judge([run], recorded, prior, policy, cases)
-    gained = math.exp(recorded.centre) * math.expm1(judged.change)
     at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.standard_error
-    is_unlikely = judged.tail < _SCREEN_ALPHA and math.expm1(at_most) >= policy.slowdown
-    is_suspect = gained >= policy.floor and (is_unlikely or math.expm1(judged.change) >= policy.slowdown)
+    is_slower = judged.tail < _SCREEN_ALPHA and at_most >= judged.least
     decision = decide([run], recorded, prior, policy, cases, agreed)
-    return decision, is_suspect or decision.verdict != "passed"
+    return decision, judged.change >= judged.least or is_slower or decision.verdict != "passed"
 
 
 def _may_matter(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
@@ -213,9 +212,10 @@ def _may_matter(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class _Judged:
-    """The figures behind a decision; change and upper in logarithms."""
+    """The figures behind a decision; change, upper and least, the smallest change that fails, in logarithms."""
 
     change: float
+    least: float
     standard_error: float
     degrees: float
     tail: float
@@ -257,9 +257,10 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     level = policy.alpha / max(1, cases)
     of_confirmation = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
     reach = (t_quantile(level, degrees) + t_quantile(0.2, degrees)) * of_confirmation
-    least = math.log1p(max(policy.slowdown, policy.floor / math.exp(recorded.centre)))  # of an estimate that fails
+    least = math.log1p(max(policy.slowdown, policy.floor / math.exp(recorded.centre)))
     return _Judged(
         change,
+        least,
         error,
         degrees,
         t_tail(change / error, degrees),

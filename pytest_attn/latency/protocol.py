@@ -31,7 +31,8 @@ PROTOCOLS = {"cuda": 2}
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
 WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
-#: the same for kernels below so many seconds on a GPU: where their graphs lie moves them by as much, in every block alike
+#: the same for kernels below so many seconds on a GPU: where their graphs lie moves them as far, in all blocks alike, so that
+#: more blocks would cost time and tell nothing
 _SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
@@ -47,8 +48,10 @@ _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 _RAMP_SECONDS = 1.0
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
-#: the most seconds after which a GPU whose power was capped by what ran before has its clock back, and between two looks
-_RECOVERY_SECONDS, _LOOK_SECONDS = 0.5, 2e-3
+#: seconds for which a GPU whose power is capped is given time to have its clock back; one that is capped for good is timed so
+_RECOVERY_SECONDS = 0.5
+#: seconds of light work meanwhile before NVML is asked again
+_LIGHT_SECONDS = 2e-3
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ class Stopwatch:
         self._work(_WARMING_SECONDS)
         late = time.perf_counter() + _RECOVERY_SECONDS
         while self.guard.is_capped() and time.perf_counter() < late:
-            self._work(_LOOK_SECONDS, MEMORY)  # which draws less power
+            self._work(_LIGHT_SECONDS, MEMORY)  # which draws less power
 
     def _work(self, seconds: float, *names: str) -> None:
         """Keep the device busy with the anchors of these names, or all."""
