@@ -351,10 +351,16 @@ def test_a_gpu_whose_power_is_capped_does_light_work_until_it_has_its_clock_back
 
 def test_a_gpu_whose_power_is_capped_for_good_is_timed_as_it_is(busy, monkeypatch):
     monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
-    monkeypatch.setattr("pytest_attn.latency.protocol._RECOVERY_SECONDS", 0.05)
+    busy._patience = 0.05
     monkeypatch.setattr(busy.guard, "is_capped", lambda: True)
     busy._warm()
-    assert 1 <= len(busy.timer.blocks) <= 3
+    waited = len(busy.timer.blocks)
+    assert 1 <= waited <= 3
+    busy._warm()
+    assert len(busy.timer.blocks) == waited
+    monkeypatch.setattr(busy.guard, "is_capped", lambda: False)
+    busy._warm()
+    assert busy._patience > 0
 
 
 @pytest.mark.parametrize(("seconds", "narrow"), [(99e-6, True), (101e-6, False)])

@@ -48,7 +48,8 @@ _SAMPLES_BELOW = ((1e-3, 6), (2e-3, 4), (10e-3, 2))
 _RAMP_SECONDS = 1.0
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
-#: seconds for which a GPU whose power is capped is given time to have its clock back; one that is capped for good is timed so
+#: seconds for which a GPU whose power is capped is given time to have its clock back; one that is capped for good is timed so,
+#: and not given time again
 _RECOVERY_SECONDS = 0.5
 #: seconds of light work meanwhile before NVML is asked again
 _LIGHT_SECONDS = 2e-3
@@ -106,6 +107,7 @@ class Stopwatch:
         self.guard = HostGuard() if device.type == "cpu" else Guard.of(device, own)
         self.anchors: dict[str, Anchor] = make_anchors(device)
         self._rested = 0.0
+        self._patience = _RECOVERY_SECONDS
         if device.type == "cuda":
             self._work(_RAMP_SECONDS)
 
@@ -232,9 +234,10 @@ class Stopwatch:
     def _warm(self) -> None:
         """Work until the GPU runs as fast as it will: one that idled, or whose power was capped just now, is slower."""
         self._work(_WARMING_SECONDS)
-        late = time.perf_counter() + _RECOVERY_SECONDS
-        while self.guard.is_capped() and time.perf_counter() < late:
+        late = time.perf_counter() + self._patience
+        while (is_capped := self.guard.is_capped()) and time.perf_counter() < late:
             self._work(_LIGHT_SECONDS, MEMORY)  # which draws less power
+        self._patience = 0.0 if is_capped else _RECOVERY_SECONDS
 
     def _work(self, seconds: float, *names: str) -> None:
         """Keep the device busy with the anchors of these names, or all."""
