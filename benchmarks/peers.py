@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import NormalDist, median, quantiles
 from typing import Any
 
-from power import Draw, Series, Suite, judged, kind_of, run_of, suites, upper_bound
+from power import Draw, Series, Suite, is_found, kind_of, run_of, suites, upper_bound
 
 from pytest_attn.latency.gate import policy_for
 
@@ -32,9 +32,7 @@ def samples_of(series: Series, process: int, key: str, what: str, factor: float 
 def gate(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
     """This project's."""
     draw, recorded = suite.draws[index], suite.fits[index]
-    policy, cases = policy_for(kind_of(series)), len(suite.draws)
-    verdict, _ = judged(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor))
-    return verdict == "regressed"
+    return is_found(series, suite, draw, recorded, policy_for(kind_of(series)), len(suite.draws), what, factor)
 
 
 def fixed(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:

@@ -120,7 +120,7 @@ def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int)
             )
             found.append(verdict)
             suspects += is_suspect
-            by_case[draw.key] += found[-1] == "regressed"
+            by_case[draw.key] += verdict == "regressed"
         alarms += "regressed" in found
         verdicts.update(found)
     total = sum(verdicts.values())
@@ -149,14 +149,14 @@ def power(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> Non
             if name not in series["runs"][0]["cases"][key]:
                 cells.append(f"{'-':>16}")
                 continue
-            hits = [_is_found(series, s, d, f, policy, cases, name) for s, d, f in _of(drawn, key)]
+            hits = [is_found(series, s, d, f, policy, cases, name) for s, d, f in _of(drawn, key)]
             truly = median(
                 run_of(series, p, key, name).p50 / run_of(series, p, key).p50 - 1 for p in range(len(series["runs"]))
             )
             cells.append(f"{sum(hits) / len(hits):7.1%} ({truly:+.1%})".rjust(16))
             overall.setdefault(name, []).extend(hits)
         for factor in scaled:
-            hits = [_is_found(series, s, d, f, policy, cases, "plain", factor) for s, d, f in _of(drawn, key)]
+            hits = [is_found(series, s, d, f, policy, cases, "plain", factor) for s, d, f in _of(drawn, key)]
             cells.append(f"{sum(hits) / len(hits):9.1%}")
             overall.setdefault(f"x {factor}", []).extend(hits)
         print(f"{key:38}", *cells)
@@ -173,9 +173,10 @@ def _of(drawn: list[Suite], key: str) -> Iterator[tuple[Suite, Draw, Fit]]:
         yield suite, draw, recorded
 
 
-def _is_found(
+def is_found(
     series: Series, suite: Suite, draw: Draw, recorded: Fit, policy: Policy, cases: int, what: str, factor: float = 1.0
 ) -> bool:
+    """Whether the gate calls a case regressed that was slowed, really (what) or by a factor."""
     verdict, _ = judged(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor))
     return verdict == "regressed"
 

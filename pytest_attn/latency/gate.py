@@ -175,21 +175,7 @@ def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
 
     agreed: whether the soft keys of the machine are those of the recording; where not, the anchors must be, too.
     """
-    judged = _judge(runs, recorded, prior, policy, cases)
-    level = policy.alpha / max(1, cases)
-    slow = sum(value > recorded.slow for value in judged.values)
-    doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
-    if all(_launches_slower(run, recorded) for run in runs):
-        return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
-    is_certain = judged.tail < level and slow >= max(1, len(runs) - 1)
-    if is_certain and judged.change >= judged.least:
-        return judged.decision("inconclusive" if doubt else "regressed", doubt)
-    if doubt and math.expm1(judged.change) >= policy.slowdown:
-        return judged.decision("inconclusive", doubt)
-    if math.expm1(judged.upper) < policy.margin * policy.slowdown or not _may_matter(judged, recorded, policy):
-        return judged.decision("passed")
-    reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
-    return judged.decision("inconclusive", doubt or reason)
+    return _decided(_judge(runs, recorded, prior, policy, cases), policy, agreed)
 
 
 def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> tuple[Decision, bool]:
@@ -201,13 +187,30 @@ def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, ag
     judged = _judge([run], recorded, prior, policy, cases)
     at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.standard_error
     is_slower = judged.tail < _SCREEN_ALPHA and at_most >= judged.least
-    decision = decide([run], recorded, prior, policy, cases, agreed)
+    decision = _decided(judged, policy, agreed)
     return decision, judged.change >= judged.least or is_slower or decision.verdict != "passed"
 
 
-def _may_matter(judged: _Judged, recorded: Fit, policy: Policy) -> bool:
-    """Whether even the upper bound of the slowdown reaches the floor of seconds that matter."""
-    return math.exp(recorded.centre) * math.expm1(judged.upper) >= policy.floor
+def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
+    runs, recorded = judged.runs, judged.recorded
+    slow = sum(value > recorded.slow for value in judged.values)
+    doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
+    if all(_launches_slower(run, recorded) for run in runs):
+        return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
+    is_certain = judged.tail < judged.level and slow >= max(1, len(runs) - 1)
+    if is_certain and judged.change >= judged.least:
+        return judged.decision("inconclusive" if doubt else "regressed", doubt)
+    if doubt and math.expm1(judged.change) >= policy.slowdown:
+        return judged.decision("inconclusive", doubt)
+    if math.expm1(judged.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
+        return judged.decision("passed")
+    reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
+    return judged.decision("inconclusive", doubt or reason)
+
+
+def _relevant(slowdown: float, recorded: Fit, policy: Policy) -> float:
+    """Return a slowdown, or the share of the recorded time that the floor of seconds is, where that is more."""
+    return max(slowdown, policy.floor / math.exp(recorded.centre))
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     level = policy.alpha / max(1, cases)
     of_confirmation = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
     reach = (t_quantile(level, degrees) + t_quantile(0.2, degrees)) * of_confirmation
-    least = math.log1p(max(policy.slowdown, policy.floor / math.exp(recorded.centre)))
+    least = math.log1p(_relevant(policy.slowdown, recorded, policy))
     return _Judged(
         change,
         least,

@@ -147,13 +147,11 @@ class CudaTimer(Timer):
             most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
             wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
             if wanted == "graph":
-                calls = min(_calls_per_sample(device, wanted), most)
-                work.rotate_over(min(_PLACES * calls, most))
+                calls = _calls_on_own_sets(work, device, "graph", most)
                 if calls > 1 and (graphs := graphs_of(work, calls, _PLACES)):
                     return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
                 wanted = "batched"
-            calls = min(_calls_per_sample(device, wanted), most)
-            work.rotate_over(min(_PLACES * calls, most))
+            calls = _calls_on_own_sets(work, device, wanted, most)
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, host, _repeat(work, calls), renew)
 
@@ -298,6 +296,13 @@ def torch_free_memory(device: torch.device) -> int:
 
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _calls_on_own_sets(work: Work, seconds: float, mode: Mode, most: int) -> int:
+    """Return how many calls share a sample, each on a set of its own where there are so many; at most `most` of both."""
+    calls = min(_calls_per_sample(seconds, mode), most)
+    work.rotate_over(min(_PLACES * calls, most))
+    return calls
 
 
 def _calls_per_sample(seconds: float, mode: Mode) -> int:
