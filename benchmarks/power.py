@@ -19,18 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pytest_attn.latency.gate import (
-    FEWEST_RUNS,
-    Fit,
-    Policy,
-    Run,
-    decide,
-    expected_sensitivity,
-    fit,
-    policy_for,
-    screen,
-    shared_prior,
-)
+from pytest_attn.latency.fit import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.gate import FEWEST_RUNS, Policy, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.statistics import Prior, incomplete_beta
 
 Series = Mapping[str, Any]

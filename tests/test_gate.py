@@ -6,17 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_attn.latency.gate import (
-    FEWEST_RUNS,
-    POLICIES,
-    Run,
-    decide,
-    expected_sensitivity,
-    fit,
-    policy_for,
-    screen,
-    shared_prior,
-)
+from pytest_attn.latency.fit import Run, expected_sensitivity, fit
+from pytest_attn.latency.gate import FEWEST_RUNS, POLICIES, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.statistics import Prior
 
 GPU = POLICIES["cuda"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from pytest_attn.latency.gate import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.fit import Fit, Run, expected_sensitivity, fit
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.timer import Mode
 

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU while it is timed: what disturbed it, in which state it was, and its clocks locked on request."""
+"""What disturbs a GPU while it is timed, in which state it is, and its clocks locked on request; latency/nvml.py asks."""
 
 from __future__ import annotations
 
@@ -8,36 +8,17 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_attn.backends.library import Library
+from pytest_attn.latency.nvml import FIELDS, POWER_CAP, AbsentError, Gpu
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
 
-_NVML = Library(("nvidia-ml-py", "pynvml", "nvidia-ml-py3"), "pynvml", "pip install nvidia-ml-py")
-_POWER_CAP = "software power cap"
-#: the bits of the event reasons, by number: their names changed from "throttle" to "event"
-_REASONS = {
-    0x1: "idle",
-    0x2: "application clocks",
-    0x4: _POWER_CAP,
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-    0x100: "display clocks",
-}
-#: what counts how long the clocks were held down: policies by their number, fields (since driver 565) by theirs
-_POLICIES = {0: _POWER_CAP, 1: "thermal violation"}
-_FIELDS = {269: "software thermal slowdown", 270: "hardware thermal slowdown", 271: "hardware power brake"}
-_DISTURBING = (*_FIELDS.values(), "hardware slowdown", "thermal violation")
+_DISTURBING = (*FIELDS.values(), "hardware slowdown", "thermal violation")
 #: NVML averages what processes compute over up to a second; a block is shorter and has mostly no sample of its own
 _SAMPLE_MICROSECONDS = 1_000_000
-_SUCCESS, _NO_PERMISSION, _NOT_FOUND = 0, 4, 6
+_NO_PERMISSION = 4
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +33,7 @@ class Guard:
     absent_because: why it says nothing, None where it speaks. notes: what should be marked, but is no reason to discard.
     """
 
-    def __init__(self, gpu: _Gpu | None, own: frozenset[int] = frozenset(), absent_because: str | None = None) -> None:
+    def __init__(self, gpu: Gpu | None, own: frozenset[int] = frozenset(), absent_because: str | None = None) -> None:
         self.absent_because = absent_because
         self.notes: list[str] = []
         self._gpu = gpu
@@ -64,8 +45,8 @@ class Guard:
     def of(cls, device: torch.device, own: frozenset[int] = frozenset()) -> Guard:
         """Return the guard of a device, made before it is timed. own: pids, besides this process's, that are no strangers."""
         try:
-            return cls(_Gpu(device), own)
-        except _AbsentError as absent:
+            return cls(Gpu(device), own)
+        except AbsentError as absent:
             return cls(None, own, str(absent))
 
     def begin(self) -> None:
@@ -81,14 +62,14 @@ class Guard:
         since, before = self._since, self._counters
         self.begin()
         seen |= {word for word, count in self._counters.items() if count > before.get(word, count)}
-        if _POWER_CAP in seen and _POWER_CAP not in self.notes:
-            self.notes.append(_POWER_CAP)
+        if POWER_CAP in seen and POWER_CAP not in self.notes:
+            self.notes.append(POWER_CAP)
         found = [word for word in _DISTURBING if word in seen] + self._strangers(since)
         return ", ".join(found) or None
 
     def is_capped(self) -> bool:
         """Say whether its power holds the clocks of the GPU down right now; False where nobody knows."""
-        return self._gpu is not None and _POWER_CAP in (self._gpu.reasons() or ())
+        return self._gpu is not None and POWER_CAP in (self._gpu.reasons() or ())
 
     def conditions(self) -> dict[str, int | float | str]:
         """Return the state of the GPU now, as far as it can be read; the units are in the names (MHz, degrees C, W)."""
@@ -123,163 +104,6 @@ class _Company:
         return found if len(found) > self._renamed else set()
 
 
-class _AbsentError(Exception):
-    """NVML says nothing of a device."""
-
-
-class _Gpu:
-    """One GPU as NVML knows it. A question that it does not answer is answered with None: no test fails of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Find the device. Raises _AbsentError where NVML is not there or does not know it."""
-        import torch
-
-        self._nvml = _nvml_for(device)
-        try:
-            torch.cuda.synchronize(device)  # makes the context with which NVML lists this process, to know it by
-            self._nvml.nvmlInit()
-            self._handle = _handle_of(device, self._nvml)
-        except Exception as error:  # NVMLError, what torch raises without a driver, or what an old pynvml lacks
-            raise _AbsentError(f"NVML says nothing of {device}: {error}") from error
-        self._is_slice = bool(self._ask("nvmlDeviceIsMigDeviceHandle", self._handle))
-        whole = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", self._handle) if self._is_slice else None
-        self._whole = self._handle if whole is None else whole  # clocks, heat and power are those of all slices
-
-    def reasons(self) -> list[str] | None:
-        """Say why the clocks are what they are now."""
-        kinds = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        bits = self._first(kinds, self._whole)
-        return None if bits is None else [word for bit, word in _REASONS.items() if bits & bit]
-
-    def counters(self) -> dict[str, int]:
-        """Return how long the clocks have been held down so far, by reason; only an increase means something."""
-        read = {word: self._ask("nvmlDeviceGetViolationStatus", self._whole, policy) for policy, word in _POLICIES.items()}
-        counted = {word: status.violationTime for word, status in read.items() if status is not None}
-        fields = self._ask("nvmlDeviceGetFieldValues", self._whole, list(_FIELDS)) or ()
-        return counted | {_FIELDS[field.fieldId]: field.value.ullVal for field in fields if field.nvmlReturn == _SUCCESS}
-
-    def running(self) -> set[int] | None:
-        """Return the pids of the processes that can compute on the GPU."""
-        kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2")
-        processes = self._first(kinds, self._handle)
-        return None if processes is None else {process.pid for process in processes}
-
-    def computing(self, since: int) -> set[int] | None:
-        """Return the pids of the processes that computed since a time, in microseconds of the wall clock."""
-        try:
-            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, since)
-        except Exception as error:
-            nobody = getattr(error, "value", None) in (_SUCCESS, _NOT_FOUND)  # pynvml raises success without samples
-            return set() if nobody else None
-        # some drivers leave entries unfilled: more than 100 %, or of no time
-        return {sample.pid for sample in samples if sample.timeStamp > since and 0 < sample.smUtil <= 100}
-
-    def conditions(self) -> dict[str, int | float | str]:
-        """Return what could be read of the state of the GPU."""
-        nvml, reasons = self._nvml, self.reasons()
-        found = {
-            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._whole, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._whole, nvml.NVML_CLOCK_MEM),
-            "temperature_c": self._ask("nvmlDeviceGetTemperature", self._whole, nvml.NVML_TEMPERATURE_GPU),
-            "power_w": _watts(self._ask("nvmlDeviceGetPowerUsage", self._whole)),
-            "power_limit_w": _watts(self._ask("nvmlDeviceGetEnforcedPowerLimit", self._whole)),
-            "driver": _text(self._ask("nvmlSystemGetDriverVersion")),
-            "reasons": None if reasons is None else ", ".join(reasons),
-            "mig": self._mig(),
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def highest_clock(self) -> int | None:
-        """Return the highest SM clock that the GPU says it supports, in MHz."""
-        memory = self._ask("nvmlDeviceGetSupportedMemoryClocks", self._whole) or [0]
-        clocks = self._ask("nvmlDeviceGetSupportedGraphicsClocks", self._whole, max(memory))
-        highest = max(clocks) if clocks else self._ask("nvmlDeviceGetMaxClockInfo", self._whole, self._nvml.NVML_CLOCK_SM)
-        return None if highest is None else int(highest)
-
-    def lock_clocks(self, megahertz: int) -> None:
-        """Hold the SM clock. Raises NVMLError."""
-        self._nvml.nvmlDeviceSetGpuLockedClocks(self._whole, megahertz, megahertz)
-
-    def unlock_clocks(self) -> None:
-        """Let the SM clock go. Raises NVMLError."""
-        self._nvml.nvmlDeviceResetGpuLockedClocks(self._whole)
-
-    def _mig(self) -> str | None:
-        if self._is_slice:
-            return _text(self._ask("nvmlDeviceGetName", self._handle)) or "on"
-        mode = self._ask("nvmlDeviceGetMigMode", self._whole)
-        return None if mode is None else "on" if mode[0] else ""
-
-    def _ask(self, function: str, *arguments: object) -> Any:
-        try:
-            return getattr(self._nvml, function)(*arguments)
-        except Exception:  # NVMLError, what an old pynvml lacks, and where it is newer than the driver an error of its own
-            return None
-
-    def _first(self, functions: tuple[str, ...], *arguments: object) -> Any:
-        answers = (self._ask(function, *arguments) for function in functions)
-        return next((answer for answer in answers if answer is not None), None)
-
-
-def _nvml_for(device: torch.device) -> ModuleType:
-    import torch
-
-    if device.type != "cuda" or torch.version.hip:
-        raise _AbsentError(f"{device} is no NVIDIA GPU")
-    missing = _NVML.missing_because()
-    if missing:
-        raise _AbsentError(missing)
-    try:
-        return _NVML.load()
-    except RuntimeError as error:
-        raise _AbsentError(str(error)) from error
-
-
-def _handle_of(device: torch.device, nvml: ModuleType) -> Any:
-    """Return NVML's handle of a device by the first of its names that NVML knows. Raises what it said to the first one."""
-    errors = []
-    for function, name in _names_of(device):
-        handle, error = _tried(nvml, function, name)
-        if error is None:
-            return handle
-        errors.append(error)
-    raise errors[0]
-
-
-def _tried(nvml: ModuleType, function: str, name: bytes | int) -> tuple[Any, Exception | None]:
-    try:
-        return getattr(nvml, function)(name), None
-    except Exception as error:
-        return None, error
-
-
-def _names_of(device: torch.device) -> Iterator[tuple[str, bytes | int]]:
-    """Yield what NVML may know a device by; as bytes, which every pynvml takes."""
-    import torch
-
-    by_uuid, by_bus = "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId"
-    properties = torch.cuda.get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        yield by_uuid, f"GPU-{uuid}".encode()
-        yield by_uuid, f"MIG-{uuid}".encode()
-    place: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None not in place:
-        yield by_bus, "{:08X}:{:02X}:{:02X}.0".format(*place).encode()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    entry = visible[index] if index < len(visible) and visible[index] else str(index)
-    yield ("nvmlDeviceGetHandleByIndex", int(entry)) if entry.isdigit() else (by_uuid, entry.encode())
-
-
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else round(milliwatts / 1000, 1)
-
-
-def _text(said: str | bytes | None) -> str | None:
-    return said.decode() if isinstance(said, bytes) else said
-
-
 @contextmanager
 def locked_clocks(device: torch.device, megahertz: int | None) -> Iterator[int]:
     """Hold a GPU's SM clock at `megahertz` (None: the highest that it says it supports), and yield it.
@@ -288,8 +112,8 @@ def locked_clocks(device: torch.device, megahertz: int | None) -> Iterator[int]:
     does not tell of one. Raises ClockError where the clock cannot be locked.
     """
     try:
-        lock = _ClockLock(device, _Gpu(device))
-    except _AbsentError as absent:
+        lock = _ClockLock(device, Gpu(device))
+    except AbsentError as absent:
         raise ClockError(f"the clocks of {device} cannot be locked: {absent}; leave out --attn-lock-clocks") from absent
     atexit.register(lock.release)
     try:
@@ -302,7 +126,7 @@ def locked_clocks(device: torch.device, megahertz: int | None) -> Iterator[int]:
 class _ClockLock:
     """The SM clock of one GPU, held and let go once."""
 
-    def __init__(self, device: torch.device, gpu: _Gpu) -> None:
+    def __init__(self, device: torch.device, gpu: Gpu) -> None:
         self._device, self._gpu = device, gpu
         self._held = False
 

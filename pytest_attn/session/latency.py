@@ -19,7 +19,8 @@ from pytest_attn.backends.machine import current
 from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find
-from pytest_attn.latency.gate import Decision, Fit, Policy, Run, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.fit import Fit, Run
+from pytest_attn.latency.gate import Decision, Policy, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.guard import ClockError, locked_clocks
 from pytest_attn.latency.identity import conditions_of, identify
 from pytest_attn.latency.protocol import Latency, Stopwatch, protocol_of, stopwatch_of, threads
