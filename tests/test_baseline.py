@@ -98,6 +98,8 @@ DAMAGES = {
     "a process too few": lambda text: text.replace('"compute": [200000.0, ', '"compute": ['),
     "a merge conflict": lambda text: text.replace(' "cases"', '<<<<<<< ours\n "cases"'),
     "an unknown mode": lambda text: text.replace('"mode": "', '"mode": "un'),
+    "a protocol in words": lambda text: text.replace('"protocol": 1', '"protocol": "one"'),
+    "no protocol": lambda text: text.replace('"protocol": 1, ', ""),
     "unnamed conditions": lambda text: text.replace('"conditions": "c1"', '"conditions": "c9"'),
 }
 

@@ -22,6 +22,8 @@ from pytest_attn.invariants.rerun import Rerun
 from pytest_attn.invariants.shapes import Shapes
 from pytest_attn.invariants.state import State
 
+__tracebackhide__ = True  # what it raises is the test's own mistake
+
 INVARIANTS: tuple[Invariant, ...] = (
     Rerun(),
     Poison(),
@@ -55,7 +57,8 @@ def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, t
         if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
     )
     if not left:
-        raise ValueError(f"no invariant is left to ask: skip names {', '.join(wanted) or 'all of them'}")
+        asked = ", ".join(wanted) or "the default ones"
+        raise ValueError(f"no invariant is left to ask: skip has all of {asked}; name fewer there, or others in only")
     return left
 
 

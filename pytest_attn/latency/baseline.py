@@ -206,6 +206,8 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
         raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
     if case["mode"] not in get_args(Mode):
         raise ValueError(f"mode {case['mode']!r} is none of {', '.join(get_args(Mode))}")
+    if not isinstance(case["protocol"], int):
+        raise ValueError(f"protocol {case['protocol']!r} is no number")
     return Baseline(
         shape=case["shape"],
         mode=case["mode"],

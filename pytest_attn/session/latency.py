@@ -292,6 +292,8 @@ def recorded_on(session: AttentionSession, device: torch.device) -> Recorded:
 
 
 def _read(session: AttentionSession, device: torch.device) -> Recorded:
+    if session.baselines_folder.is_file():
+        return Recorded(problem=f"{session.baselines_folder}: is a file; --attn-baselines must be a folder: name one")
     try:
         identity = identify(device, session.machine(str(device)))
         file = find(session.baselines_folder, identity, anchor_hashes(device.type))

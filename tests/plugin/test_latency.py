@@ -304,6 +304,14 @@ def test_a_damaged_file_is_said_and_left_alone(recorded, pytester):
     assert baseline_file(pytester).read_text() == "{"
 
 
+def test_a_file_in_place_of_the_folder_is_said_and_left_alone(project, pytester):
+    words = "*test_mine.py: is a file; --attn-baselines must be a folder*"
+    project("--attn-baselines=test_mine.py").stdout.fnmatch_lines([f"no baseline*{words}"])
+    recorded = project("--attn-baselines=test_mine.py", "--attn-update-baselines=first")
+    recorded.stdout.fnmatch_lines([f"baselines: nothing recorded: {words}"])
+    assert (pytester.path / "test_mine.py").read_text().strip() == KERNEL.strip()
+
+
 def test_workers_that_share_a_device_do_not_time(recorded):
     result = recorded("-n", "2", "-rs", TIMES="150")
     result.assert_outcomes(skipped=1)
