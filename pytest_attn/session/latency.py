@@ -175,7 +175,10 @@ class Measurement:
 
     def _unusable_because(self, baseline: Baseline | None) -> str:
         if baseline is None:
-            return f"none recorded in {self.session.baselines_folder}"
+            folder = self.session.baselines_folder
+            return (
+                f"{folder}: is a file; --attn-baselines must be a folder" if folder.is_file() else f"none recorded in {folder}"
+            )
         protocol = protocol_of(self.question.device.type)
         if baseline.protocol != protocol:
             return f"recorded with protocol {baseline.protocol}, this is {protocol}"
@@ -292,8 +295,6 @@ def recorded_on(session: AttentionSession, device: torch.device) -> Recorded:
 
 
 def _read(session: AttentionSession, device: torch.device) -> Recorded:
-    if session.baselines_folder.is_file():
-        return Recorded(problem=f"{session.baselines_folder}: is a file; --attn-baselines must be a folder: name one")
     try:
         identity = identify(device, session.machine(str(device)))
         file = find(session.baselines_folder, identity, anchor_hashes(device.type))
