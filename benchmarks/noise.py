@@ -29,6 +29,7 @@ import torch
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.latency.fit import Run, expected_sensitivity, fit
 from pytest_attn.latency.protocol import Stopwatch, threads
 from pytest_attn.latency.work import Work, work_of
 
@@ -82,40 +83,42 @@ def one_process(device: torch.device, number: int, disturbed: str, is_plain: boo
     """Measure every case once."""
     registry, stopwatch = Registry(), Stopwatch(device)
     cases = {f"{case[0].name} {case[1]} {case[2]}": case for case in (GPU_CASES if device.type == "cuda" else CPU_CASES)}
+    order = random.Random(number).sample(list(cases), len(cases))  # as the gate's processes: in another one each time
     found: dict[str, Any] = dict.fromkeys(cases)
-    for key in random.Random(number).sample(list(cases), len(cases)):  # as the gate's processes: in another order each time
+    for key in order:
         workload, backend, direction = cases[key]
+        measure = functools.partial(measured, stopwatch, registry[backend], workload, direction)
         if disturbed == "heat":
             heat(device)
-
-        def measure(extra: float = 0.0) -> dict[str, Any]:
-            work = work_of(registry[backend], workload, device, direction)
-            if extra:
-                slowed(work, extra)
-            latency = stopwatch.measure(work, workload.id, backend)
-            size = max(1, len(latency.samples) // latency.blocks)
-            blocks = [statistics.median(latency.samples[i : i + size]) for i in range(0, len(latency.samples), size)]
-            kept = {
-                name: getattr(latency, name) for name in ("p50", "mode", "calls", "host", "spent", "disturbances", "notes")
-            }
-            return {
-                **kept,
-                "anchors": dict(latency.anchors),
-                "blocks": blocks,
-                "interval": latency.interval.half_width / latency.p50,
-            }
-
-        plain = found[key] = {"plain": measure(), "flops": workload.flops(), "bytes": workload.bytes()}
-        if disturbed or is_plain:
-            if device.type == "cuda" and number % 5 == 0 and is_plain:
-                plain |= others(registry[backend], workload, device, direction, ask_cupti=True)
+        plain = measure()
+        found[key] = {"plain": plain, "flops": workload.flops(), "bytes": workload.bytes()}
+        if disturbed or is_plain or direction != "forward" or (device.type == "cuda" and plain["p50"] <= 80e-6):
             continue
         for share in SLOWDOWNS[device.type]:
-            if direction == "forward" and (device.type == "cpu" or plain["plain"]["p50"] > 80e-6):
-                plain[f"slower {share}"] = measure(share * plain["plain"]["p50"])
-        if device.type == "cuda":
-            plain |= others(registry[backend], workload, device, direction, ask_cupti=number % 5 == 0)
+            found[key][f"slower {share}"] = measure(share * plain["p50"])
+    ask_cupti = number % 5 == 0
+    if device.type == "cuda" and not disturbed and (ask_cupti or not is_plain):
+        for key in order:  # behind all of ours: with CUPTI in a process, every launch takes longer
+            workload, backend, direction = cases[key]
+            found[key] |= others(registry[backend], workload, device, direction, ask_cupti)
     return {"process": number, "cases": found}
+
+
+def measured(stopwatch: Stopwatch, backend: Any, workload: Workload, direction: Any, extra: float = 0.0) -> dict[str, Any]:
+    """Measure one case, with extra seconds of work behind each call."""
+    work = work_of(backend, workload, stopwatch.device, direction)
+    if extra:
+        slowed(work, extra)
+    latency = stopwatch.measure(work, workload.id, backend.name)
+    size = max(1, len(latency.samples) // latency.blocks)
+    blocks = [statistics.median(latency.samples[i : i + size]) for i in range(0, len(latency.samples), size)]
+    kept = {name: getattr(latency, name) for name in ("p50", "mode", "calls", "host", "spent", "disturbances", "notes")}
+    return {
+        **kept,
+        "anchors": dict(latency.anchors),
+        "blocks": blocks,
+        "interval": latency.interval.half_width / latency.p50,
+    }
 
 
 def others(backend: Any, workload: Workload, device: torch.device, direction: Any, ask_cupti: bool) -> dict[str, float]:
@@ -239,12 +242,14 @@ def report(series: dict[str, Any]) -> None:
     for key in runs[0]["cases"]:
         cases = [run["cases"][key] for run in runs]
         p50 = [case["plain"]["p50"] for case in cases]
-        ratio = [case["plain"]["p50"] / case["plain"]["anchors"]["compute"] for case in cases]
+        fitted = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
+        prior = expected_sensitivity(cases[0]["flops"], cases[0]["bytes"], statistics.median(p50))
+        adjusted = [math.exp(value) for value in fit(fitted, prior).values]
         seen = [case["cupti"] for case in cases if "cupti" in case]
         cells = [time_and_spread([case[c] for case in cases if c in case]) for c in columns]
         print(
             f"{key:38} {statistics.median(p50) * 1e6:9.2f} {cases[0]['plain']['mode']:>8} {spread(p50):7.2%}"
-            f" {spread(ratio):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
+            f" {spread(adjusted):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
             *(f"{cell:>24}" for cell in cells),
         )
     spent = [case["plain"]["spent"] for run in runs for case in run["cases"].values()]

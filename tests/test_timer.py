@@ -2,16 +2,18 @@
 
 import threading
 import time
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pytest_attn import Workload
+from pytest_attn.backends.graphed import capturing
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency import captures
-from pytest_attn.latency.protocol import Latency, Stopwatch, stopwatch_of
+from pytest_attn.latency import timer
+from pytest_attn.latency.anchors import Anchor
+from pytest_attn.latency.protocol import Latency, Stopwatch, _anchor_item, stopwatch_of
+from pytest_attn.latency.resident import ResidentGraph
 from pytest_attn.latency.timer import CudaTimer, HostTimer, Item, Plan, _calls_per_sample
 from pytest_attn.latency.work import StaleError, Work, work_of
 
@@ -215,39 +217,38 @@ def test_what_a_pair_of_events_adds_is_shared_by_the_calls_of_a_short_kernel(mic
     assert _calls_per_sample(microseconds * 1e-6, mode) == calls
 
 
-class Space:
-    """A spacer of its own."""
+@pytest.mark.parametrize(
+    ("asked", "instantiated", "mode"), [(None, True, "graph"), (None, False, "replay"), ("replay", True, "replay")]
+)
+def test_a_graph_that_the_driver_does_not_instantiate_in_the_device_s_memory_is_replayed_by_torch(
+    monkeypatch, asked, instantiated, mode
+):
+    monkeypatch.setattr(timer, "graphs_of", lambda *_, are_resident: [print] if instantiated or not are_resident else [])
+    assert planned(monkeypatch, asked).mode == mode
 
 
-def test_something_lies_between_two_graphs_while_they_are_captured(monkeypatch):
-    """And nothing behind the last."""
-    made, seen = [], []
-
-    def spacer(device, stream):
-        space = Space()
-        made.append(weakref.ref(space))
-        return space
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(captures, "_spacer", spacer)
-    monkeypatch.setattr(captures, "_captured", lambda *_: seen.append([space() is not None for space in made]) or len(seen))
-    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
-    assert captures.graphs_of(work, 4, 6) == [1, 2, 3, 4, 5, 6]
-    assert seen == [[True] * number for number in range(6)]
+def planned(monkeypatch, mode):
+    """Plan a short kernel as on a GPU, all of whose answers are made up."""
+    gpu = object.__new__(CudaTimer)
+    gpu.device = torch.device("cpu")
+    for name, answer in {"_verify_behind_backlog": None, "_launching": 1e-5, "_estimate": 1e-5}.items():
+        monkeypatch.setattr(gpu, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(timer, "torch_free_memory", lambda device: 1 << 34)
+    return gpu.plan(work_of(attention, SMALL, gpu.device, "forward"), mode)
 
 
-def test_a_graph_without_room_for_another_beside_it_is_timed(monkeypatch):
-    def full():
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(captures, "_captured", lambda *_: print)
-    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
-    assert captures.graphs_of(work, 4, 2) == [print, print]
-    monkeypatch.setattr(captures, "_captured", lambda *_: None)
-    assert captures.graphs_of(work, 4, 2) == []
+@needs_cuda
+def test_a_graph_in_the_device_s_memory_replays_what_a_graph_of_torch_does():
+    x = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph):
+        x += 1
+    resident = ResidentGraph(graph, x.device)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            resident.replay()
+            stream.synchronize()
+    assert x.tolist() == [2.0] * 3
 
 
 @needs_cuda
@@ -335,7 +336,7 @@ def test_the_device_rests_between_blocks_from_its_work_and_not_during_its_renewa
 def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
     monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.05)
     work = work_of(attention, SMALL, torch.device("cpu"), "forward")
-    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.0)
+    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.0, compiled=0.0)
     kinds = ["op" in names for names, _, _ in busy.timer.blocks]
     assert kinds[:4] == [False, False, False, True]
     assert all(kinds[3:])
@@ -385,9 +386,27 @@ def test_a_time_in_batches_is_never_held_against_one_in_a_graph(monkeypatch):
     stopwatch = Stopwatch(cpu)
     plan = stopwatch.timer.plan
     monkeypatch.setattr(stopwatch.timer, "plan", lambda work, mode: plan(work, mode)._replace(mode="batched"))
-    for recorded, disturbances in (("batched", 0), ("graph", 1)):
+    for recorded, disturbances in (("batched", 0), ("graph", 1), ("replay", 1)):
         latency = stopwatch.measure(work_of(attention, SMALL, cpu, "forward"), SMALL.id, "kernel", recorded, seconds=0.0)
         assert sum("which cannot be captured now" in words for words in latency.disturbances) == disturbances
+    monkeypatch.setattr(stopwatch.timer, "plan", lambda work, mode: plan(work, mode)._replace(mode="replay"))
+    for recorded, disturbances in (("replay", 0), ("graph", 1)):
+        latency = stopwatch.measure(work_of(attention, SMALL, cpu, "forward"), SMALL.id, "kernel", recorded, seconds=0.0)
+        assert sum("in the device's memory" in words for words in latency.disturbances) == disturbances
+
+
+@pytest.mark.parametrize(("spent", "left"), [(0.1, 0.3), (0.2, 0.25), (5.0, 0.1)])
+def test_a_measurement_on_a_gpu_ends_within_half_a_second(busy, spent, left):
+    assert busy._seconds_left(spent) == 0.8
+    busy.device = torch.device("cuda")
+    assert busy._seconds_left(spent) == pytest.approx(left)
+
+
+def test_an_anchor_s_sample_may_be_several_calls(device):
+    calls = []
+    item = _anchor_item("compute", Anchor("", lambda: calls.append(0), 3))
+    item.stage()()
+    assert len(calls) == item.calls == 3
 
 
 def test_the_plugin_s_own_backends_can_be_timed(device):

@@ -1,4 +1,4 @@
-"""The calls of a work in CUDA graphs: what a graph replays is verified, and something else is put between two of them."""
+"""The calls of a work in CUDA graphs, whose replays are verified."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.graphed import capturing
+from pytest_attn.latency.resident import ResidentGraph
 from pytest_attn.latency.work import Work
 
 if TYPE_CHECKING:
@@ -14,31 +15,28 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: launches of a graph that takes up room while the next are captured: the driver puts graphs side by side, and on where they
-#: lie depends how soon a launch follows the one before (0.15 us of cuDNN's 8, alike in 4 to 11 graphs in a row)
-_SPACING_LAUNCHES = 800
+#: bytes that are kept after each call while it is captured, so that what a kernel allocates for itself lies elsewhere in the
+#: next one: where cuDNN's workspace lies, else the same in all calls of a graph, decides on 1 % of a short call
+_KEPT_BYTES = 512
 
 
-def graphs_of(work: Work, calls: int, number: int) -> list[Callable[[], object]]:
-    """Capture graphs of `calls` calls on different sets, each in another place; none where one cannot be captured.
+def graphs_of(work: Work, calls: int, number: int, are_resident: bool) -> list[Callable[[], object]]:
+    """Capture graphs of `calls` calls on different sets; none where one cannot be captured, or instantiated as asked.
 
-    What is returned replays a graph, as often as it is called.
+    What is returned replays a graph, as often as it is called. are_resident: in the device's memory; see `ResidentGraph`.
     """
     import torch
 
     stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
     graphs: list[Callable[[], object]] = []
-    spacers = []
     for _ in range(number):
-        if graphs:
-            spacers.append(_spacer(work.device, stream))
-        if (replay := _captured(work, calls, stream)) is None:
+        if (replay := _captured(work, calls, stream, are_resident)) is None:
             return []
         graphs.append(replay)
     return graphs
 
 
-def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[], object] | None:
+def _captured(work: Work, calls: int, stream: torch.cuda.Stream, is_resident: bool) -> Callable[[], object] | None:
     """Capture calls on the next sets in one CUDA graph; None where that cannot be done, or leaves something out.
 
     What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
@@ -47,20 +45,24 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
     import torch
 
     torch.cuda.synchronize(work.device)
-    graph = torch.cuda.CUDAGraph()
     outputs: list[torch.Tensor] = []
+    between: list[torch.Tensor] = []
     try:
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if is_resident else torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(work.device))
         with torch.cuda.stream(stream):
             work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
         torch.cuda.current_stream(work.device).wait_stream(stream)
         with capturing(graph, stream):
-            outputs.extend(work.result(call()) for call in staged)
+            for call in staged:
+                outputs.append(work.result(call()))
+                between.append(torch.empty(_KEPT_BYTES, dtype=torch.uint8, device=work.device))
+        executable = ResidentGraph(graph, work.device) if is_resident else graph
         work.refresh()
         for output in outputs:
             output.fill_(math.nan)
-        graph.replay()
+        executable.replay()
         torch.cuda.synchronize(work.device)
         work.verify("replayed in a graph", *outputs)
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
@@ -68,21 +70,6 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream) -> Callable[[],
         return None
 
     def replay(_kept: tuple[object, ...] = (outputs, staged)) -> None:
-        graph.replay()
+        executable.replay()
 
     return replay
-
-
-def _spacer(device: torch.device, stream: torch.cuda.Stream) -> object:
-    """Return a graph that is never replayed; None where there is no room for it, which is no reason not to time a kernel."""
-    import torch
-
-    try:
-        graph, flag = torch.cuda.CUDAGraph(), torch.empty(64, device=device)
-        with capturing(graph, stream):
-            for _ in range(_SPACING_LAUNCHES):
-                flag.zero_()
-    except Exception:  # whatever a capture raises: see _captured
-        torch.cuda.synchronize(device)
-        return None
-    return graph, flag

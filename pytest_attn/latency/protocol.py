@@ -14,7 +14,7 @@ from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, make_anchors
 from pytest_attn.latency.guard import Guard
 from pytest_attn.latency.host_guard import HostGuard
 from pytest_attn.latency.statistics import Interval, median_interval
-from pytest_attn.latency.timer import BacklogError, CudaTimer, HostTimer, Item, Mode, Plan, Timer, timer_for
+from pytest_attn.latency.timer import GRAPHS, BacklogError, CudaTimer, HostTimer, Item, Mode, Plan, Timer, timer_for
 from pytest_attn.latency.work import LatencyDirection, Work
 
 if TYPE_CHECKING:
@@ -26,19 +26,22 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: by kind of device, kept with every baseline; a change of what follows that moves times as far as the gate would see makes
 #: another protocol, whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
-PROTOCOLS = {"cuda": 2}
+PROTOCOLS = {"cuda": 3}
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
 WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
-#: the same for kernels below so many seconds on a GPU: where their graphs lie moves them as far, in all blocks alike, so that
+#: the same for kernels below so many seconds on a GPU: where their tensors lie moves them as far, in all blocks alike, so that
 #: more blocks would cost time and tell nothing
 _SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
+#: seconds that a measurement on a GPU takes in all, compilers aside, and those that its blocks get in any case
+_ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
 _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
+_NOT_RESIDENT = "recorded in a CUDA graph in the device's memory, which torch or the driver cannot make: a replay takes longer"
 #: how long the device rests after a block, as a multiple of the block's time: it draws less power on average
 _REST = 1.0
 _MOST_REPEATS = 3
@@ -126,16 +129,19 @@ class Stopwatch:
         begun = time.perf_counter()
         self.guard.notes.clear()
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
+        compiled = time.perf_counter()
         plan = self.timer.plan(work, mode)
         timer = self._timer_of(plan)
         try:
-            blocks, disturbances = self._blocks(plan, timer, work, seconds)
+            blocks, disturbances = self._blocks(plan, timer, work, seconds, compiled)
         except BacklogError:
             timer = HostTimer(self.device)
             plan = timer.plan(work)
-            blocks, disturbances = self._blocks(plan, timer, work, seconds)
-        if mode == "graph" and plan.mode in ("batched", "events"):
+            blocks, disturbances = self._blocks(plan, timer, work, seconds, time.perf_counter())
+        if mode in GRAPHS and plan.mode in ("batched", "events"):
             disturbances.append(_NO_GRAPH)
+        if mode == "graph" and plan.mode == "replay":
+            disturbances.append(_NOT_RESIDENT)
         medians = [median(block["op"]) for block in blocks]
         return Latency(
             workload=workload,
@@ -162,10 +168,9 @@ class Stopwatch:
         return self.timer if plan.mode != "host" or isinstance(self.timer, HostTimer) else HostTimer(self.device)
 
     def _blocks(
-        self, plan: Plan, timer: Timer, work: Work, seconds: float | None
+        self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled: float
     ) -> tuple[list[dict[str, list[float]]], list[str]]:
         """Take blocks until a look is content or the time is over; the first block, which warms up, is dropped."""
-        cap = SECONDS.get(self.device.type, SECONDS["cpu"]) if seconds is None else seconds
         items = self._items(plan)
         found: list[dict[str, list[float]]] = []
         disturbances: list[str] = []
@@ -175,6 +180,7 @@ class Stopwatch:
             self._block(timer, items, plan)
             self.guard.begin()
             begun = time.perf_counter()
+            cap = self._seconds_left(begun - compiled) if seconds is None else seconds
             while len(found) < LOOKS[-1]:
                 block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
@@ -183,6 +189,11 @@ class Stopwatch:
                 if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
                     break
         return found, disturbances
+
+    def _seconds_left(self, spent: float) -> float:
+        """Return how long the blocks of a measurement may take that has taken so many seconds until now."""
+        most = SECONDS.get(self.device.type, SECONDS["cpu"])
+        return min(most, max(_FEWEST_SECONDS, _ALL_SECONDS - spent)) if self.device.type == "cuda" else most
 
     def _undisturbed(self, timer: Timer, items: list[Item], plan: Plan) -> tuple[dict[str, list[float]], str | None]:
         """Repeat a disturbed block, later and later; return the last one with what still disturbed it."""
@@ -254,7 +265,11 @@ def protocol_of(kind: str) -> int:
 
 
 def _anchor_item(name: str, anchor: Anchor) -> Item:
-    return Item(name, lambda: anchor.call)
+    def sample() -> None:
+        for _ in range(anchor.calls):
+            anchor.call()
+
+    return Item(name, lambda: sample, anchor.calls)
 
 
 def _threads(device: torch.device) -> int | None:

@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: how a sample was taken: one call between two events; several; one graph of several; on the host's clock
-Mode: TypeAlias = Literal["events", "batched", "graph", "host"]
+#: how a sample was taken: one call between two events; several; one graph of several, in the device's memory; such a graph in
+#: the host's memory, as torch replays it; on the host's clock
+Mode: TypeAlias = Literal["events", "batched", "graph", "replay", "host"]
 
-_PRIMING_CALLS = 3
+#: those of graphs, the quicker first
+GRAPHS: tuple[Mode, ...] = ("graph", "replay")
+
 #: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
 _OWN_EVENTS_SECONDS = 250e-6
 #: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
-_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "batched": 0.2e-3}
-_MOST_CALLS: dict[Mode, int] = {"graph": 40, "batched": 20}
+_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "replay": 0.8e-3, "batched": 0.2e-3}
+_MOST_CALLS: dict[Mode, int] = {"graph": 40, "replay": 40, "batched": 20}
 _FEWEST_CALLS = 4
 #: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
 _HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
@@ -92,7 +95,7 @@ class HostTimer(Timer):
         del mode
         work.rotate_over(1)
         with work.context():
-            _prime(work)
+            _prime(work, 3)
             seconds = min(self._one(work.stage()) for _ in range(3))
             calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
             for _ in range(2):
@@ -134,7 +137,7 @@ class CudaTimer(Timer):
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
-            _prime(work)
+            _prime(work, 1)  # peak_memory has called it twice
             for _ in range(2):
                 _verify_now(work)
             self._verify_behind_backlog(work)
@@ -146,10 +149,11 @@ class CudaTimer(Timer):
                 return self._host_plan(work, host)
             most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
             wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
-            if wanted == "graph":
-                calls = _calls_on_own_sets(work, device, "graph", most)
-                if calls > 1 and (graphs := graphs_of(work, calls, _PLACES)):
-                    return Plan("graph", calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
+            if wanted in GRAPHS:
+                calls = _calls_on_own_sets(work, device, wanted, most)
+                for kind in GRAPHS[GRAPHS.index(wanted) :] if calls > 1 else ():
+                    if graphs := graphs_of(work, calls, _PLACES, are_resident=kind == "graph"):
+                        return Plan(kind, calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
@@ -312,8 +316,8 @@ def _calls_per_sample(seconds: float, mode: Mode) -> int:
     return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS[mode] / max(seconds, 1e-9))), _MOST_CALLS[mode])
 
 
-def _prime(work: Work) -> None:
-    for _ in range(_PRIMING_CALLS):
+def _prime(work: Work, calls: int) -> None:
+    for _ in range(calls):
         work.stage()()
     _wait(work.device)
 

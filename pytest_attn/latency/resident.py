@@ -1,0 +1,71 @@
+"""CUDA graphs whose launches lie in the device's memory.
+
+The launches of a graph as torch instantiates it lie in the host's memory, and the device reads them from there while it runs
+them: a short call follows the one before as soon as the bus lets it, a little sooner or later in each process. Instantiated so
+that the device itself could launch it, the same graph is read from the device's memory, wherever it is launched from.
+docs/latency.md has the figures.
+
+torch makes the graph and keeps what it works on; the driver's own interface, which torch does not offer, instantiates it.
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
+_DEVICE_LAUNCH = 4
+
+
+class ResidencyError(Exception):
+    """The driver does not instantiate a graph so, or there is no such driver."""
+
+
+class ResidentGraph:
+    """A captured graph, instantiated in the device's memory.
+
+    graph: made with `keep_graph=True` (torch 2.8), whose tensors live as long as this. Raises ResidencyError for what only
+    the host can launch: a graph with work of the host in it, say.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        self._graph, self._device = graph, device
+        self._executable = ctypes.c_void_p()
+        captured = ctypes.c_void_p(graph.raw_cuda_graph())
+        _ask("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), captured, ctypes.c_ulonglong(_DEVICE_LAUNCH))
+        _ask("cuGraphUpload", self._executable, self._stream())
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        _ask("cuGraphLaunch", self._executable, self._stream())
+
+    def __del__(self) -> None:
+        if self._executable and not sys.is_finalizing():
+            _driver().cuGraphExecDestroy(self._executable)
+
+    def _stream(self) -> ctypes.c_void_p:
+        import torch
+
+        return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _ask(name: str, *arguments: object) -> None:
+    """Call a function of the driver. Raises ResidencyError for an answer that is not CUDA_SUCCESS."""
+    if answer := getattr(_driver(), name)(*arguments):
+        raise ResidencyError(f"{name}: CUDA error {answer}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise ResidencyError(f"no driver: {error}") from error
