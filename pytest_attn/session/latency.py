@@ -204,11 +204,11 @@ class Measurement:
 
     @property
     def _mode(self) -> str | None:
-        """What the baseline was recorded with; recorded anew, batches may become a graph."""
+        """What the baseline was recorded with; recorded anew, batches and replays may become a graph on the device."""
         if given := mode_to_record(self.key):
             return given
         mode = recorded.mode if (recorded := self.recorded) else None
-        return None if mode == "batched" and self.session.settings.update_baselines is not None else mode
+        return None if mode in ("batched", "replay") and self.session.settings.update_baselines is not None else mode
 
     # -- the time ------------------------------------------------------------------------------------------------------
 

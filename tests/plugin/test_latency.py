@@ -245,9 +245,10 @@ def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester):
 
 
 @pytest.mark.slow
-def test_recorded_anew_batches_become_a_graph_in_every_process(recorded, pytester):
+@pytest.mark.parametrize("mode", ["batched", "replay"])
+def test_recorded_anew_batches_and_replays_become_a_graph_in_every_process(recorded, pytester, mode):
     path = baseline_file(pytester)
-    path.write_text(path.read_text().replace('"mode": "host"', '"mode": "batched"'))
+    path.write_text(path.read_text().replace('"mode": "host"', f'"mode": "{mode}"'))
     recorded(MODES="graph,events", PYTEST_ADDOPTS="--attn-update-baselines=captured").assert_outcomes(passed=1)
     (case,) = json.loads(path.read_text())["cases"].values()
     assert case["mode"] == "graph"
