@@ -3,7 +3,8 @@
     python benchmarks/noise.py --out FILE.json [--processes 30] [--device cuda|cpu] [--disturb process|heat]
 
 Each process measures every case with pytest_attn's protocol, the same case with extra work put behind each call (slowdowns
-of 3 and 5 %; on a CPU 25 %), and, on a GPU, with do_bench; every fifth process also asks CUPTI.
+of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench; every fifth process then asks CUPTI.
+Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the processes.
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
 takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py and peers.py resample it. Runs
 are appended, so that several calls make one series.
@@ -30,7 +31,7 @@ import torch
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.fit import Run, expected_sensitivity, fit
-from pytest_attn.latency.protocol import Stopwatch, threads
+from pytest_attn.latency.protocol import Stopwatch, protocol_of, threads
 from pytest_attn.latency.work import Work, work_of
 
 FLUX = Workload(4608, heads=24, head_dim=128, name="flux-L512")
@@ -58,6 +59,9 @@ CPU_CASES = (
 )
 SLOWDOWNS = {"cuda": (0.03, 0.05), "cpu": (0.25,)}
 _HEAT_SECONDS = 1.5
+#: seconds of a call from which an extra few percent can be put behind it; no case comes near
+_SLOWED_FROM = 60e-6
+_MOST_FAILURES, _CHILD_SECONDS = 3, 300
 
 
 def slowed(work: Work, seconds: float) -> None:
@@ -92,15 +96,15 @@ def one_process(device: torch.device, number: int, disturbed: str, is_plain: boo
             heat(device)
         plain = measure()
         found[key] = {"plain": plain, "flops": workload.flops(), "bytes": workload.bytes()}
-        if disturbed or is_plain or direction != "forward" or (device.type == "cuda" and plain["p50"] <= 80e-6):
+        if disturbed or is_plain or direction != "forward" or (device.type == "cuda" and plain["p50"] < _SLOWED_FROM):
             continue
         for share in SLOWDOWNS[device.type]:
             found[key][f"slower {share}"] = measure(share * plain["p50"])
-    ask_cupti = number % 5 == 0
-    if device.type == "cuda" and not disturbed and (ask_cupti or not is_plain):
-        for key in order:  # behind all of ours: with CUPTI in a process, every launch takes longer
-            workload, backend, direction = cases[key]
-            found[key] |= others(registry[backend], workload, device, direction, ask_cupti)
+    if device.type == "cuda" and not disturbed:
+        tools = OTHERS if number % 5 == 0 else {} if is_plain else {"do_bench": with_do_bench}
+        for name, tool in tools.items():  # behind all of ours: with CUPTI in a process, every launch takes longer
+            for key in order:
+                found[key][name] = tool(*called(registry, cases[key], device))
     return {"process": number, "cases": found}
 
 
@@ -121,39 +125,39 @@ def measured(stopwatch: Stopwatch, backend: Any, workload: Workload, direction: 
     }
 
 
-def others(backend: Any, workload: Workload, device: torch.device, direction: Any, ask_cupti: bool) -> dict[str, float]:
-    """Time the same call with do_bench as it comes (25 and 100 ms), and with CUPTI."""
+def called(registry: Registry, case: tuple[Workload, str, Any], device: torch.device) -> tuple[Work, Callable[[], object]]:
+    """Return a case as the tools of others take it: one call on one set of tensors."""
+    workload, backend, direction = case
+    work = work_of(registry[backend], workload, device, direction)
+    if direction == "forward":
+        return work, functools.partial(work.kernel, *work.sets[0])
+    out = work.kernel(*work.sets[0])
+    out = out[0] if isinstance(out, tuple) else out
+    return work, functools.partial(torch.autograd.grad, out, work.sets[0], work.dout, retain_graph=True)
+
+
+def with_do_bench(work: Work, call: Callable[[], object]) -> float:
+    """Return what triton's do_bench says of a call as it comes (25 and 100 ms), the median in seconds."""
     from triton.testing import do_bench
 
-    work = work_of(backend, workload, device, direction)
-    found: dict[str, float] = {}
     with work.context():
-        if direction == "forward":
-            call: Callable[[], object] = functools.partial(work.kernel, *work.sets[0])
-        else:
-            out = work.kernel(*work.sets[0])
-            out = out[0] if isinstance(out, tuple) else out
-            call = functools.partial(torch.autograd.grad, out, work.sets[0], work.dout, retain_graph=True)
-        found["do_bench"] = do_bench(call, return_mode="median") * 1e-3
-        if ask_cupti:
-            time.sleep(1.0)  # do_bench does not let the device rest
-            found["cupti"] = cupti(work, call, device)
-    return found
+        return float(do_bench(call, return_mode="median")) * 1e-3
 
 
-def cupti(work: Work, call: Callable[[], object], device: torch.device) -> float:
+def with_cupti(work: Work, call: Callable[[], object]) -> float:
     """Return the median over calls of the sum of the kernels' times, with a flushed L2 cache and a rest after each call."""
     from torch.profiler import ProfilerActivity, profile
 
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    time.sleep(0.1)  # what follows at once meets the power limiter
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=work.device)
+    with work.context(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(12):
             flush.fill_(1)
             torch.cuda.synchronize()
             begun = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            time.sleep(3 * (time.perf_counter() - begun))  # what follows at once meets the power limiter
+            time.sleep(3 * (time.perf_counter() - begun))
     sums: list[float] = []
     for start, end, name in sorted(
         (e.time_range.start, e.time_range.end, e.name)
@@ -165,6 +169,9 @@ def cupti(work: Work, call: Callable[[], object], device: torch.device) -> float
         elif sums:
             sums[-1] += end - start
     return statistics.median(sums) * 1e-6
+
+
+OTHERS = {"do_bench": with_do_bench, "cupti": with_cupti}
 
 
 def heat(device: torch.device) -> None:
@@ -207,9 +214,14 @@ def main() -> None:
         with threads(options.threads if device.type == "cpu" else None):
             print(json.dumps(one_process(device, options.child, options.disturb, options.plain)))
         return
-    series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    series |= {"device": name, "torch": torch.__version__, "disturb": options.disturb}
+    found = {"device": name, "disturb": options.disturb, "protocol": protocol_of(device.type)}
+    series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": [], **found}
+    for what, mine in found.items():
+        if series.get(what) != mine:
+            sys.exit(f"{options.out} is of {what} {series.get(what)}, this is {mine}: name another file")
+    series["torch"] = torch.__version__
+    failures = 0
     begun = time.monotonic()
     command = [sys.executable, __file__, "--out", os.devnull, "--device", options.device, "--threads", str(options.threads)]
     rival = subprocess.Popen([*command, "--compete"]) if options.disturb == "process" else None
@@ -221,9 +233,23 @@ def main() -> None:
                 break
             number = len(series["runs"])
             disturb = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
-            done = subprocess.run([*command, "--child", str(number), *disturb], stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                [*command, "--child", str(number), *disturb],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+                timeout=_CHILD_SECONDS,
+            )
+            if done.returncode:
+                failures += 1
+                print(f"process {number} failed: exit status {done.returncode}", file=sys.stderr)
+                if failures == _MOST_FAILURES:
+                    break
+                continue
             series["runs"].append(json.loads(done.stdout.splitlines()[-1]))
-            options.out.write_text(json.dumps(series))
+            part = options.out.with_suffix(".part")
+            part.write_text(json.dumps(series))
+            part.replace(options.out)
     finally:
         if rival:
             rival.kill()
@@ -245,10 +271,11 @@ def report(series: dict[str, Any]) -> None:
         fitted = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
         prior = expected_sensitivity(cases[0]["flops"], cases[0]["bytes"], statistics.median(p50))
         adjusted = [math.exp(value) for value in fit(fitted, prior).values]
+        modes = "/".join(sorted({case["plain"]["mode"] for case in cases}))
         seen = [case["cupti"] for case in cases if "cupti" in case]
         cells = [time_and_spread([case[c] for case in cases if c in case]) for c in columns]
         print(
-            f"{key:38} {statistics.median(p50) * 1e6:9.2f} {cases[0]['plain']['mode']:>8} {spread(p50):7.2%}"
+            f"{key:38} {statistics.median(p50) * 1e6:9.2f} {modes:>8} {spread(p50):7.2%}"
             f" {spread(adjusted):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
             *(f"{cell:>24}" for cell in cells),
         )

@@ -2,11 +2,13 @@
 
 import ctypes
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pytest_attn.backends.graphed import capturing
 from pytest_attn.latency import captures, resident
 from pytest_attn.latency.resident import ResidencyError, ResidentGraph
 from pytest_attn.latency.work import work_of
@@ -19,7 +21,7 @@ class Driver:
     """A stand-in for libcuda, which gives each call its answer, 0 where none is given."""
 
     def __init__(self, **answers):
-        self.answers, self.asked = answers, []
+        self.answers, self.asked, self.capture_mode = answers, [], 1
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -27,6 +29,9 @@ class Driver:
                 room, captured, flags = arguments
                 room._obj.value = EXECUTABLE
                 self.asked.append((name, captured.value, flags.value))
+            elif name == "cuThreadExchangeStreamCaptureMode":
+                self.asked.append((name, arguments[0]._obj.value))
+                arguments[0]._obj.value, self.capture_mode = self.capture_mode, arguments[0]._obj.value
             else:
                 self.asked.append((name, *(argument.value for argument in arguments)))
             return self.answers.get(name, 0)
@@ -58,7 +63,9 @@ def test_a_graph_is_instantiated_for_the_device_uploaded_launched_and_destroyed(
         ("cuGraphInstantiateWithFlags", CAPTURED, 4),
         ("cuGraphUpload", EXECUTABLE, STREAM),
         ("cuGraphLaunch", EXECUTABLE, STREAM),
+        ("cuThreadExchangeStreamCaptureMode", 2),
         ("cuGraphExecDestroy", EXECUTABLE),
+        ("cuThreadExchangeStreamCaptureMode", 1),
     ]
 
 
@@ -79,15 +86,41 @@ def test_a_machine_without_the_driver_has_no_such_graphs(monkeypatch):
         ResidentGraph(graph(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("fault", [TypeError("unexpected keyword argument 'keep_graph'"), ResidencyError("CUDA error 801")])
-def test_what_cannot_be_resident_is_no_graph(monkeypatch, fault):
-    """An older torch does not keep the graph; a driver may refuse it."""
+def test_an_older_torch_keeps_no_graph(monkeypatch):
+    def old():
+        return object()
 
-    def refuse(keep_graph=False):
-        raise fault
+    with pytest.raises(ResidencyError, match=r"torch 2\.\d+.* keeps no graph"):
+        captured(monkeypatch, old)
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+def test_what_a_driver_refuses_can_still_be_replayed_by_torch(monkeypatch):
+    def refuse(graph, device):
+        raise ResidencyError("CUDA error 801")
+
+    monkeypatch.setattr(captures, "ResidentGraph", refuse)
+    with pytest.raises(ResidencyError, match="801"):
+        captured(monkeypatch, lambda keep_graph: object())
+
+
+def test_what_cannot_be_captured_is_no_graph(monkeypatch):
+    """Wherever it should have lain."""
+
+    def refuse(graph, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captures, "capturing", refuse)
+    assert captured(monkeypatch, lambda keep_graph: object()) == []
+
+
+def captured(monkeypatch, make_graph):
+    """Capture a kernel on a CPU, with stand-ins for what CUDA does."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make_graph)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    for name, answer in {"Stream": stream, "current_stream": stream, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    if captures.capturing is capturing:
+        monkeypatch.setattr(captures, "capturing", lambda graph, stream: nullcontext())
     work = work_of(attention, SMALL, torch.device("cpu"), "forward")
-    assert captures.graphs_of(work, 4, 6, are_resident=True) == []
+    return captures.graphs_of(work, 4, 6, are_resident=True)

@@ -13,7 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import timer
 from pytest_attn.latency.anchors import Anchor
 from pytest_attn.latency.protocol import Latency, Stopwatch, _anchor_item, stopwatch_of
-from pytest_attn.latency.resident import ResidentGraph
+from pytest_attn.latency.resident import ResidencyError, ResidentGraph
 from pytest_attn.latency.timer import CudaTimer, HostTimer, Item, Plan, _calls_per_sample
 from pytest_attn.latency.work import StaleError, Work, work_of
 
@@ -223,7 +223,12 @@ def test_what_a_pair_of_events_adds_is_shared_by_the_calls_of_a_short_kernel(mic
 def test_a_graph_that_the_driver_does_not_instantiate_in_the_device_s_memory_is_replayed_by_torch(
     monkeypatch, asked, instantiated, mode
 ):
-    monkeypatch.setattr(timer, "graphs_of", lambda *_, are_resident: [print] if instantiated or not are_resident else [])
+    def graphs_of(*_, are_resident):
+        if are_resident and not instantiated:
+            raise ResidencyError("CUDA error 801")
+        return [print]
+
+    monkeypatch.setattr(timer, "graphs_of", graphs_of)
     assert planned(monkeypatch, asked).mode == mode
 
 
@@ -336,7 +341,7 @@ def test_the_device_rests_between_blocks_from_its_work_and_not_during_its_renewa
 def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
     monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.05)
     work = work_of(attention, SMALL, torch.device("cpu"), "forward")
-    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.0, compiled=0.0)
+    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.0, compiled_at=0.0)
     kinds = ["op" in names for names, _, _ in busy.timer.blocks]
     assert kinds[:4] == [False, False, False, True]
     assert all(kinds[3:])

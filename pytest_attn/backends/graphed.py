@@ -53,10 +53,13 @@ class Graphed(Variant):
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Record what is launched meanwhile. A graph that Python's collector frees in between would spoil that."""
+    """Record what is launched meanwhile. A graph that Python's collector frees in between would spoil that.
+
+    The current stream is then what it was, which torch sees to only where the capture succeeds.
+    """
     import torch
 
-    with quiet(), no_collection(), torch.cuda.graph(graph, stream=stream):
+    with quiet(), no_collection(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.graphed import capturing
-from pytest_attn.latency.resident import ResidentGraph
+from pytest_attn.latency.resident import ResidencyError, ResidentGraph
 from pytest_attn.latency.work import Work
 
 if TYPE_CHECKING:
@@ -21,9 +21,10 @@ _KEPT_BYTES = 512
 
 
 def graphs_of(work: Work, calls: int, number: int, are_resident: bool) -> list[Callable[[], object]]:
-    """Capture graphs of `calls` calls on different sets; none where one cannot be captured, or instantiated as asked.
+    """Capture graphs of `calls` calls on different sets; none where one cannot be captured.
 
-    What is returned replays a graph, as often as it is called. are_resident: in the device's memory; see `ResidentGraph`.
+    What is returned replays a graph, as often as it is called. are_resident: in the device's memory; raises ResidencyError
+    where the calls can be captured, but not so.
     """
     import torch
 
@@ -45,10 +46,10 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, is_resident: bo
     import torch
 
     torch.cuda.synchronize(work.device)
+    graph = _kept_graph() if is_resident else torch.cuda.CUDAGraph()
     outputs: list[torch.Tensor] = []
     between: list[torch.Tensor] = []
     try:
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if is_resident else torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(work.device))
         with torch.cuda.stream(stream):
             work.stage()()
@@ -65,6 +66,8 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, is_resident: bo
         executable.replay()
         torch.cuda.synchronize(work.device)
         work.verify("replayed in a graph", *outputs)
+    except ResidencyError:
+        raise
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
         torch.cuda.synchronize(work.device)
         return None
@@ -73,3 +76,12 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, is_resident: bo
         executable.replay()
 
     return replay
+
+
+def _kept_graph() -> torch.cuda.CUDAGraph:
+    import torch
+
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError as error:
+        raise ResidencyError(f"torch {torch.__version__} keeps no graph that it captured; 2.8 does") from error

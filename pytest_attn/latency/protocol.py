@@ -36,7 +36,7 @@ WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 _SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
 #: seconds of wall time, by kind of device, after which it ends at the next block
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
-#: seconds that a measurement on a GPU takes in all, compilers aside, and those that its blocks get in any case
+#: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and its blocks in any case
 _ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
 _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
@@ -129,11 +129,11 @@ class Stopwatch:
         begun = time.perf_counter()
         self.guard.notes.clear()
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
-        compiled = time.perf_counter()
+        compiled_at = time.perf_counter()
         plan = self.timer.plan(work, mode)
         timer = self._timer_of(plan)
         try:
-            blocks, disturbances = self._blocks(plan, timer, work, seconds, compiled)
+            blocks, disturbances = self._blocks(plan, timer, work, seconds, compiled_at)
         except BacklogError:
             timer = HostTimer(self.device)
             plan = timer.plan(work)
@@ -168,7 +168,7 @@ class Stopwatch:
         return self.timer if plan.mode != "host" or isinstance(self.timer, HostTimer) else HostTimer(self.device)
 
     def _blocks(
-        self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled: float
+        self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled_at: float
     ) -> tuple[list[dict[str, list[float]]], list[str]]:
         """Take blocks until a look is content or the time is over; the first block, which warms up, is dropped."""
         items = self._items(plan)
@@ -176,11 +176,11 @@ class Stopwatch:
         disturbances: list[str] = []
         with work.context():
             if isinstance(timer, CudaTimer):
-                self._warm()
+                compiled_at += self._warm()
             self._block(timer, items, plan)
             self.guard.begin()
             begun = time.perf_counter()
-            cap = self._seconds_left(begun - compiled) if seconds is None else seconds
+            cap = self._seconds_left(begun - compiled_at) if seconds is None else seconds
             while len(found) < LOOKS[-1]:
                 block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
@@ -242,13 +242,18 @@ class Stopwatch:
             return [compute, *half, memory, *half, compute, memory]
         return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
 
-    def _warm(self) -> None:
-        """Work until the GPU runs as fast as it will: one that idled, or whose power was capped just now, is slower."""
+    def _warm(self) -> float:
+        """Work until the GPU runs as fast as it will: one that idled, or whose power was capped just now, is slower.
+
+        Return the seconds that a capped one was waited for.
+        """
         self._work(_WARMING_SECONDS)
-        late = time.perf_counter() + self._patience
+        begun = time.perf_counter()
+        late = begun + self._patience
         while (is_capped := self.guard.is_capped()) and time.perf_counter() < late:
             self._work(_LIGHT_SECONDS, MEMORY)  # which draws less power
         self._patience = 0.0 if is_capped else _RECOVERY_SECONDS
+        return time.perf_counter() - begun
 
     def _work(self, seconds: float, *names: str) -> None:
         """Keep the device busy with the anchors of these names, or all."""

@@ -23,10 +23,12 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
 _DEVICE_LAUNCH = 4
+#: CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2
 
 
 class ResidencyError(Exception):
-    """The driver does not instantiate a graph so, or there is no such driver."""
+    """The driver does not instantiate a graph so, torch does not keep one, or there is no driver."""
 
 
 class ResidentGraph:
@@ -37,30 +39,33 @@ class ResidentGraph:
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        self._graph, self._device = graph, device
         self._executable = ctypes.c_void_p()
+        self._graph, self._device, self._driver = graph, device, _driver()
         captured = ctypes.c_void_p(graph.raw_cuda_graph())
-        _ask("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), captured, ctypes.c_ulonglong(_DEVICE_LAUNCH))
-        _ask("cuGraphUpload", self._executable, self._stream())
+        self._ask("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), captured, ctypes.c_ulonglong(_DEVICE_LAUNCH))
+        self._ask("cuGraphUpload", self._executable, self._stream())
 
     def replay(self) -> None:
         """Launch it on the current stream."""
-        _ask("cuGraphLaunch", self._executable, self._stream())
+        self._ask("cuGraphLaunch", self._executable, self._stream())
 
     def __del__(self) -> None:
-        if self._executable and not sys.is_finalizing():
-            _driver().cuGraphExecDestroy(self._executable)
+        if not self._executable or sys.is_finalizing():
+            return
+        mode = ctypes.c_int(_RELAXED)  # the collector may come by while something else is captured on this thread
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self._driver.cuGraphExecDestroy(self._executable)
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def _stream(self) -> ctypes.c_void_p:
         import torch
 
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
 
-
-def _ask(name: str, *arguments: object) -> None:
-    """Call a function of the driver. Raises ResidencyError for an answer that is not CUDA_SUCCESS."""
-    if answer := getattr(_driver(), name)(*arguments):
-        raise ResidencyError(f"{name}: CUDA error {answer}")
+    def _ask(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver. Raises ResidencyError for an answer that is not CUDA_SUCCESS."""
+        if answer := getattr(self._driver, name)(*arguments):
+            raise ResidencyError(f"{name}: CUDA error {answer}")
 
 
 @functools.cache

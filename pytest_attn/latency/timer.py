@@ -8,11 +8,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.captures import graphs_of
+from pytest_attn.latency.resident import ResidencyError
 from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: the host's memory, as torch replays it; on the host's clock
 Mode: TypeAlias = Literal["events", "batched", "graph", "replay", "host"]
 
-#: those of graphs, the quicker first
+#: those of graphs
 GRAPHS: tuple[Mode, ...] = ("graph", "replay")
 
 #: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
@@ -71,7 +73,7 @@ class Timer(ABC):
         """Prime the work (just-in-time compilers, workspaces), verify its results and choose how to time it.
 
         mode: what a baseline was recorded with, kept where the work still can. Raises StaleError for a result that is not
-        that of the data; exceptions of the kernel pass through.
+        that of the data; exceptions of the kernel pass through. To be called after `peak_memory`, which primes it first.
         """
 
     @abstractmethod
@@ -137,7 +139,7 @@ class CudaTimer(Timer):
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
-            _prime(work, 1)  # peak_memory has called it twice
+            _prime(work, 1)  # after the two calls of peak_memory
             for _ in range(2):
                 _verify_now(work)
             self._verify_behind_backlog(work)
@@ -151,9 +153,9 @@ class CudaTimer(Timer):
             wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
             if wanted in GRAPHS:
                 calls = _calls_on_own_sets(work, device, wanted, most)
-                for kind in GRAPHS[GRAPHS.index(wanted) :] if calls > 1 else ():
-                    if graphs := graphs_of(work, calls, _PLACES, are_resident=kind == "graph"):
-                        return Plan(kind, calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
+                kind, graphs = _graphs(work, calls, wanted) if calls > 1 else (wanted, [])
+                if graphs:
+                    return Plan(kind, calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
@@ -300,6 +302,14 @@ def torch_free_memory(device: torch.device) -> int:
 
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
+    """Return graphs as wanted, or as torch makes them where only these can be had, and which; none for no capture."""
+    if wanted == "graph":
+        with suppress(ResidencyError):
+            return "graph", graphs_of(work, calls, _PLACES, are_resident=True)
+    return "replay", graphs_of(work, calls, _PLACES, are_resident=False)
 
 
 def _calls_on_own_sets(work: Work, seconds: float, mode: Mode, most: int) -> int:
