@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.captures import graphs_of
+from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.resident import ResidencyError
 from pytest_attn.latency.work import StaleError, Work
 
@@ -81,7 +82,7 @@ class Timer(ABC):
         """Return the seconds of one call for each item, in order; waits for the device once, at the end."""
 
     def peak_memory(self, work: Work) -> int | None:
-        """Return the bytes that one call allocates beyond what was there, None where it cannot be known."""
+        """Return the bytes that one call asks for beyond what was there, None where it cannot be known."""
         del work
         return None
 
@@ -189,17 +190,9 @@ class CudaTimer(Timer):
 
     def peak_memory(self, work: Work) -> int | None:
         """From torch's allocator, of a second call: the first one may leave workspaces behind."""
-        import torch
-
         with work.context():
             work.stage()()
-            call = work.stage()
-            torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            call()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+            return peak_of(work.stage(), self.device)
 
     def _host_plan(self, work: Work, host: float) -> Plan:
         return self.host.plan(work)._replace(host=host)

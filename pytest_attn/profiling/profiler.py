@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.latency.peak import peak_of
 from pytest_attn.profiling.kernels import name_of
 from pytest_attn.workloads.workload import Direction, Workload
 
@@ -35,7 +36,7 @@ class Launch(NamedTuple):
 class Profile:
     """The launches of one call in one direction, longest first.
 
-    peak_memory: bytes allocated beyond what was there before the call, None on a CPU. roofline: the least seconds that
+    peak_memory: bytes asked for beyond what was there before the call, None on a CPU. roofline: the least seconds that
     the workload's flops and bytes allow on this device, None where its ceilings are not known.
     """
 
@@ -69,21 +70,16 @@ def profile_call(
     ceilings: tuple[float, float] | None = None,
 ) -> Profile:
     """Profile one call; the caller has warmed it up. ceilings: (FLOP/s, bytes/s) of the device."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_cuda else [ProfilerActivity.CPU]
-    before = 0
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    peak = None
     with quiet(), profile(activities=activities) as profiler:
-        call()
         if on_cuda:
-            torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else None
+            peak = peak_of(call, device)
+        else:
+            call()
     flops = workload.flops(direction)
     roofline = max(flops / ceilings[0], workload.bytes(direction) / ceilings[1]) if ceilings else None
     return Profile(direction, tuple(_launches(profiler, on_cuda)), peak, flops, roofline)

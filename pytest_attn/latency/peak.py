@@ -1,0 +1,35 @@
+"""How much memory a call takes at its peak, from torch's allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+
+def peak_of(call: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes that a call asks for at its peak, beyond what was held on a CUDA device before.
+
+    What was asked for, not what the allocator handed out: a free block that it has may be up to 1 MiB larger, for each of the
+    tensors, in one process and not in another.
+    """
+    import torch
+
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = _bytes(device, "current")
+    call()
+    torch.cuda.synchronize(device)
+    return _bytes(device, "peak") - before
+
+
+def _bytes(device: torch.device, when: Literal["current", "peak"]) -> int:
+    import torch
+
+    statistics = torch.cuda.memory_stats(device)
+    asked_for = statistics.get(f"requested_bytes.all.{when}", 0)  # which cudaMallocAsync's allocator does not count
+    return int(asked_for or statistics[f"allocated_bytes.all.{when}"])
