@@ -4,7 +4,7 @@
 
 Each process measures every case with pytest_attn's protocol, the same case with extra work put behind each call (slowdowns
 of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench; every fifth process then asks CUPTI.
-Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the processes.
+Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the other processes.
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
 takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py and peers.py resample it. Runs
 are appended, so that several calls make one series.
@@ -268,19 +268,28 @@ def report(series: dict[str, Any]) -> None:
     for key in runs[0]["cases"]:
         cases = [run["cases"][key] for run in runs]
         p50 = [case["plain"]["p50"] for case in cases]
-        fitted = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
+        timed = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
         prior = expected_sensitivity(cases[0]["flops"], cases[0]["bytes"], statistics.median(p50))
-        adjusted = [math.exp(value) for value in fit(fitted, prior).values]
         modes = "/".join(sorted({case["plain"]["mode"] for case in cases}))
         seen = [case["cupti"] for case in cases if "cupti" in case]
         cells = [time_and_spread([case[c] for case in cases if c in case]) for c in columns]
         print(
             f"{key:38} {statistics.median(p50) * 1e6:9.2f} {modes:>8} {spread(p50):7.2%}"
-            f" {spread(adjusted):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
+            f" {spread(adjusted(timed, prior)):8.2%} {statistics.median(seen) * 1e6 if seen else math.nan:9.2f}",
             *(f"{cell:>24}" for cell in cells),
         )
     spent = [case["plain"]["spent"] for run in runs for case in run["cases"].values()]
     print(f"seconds per measurement: median {statistics.median(spent):.2f}, most {max(spent):.2f}")
+
+
+def adjusted(runs: list[Run], prior: dict[str, float]) -> list[float]:
+    """Return each p50 as a share of the others', adjusted for the anchors by what the gate would fit to these."""
+    found = []
+    for number, run in enumerate(runs):
+        if others := runs[:number] + runs[number + 1 :]:
+            known = fit(others, prior)
+            found.append(math.exp(known.adjusted(run) - known.centre))
+    return found
 
 
 def time_and_spread(found: list[float]) -> str:

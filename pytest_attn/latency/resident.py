@@ -1,9 +1,8 @@
 """CUDA graphs whose launches lie in the device's memory.
 
-The launches of a graph as torch instantiates it lie in the host's memory, and the device reads them from there while it runs
-them: a short call follows the one before as soon as the bus lets it, a little sooner or later in each process. Instantiated so
-that the device itself could launch it, the same graph is read from the device's memory, wherever it is launched from.
-docs/latency.md has the figures.
+A graph that the device itself could launch is uploaded there, wherever it is then launched from. What torch instantiates is
+not, and how soon a short call follows the one before differs a little from process to process, as if the device read each
+launch from the host's memory. docs/latency.md has the figures.
 
 torch makes the graph and keeps what it works on; the driver's own interface, which torch does not offer, instantiates it.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html

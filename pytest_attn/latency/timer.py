@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: how a sample was taken: one call between two events; several; one graph of several, in the device's memory; such a graph in
-#: the host's memory, as torch replays it; on the host's clock
+#: how a sample was taken: one call between two events; several; one graph of several, in the device's memory; such a graph as
+#: torch makes it; on the host's clock
 Mode: TypeAlias = Literal["events", "batched", "graph", "replay", "host"]
 
 #: those of graphs
