@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,9 @@ def main() -> None:
             print(json.dumps(one_process(device, options.child, options.disturb, options.plain)))
         return
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    found = {"device": name, "disturb": options.disturb, "protocol": protocol_of(device.type)}
-    series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": [], **found}
-    for what, mine in found.items():
+    kind = {"device": name, "disturb": options.disturb, "protocol": protocol_of(device.type)}
+    series = json.loads(options.out.read_text()) if options.out.exists() else {"runs": [], **kind}
+    for what, mine in kind.items():
         if series.get(what) != mine:
             sys.exit(f"{options.out} is of {what} {series.get(what)}, this is {mine}: name another file")
     series["torch"] = torch.__version__
@@ -231,18 +232,14 @@ def main() -> None:
         for _ in range(options.processes):
             if time.monotonic() - begun > options.seconds:
                 break
-            number = len(series["runs"])
+            number = len(series["runs"]) + failures
             disturb = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
-            done = subprocess.run(
-                [*command, "--child", str(number), *disturb],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-                timeout=_CHILD_SECONDS,
-            )
-            if done.returncode:
+            child = [*command, "--child", str(number), *disturb]
+            try:
+                done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True, timeout=_CHILD_SECONDS)
+            except subprocess.SubprocessError as error:
                 failures += 1
-                print(f"process {number} failed: exit status {done.returncode}", file=sys.stderr)
+                print(f"process {number}: {error}", file=sys.stderr)
                 if failures == _MOST_FAILURES:
                     break
                 continue
@@ -254,6 +251,8 @@ def main() -> None:
         if rival:
             rival.kill()
             rival.wait()
+    if not series["runs"]:
+        sys.exit("no process has timed anything")
     report(series)
 
 
@@ -283,12 +282,12 @@ def report(series: dict[str, Any]) -> None:
 
 
 def adjusted(runs: list[Run], prior: dict[str, float]) -> list[float]:
-    """Return each p50 as a share of the others', adjusted for the anchors by what the gate would fit to these."""
+    """Return each p50 adjusted for the anchors, by the sensitivities that the gate would fit to the other runs."""
+    centres = fit(runs, prior).anchor_centres
     found = []
     for number, run in enumerate(runs):
         if others := runs[:number] + runs[number + 1 :]:
-            known = fit(others, prior)
-            found.append(math.exp(known.adjusted(run) - known.centre))
+            found.append(math.exp(replace(fit(others, prior), anchor_centres=centres).adjusted(run)))
     return found
 
 

@@ -145,6 +145,16 @@ def test_other_anchors_are_refused(tmp_path):
         find(tmp_path, H200, {**ANCHORS, "compute": "0" * 12})
 
 
+def test_times_of_another_protocol_may_have_had_other_anchors_and_stay(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"a": replace(case(), protocol=2), "b": replace(case(), protocol=2)})
+    others = {**ANCHORS, "compute": "0" * 12}
+    find(tmp_path, H200, others, protocol=3).write({"b": replace(case(2e-3), protocol=3)})
+    found = find(tmp_path, H200, others, protocol=3)
+    assert {key: one.protocol for key, one in found.cases.items()} == {"a": 2, "b": 3}
+    with pytest.raises(BaselineError, match="recorded beside other anchors"):
+        find(tmp_path, H200, ANCHORS, protocol=3)
+
+
 def test_a_second_machine_of_the_name_has_a_file_of_its_own(tmp_path):
     find(tmp_path, H200, ANCHORS).write({"a": case()})
     other = Identity("cuda", "NVIDIA H200", 66, 70)

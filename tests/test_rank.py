@@ -125,9 +125,17 @@ def test_a_time_in_batches_is_not_slower_than_one_in_a_graph_for_what_batches_co
     graph, batched = Timed(1.0, (1.0, 1.0, 0.9), mode="graph"), Timed(1.18, (1.18, 1.18, 0.9), mode="batched")
     assert not is_slower(batched, graph, "cuda", 1)
     assert is_slower(batched._replace(mode="graph"), graph, "cuda", 1)
-    assert is_slower(batched._replace(p50=1.3), graph, "cuda", 1)
+    assert is_slower(batched._replace(p50=1.4), graph, "cuda", 1)
+    assert not is_slower(batched, graph._replace(mode="replay"), "cuda", 1)
     ten = tuple(1.18 + n / 1e4 for n in range(10)), tuple(1.0 + n / 1e4 for n in range(10))
     assert not is_slower(batched._replace(processes=ten[0]), graph._replace(processes=ten[1]), "cuda", 1)
+
+
+@pytest.mark.parametrize(("slow", "fast", "times"), [("replay", "graph", 1.08), ("graph", "replay", 1.03)])
+def test_graphs_here_and_there_are_not_told_apart_by_where_they_lie(slow, fast, times):
+    here, there = Timed(1.0, (1.0, 1.0, 0.9), mode=fast), Timed(times, (times, times, 0.9), mode=slow)
+    assert not is_slower(there, here, "cuda", 1)
+    assert is_slower(there._replace(mode=fast), here, "cuda", 1)
 
 
 def test_the_assumed_scatter_is_that_of_the_recorded_processes():

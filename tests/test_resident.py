@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_attn.backends.graphed import capturing
 from pytest_attn.latency import captures, resident
 from pytest_attn.latency.resident import ResidencyError, ResidentGraph
 from pytest_attn.latency.work import work_of
@@ -94,7 +93,7 @@ def test_an_older_torch_keeps_no_graph(monkeypatch):
         captured(monkeypatch, old)
 
 
-def test_what_a_driver_refuses_can_still_be_replayed_by_torch(monkeypatch):
+def test_what_a_driver_refuses_is_told_from_what_cannot_be_captured(monkeypatch):
     def refuse(graph, device):
         raise ResidencyError("CUDA error 801")
 
@@ -104,23 +103,19 @@ def test_what_a_driver_refuses_can_still_be_replayed_by_torch(monkeypatch):
 
 
 def test_what_cannot_be_captured_is_no_graph(monkeypatch):
-    """Wherever it should have lain."""
-
     def refuse(graph, stream):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(captures, "capturing", refuse)
-    assert captured(monkeypatch, lambda keep_graph: object()) == []
+    assert captured(monkeypatch, lambda keep_graph: object(), refuse) == []
 
 
-def captured(monkeypatch, make_graph):
+def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontext()):
     """Capture a kernel on a CPU, with stand-ins for what CUDA does."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", make_graph)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     for name, answer in {"Stream": stream, "current_stream": stream, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
-    if captures.capturing is capturing:
-        monkeypatch.setattr(captures, "capturing", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(captures, "capturing", capturing)
     work = work_of(attention, SMALL, torch.device("cpu"), "forward")
     return captures.graphs_of(work, 4, 6, are_resident=True)

@@ -20,6 +20,7 @@ from pytest_attn.latency.work import StaleError, Work, work_of
 SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
 DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+keeps_graphs = pytest.mark.skipif(torch.__version__ < (2, 8), reason="needs a torch that keeps the graph it captured")
 
 
 @pytest.fixture(params=DEVICES, ids=str)
@@ -198,6 +199,7 @@ def test_a_kernel_that_waits_for_its_device_is_timed_by_the_host():
     assert latency.l2 == "warm"
 
 
+@keeps_graphs
 @needs_cuda
 def test_short_kernels_share_a_graph_and_long_ones_have_events_of_their_own():
     short, long = Workload(128, heads=4, head_dim=64), Workload(4608, heads=24, head_dim=128)
@@ -242,6 +244,7 @@ def planned(monkeypatch, mode):
     return gpu.plan(work_of(attention, SMALL, gpu.device, "forward"), mode)
 
 
+@keeps_graphs
 @needs_cuda
 def test_a_graph_in_the_device_s_memory_replays_what_a_graph_of_torch_does():
     x = torch.zeros(3, device="cuda")
@@ -254,6 +257,21 @@ def test_a_graph_in_the_device_s_memory_replays_what_a_graph_of_torch_does():
             resident.replay()
             stream.synchronize()
     assert x.tolist() == [2.0] * 3
+
+
+@needs_cuda
+def test_what_a_kernel_allocates_lies_elsewhere_in_each_call_of_a_graph():
+    places = []
+
+    def with_workspace(q, k, v):
+        workspace = torch.empty(16, device=q.device)
+        if torch.cuda.is_current_stream_capturing():
+            places.append(workspace.data_ptr())
+        return attention(q, k, v)
+
+    latency = measure(with_workspace, DEVICES[-1], workload=Workload(128, heads=4, head_dim=64))
+    assert latency.mode in ("graph", "replay")
+    assert len(set(places[: latency.calls])) == latency.calls
 
 
 @needs_cuda
@@ -405,6 +423,17 @@ def test_a_measurement_on_a_gpu_ends_within_half_a_second(busy, spent, left):
     assert busy._seconds_left(spent) == 0.8
     busy.device = torch.device("cuda")
     assert busy._seconds_left(spent) == pytest.approx(left)
+
+
+def test_waiting_for_the_clock_takes_nothing_from_the_blocks(busy, monkeypatch):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    says = iter([True, True, True, False])  # each is followed by a block of 20 ms
+    monkeypatch.setattr(busy.guard, "is_capped", lambda: next(says))
+    spent = []
+    monkeypatch.setattr(busy, "_seconds_left", lambda seconds: spent.append(seconds) or 0.0)
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=None, compiled_at=time.perf_counter())
+    assert spent[0] < 0.04, "the one block that warms up takes 20 ms"
 
 
 def test_an_anchor_s_sample_may_be_several_calls(device):

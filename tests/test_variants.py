@@ -8,7 +8,7 @@ import torch
 from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.compiled import Compiled, compilation_of, compile_kernel
-from pytest_attn.backends.graphed import Graphed
+from pytest_attn.backends.graphed import Graphed, capturing
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.question import Question, ReferenceCache
@@ -116,6 +116,33 @@ def graphs(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     return backend, Graph
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(graphs, monkeypatch):
+    """torch leaves its own behind."""
+    streams = ["mine"]
+
+    @contextlib.contextmanager
+    def stream(other):
+        before = streams[-1]
+        streams.append(other)
+        try:
+            yield
+        finally:
+            streams.append(before)
+
+    @contextlib.contextmanager
+    def graph(graph, stream):
+        streams.append(stream)
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(RuntimeError, match="previous error"), capturing(object(), "side"):
+        assert streams[-1] == "side"
+    assert streams[-1] == "mine"
 
 
 def test_a_graph_is_replayed_on_the_data_of_each_call(graphs):

@@ -59,7 +59,8 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
     """
     import torch
 
-    with quiet(), no_collection(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
+    as_before = torch.cuda.stream(torch.cuda.current_stream())
+    with quiet(), no_collection(), as_before, torch.cuda.graph(graph, stream=stream):
         yield
 
 

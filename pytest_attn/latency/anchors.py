@@ -54,24 +54,24 @@ def anchor_hashes(kind: str) -> dict[str, str]:
 def make_anchors(device: torch.device) -> dict[str, Anchor]:
     """Allocate the anchors of a device; their tensors live as long as they do (about 0.6 GB on a GPU).
 
-    A GPU's matrix product is of zeros: it draws about as much power as attention, so the clock does to it what it does to
-    attention. Of random numbers it draws more, and is slowed down so far that it shows nothing else.
+    A GPU's matrix product is of zeros: it runs at the clock of flash attention, and follows it from one step to the next. Of
+    random numbers it runs at a lower one, and hardly shows these steps.
     """
     import torch
 
-    on_cpu = device.type == "cpu"
-    copied = 1 << 25 if on_cpu else 1 << 28
-    if on_cpu:
+    if device.type == "cpu":
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(384, 384, generator=generator) for _ in range(2))
+        products, copied = 1, 1 << 25
     else:
         a, b = (torch.zeros(4096, 4096, dtype=torch.float16, device=device) for _ in range(2))
+        products, copied = 3, 1 << 28
     c = torch.empty_like(a)
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     definitions = _definitions(device.type)
     return {
-        COMPUTE: Anchor(definitions[COMPUTE], lambda: torch.mm(a, b, out=c), 1 if on_cpu else 3),
+        COMPUTE: Anchor(definitions[COMPUTE], lambda: torch.mm(a, b, out=c), products),
         MEMORY: Anchor(definitions[MEMORY], lambda: target.copy_(source)),
     }
 

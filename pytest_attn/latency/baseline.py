@@ -130,11 +130,11 @@ def case_key(workload: str, subject: str, direction: str, l2: str, layout: str =
     return " | ".join(parts)
 
 
-def find(folder: Path, identity: Identity, anchors: dict[str, str]) -> BaselineFile:
+def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: int = 1) -> BaselineFile:
     """Return the file of a machine, empty where there is none yet.
 
-    Two machines of one name and other hard keys have files of longer names. Raises BaselineError for a file that is damaged,
-    or of a newer schema.
+    Two machines of one name and other hard keys have files of longer names. protocol: of the times to come; a file all of
+    whose times are of others may have other anchors. Raises BaselineError for a file that is damaged, or of a newer schema.
     """
     for slug in (identity.slug, identity.full_slug):
         path = folder / f"{slug}.json"
@@ -142,12 +142,12 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str]) -> BaselineF
             return BaselineFile(path, identity, anchors)
         found = read(path)
         if found.identity == identity:
-            if found.anchors != anchors:
+            if found.anchors != anchors and any(case.protocol == protocol for case in found.cases.values()):
                 raise BaselineError(
                     f"{path}: recorded beside other anchors ({found.anchors}, this version has {anchors});"
                     " move it away and record anew with --attn-update-baselines REASON"
                 )
-            return found
+            return replace(found, anchors=anchors)
     raise BaselineError(f"{path}: belongs to {found.identity}, this machine is {identity}; rename one of them")
 
 

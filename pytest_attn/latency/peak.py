@@ -20,6 +20,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     import torch
 
     torch.cuda.synchronize(device)
+    torch.empty(1, device=device)  # has the allocator take back what waited for another stream
     torch.cuda.reset_peak_memory_stats(device)
     before = _bytes(device, "current")
     call()

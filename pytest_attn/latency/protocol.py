@@ -41,7 +41,9 @@ _ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
 _FEWEST_BLOCKS = 3
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
-_NOT_RESIDENT = "recorded in a CUDA graph in the device's memory, which torch or the driver cannot make: a replay takes longer"
+_NOT_RESIDENT = (
+    "recorded in a CUDA graph in the device's memory, which torch or the driver cannot make: a replay takes another time"
+)
 #: how long the device rests after a block, as a multiple of the block's time: it draws less power on average
 _REST = 1.0
 _MOST_REPEATS = 3

@@ -45,7 +45,7 @@ class ResidentGraph:
         self._ask("cuGraphUpload", self._executable, self._stream())
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch it on the stream that is then current. Unlike torch's, it draws no new random numbers."""
         self._ask("cuGraphLaunch", self._executable, self._stream())
 
     def __del__(self) -> None:

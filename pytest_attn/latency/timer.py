@@ -98,7 +98,7 @@ class HostTimer(Timer):
         del mode
         work.rotate_over(1)
         with work.context():
-            _prime(work, 3)
+            _prime(work, 3)  # peak_memory has called nothing
             seconds = min(self._one(work.stage()) for _ in range(3))
             calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
             for _ in range(2):
@@ -154,7 +154,7 @@ class CudaTimer(Timer):
             wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
             if wanted in GRAPHS:
                 calls = _calls_on_own_sets(work, device, wanted, most)
-                kind, graphs = _graphs(work, calls, wanted) if calls > 1 else (wanted, [])
+                kind, graphs = _graphs(work, calls, wanted)
                 if graphs:
                     return Plan(kind, calls, device, host, itertools.cycle(graphs).__next__, work.refresh)
                 wanted = "batched"
@@ -298,7 +298,9 @@ def torch_free_memory(device: torch.device) -> int:
 
 
 def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
-    """Return graphs as wanted, or as torch makes them where only these can be had, and which; none for no capture."""
+    """Return graphs as wanted, or as torch makes them where only these can be had, and which; none for one call."""
+    if calls == 1:
+        return wanted, []
     if wanted == "graph":
         with suppress(ResidencyError):
             return "graph", graphs_of(work, calls, _PLACES, are_resident=True)

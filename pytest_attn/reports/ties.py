@@ -30,10 +30,9 @@ ALPHA = 0.05
 #: 0.5 % 0.3 % do, with 0.3 % 1.8 %; of 113 earlier cases, of up to 2.2 %, 2 and 4 %. On two shared CPU cores: 0.9 to 2.7 %.
 BETWEEN_PROCESSES = {"cuda": 0.005, "cpu": 0.03}
 DEGREES = 4
-#: modes by what launching adds to a call, and how much longer one takes than those before it, as a share; up to 22 % were
-#: measured (docs/latency.md)
-_BY_LAUNCHING = ("graph", "replay", "batched")
-LONGER_BY_LAUNCHING = 0.25
+#: by how much more launching may add to a call in one mode than in another, as a share. Measured: batches against what torch
+#: replays up to 16 %, that against graphs in the device's memory up to 8 %, and up to 3 % the other way (docs/latency.md)
+LONGER = {("batched", "replay"): 0.2, ("replay", "graph"): 0.1, ("batched", "graph"): 0.3, ("graph", "replay"): 0.05}
 #: the fewest processes that are compared with one another
 FEWEST_PROCESSES = 10
 
@@ -61,11 +60,9 @@ def share_processes(timed: Sequence[Timed]) -> bool:
 def is_slower(slow: Timed, fast: Timed, kind: str, rivals: int) -> bool:
     """Whether `slow` is slower for certain, at `ALPHA` divided by the number of rivals of the fastest. kind: of the device.
 
-    What was timed in batches is given what a graph would have saved it, against what was timed in one; what torch replayed,
-    what it would have saved to lie in the device's memory.
+    What was launched in another mode than the fastest is given what that may have added: see `LONGER`.
     """
-    if {slow.mode, fast.mode} <= set(_BY_LAUNCHING) and _BY_LAUNCHING.index(slow.mode) > _BY_LAUNCHING.index(fast.mode):
-        slow = _launched_sooner(slow)
+    slow = _shortened(slow, 1 + LONGER.get((slow.mode, fast.mode), 0.0))
     level = ALPHA / max(1, rivals)
     if share_processes((slow, fast)):
         return rank_sum_tail(slow.processes, fast.processes) <= level
@@ -73,10 +70,8 @@ def is_slower(slow: Timed, fast: Timed, kind: str, rivals: int) -> bool:
     return math.log(slow.p50 / fast.p50) > t4_quantile(level) * error
 
 
-def _launched_sooner(timed: Timed) -> Timed:
-    """Return the least that a time could have been in a mode that launches sooner."""
+def _shortened(timed: Timed, share: float) -> Timed:
     low, high, confidence = timed.interval
-    share = 1 + LONGER_BY_LAUNCHING
     processes = tuple(one / share for one in timed.processes)
     return timed._replace(p50=timed.p50 / share, interval=(low / share, high / share, confidence), processes=processes)
 

@@ -297,7 +297,7 @@ def recorded_on(session: AttentionSession, device: torch.device) -> Recorded:
 def _read(session: AttentionSession, device: torch.device) -> Recorded:
     try:
         identity = identify(device, session.machine(str(device)))
-        file = find(session.baselines_folder, identity, anchor_hashes(device.type))
+        file = find(session.baselines_folder, identity, anchor_hashes(device.type), protocol_of(device.type))
     except BaselineError as error:
         return Recorded(problem=str(error))
     try:
