@@ -75,6 +75,12 @@ def test_a_driver_that_refuses_is_named(driver_of, name):
         ResidentGraph(graph(), torch.device("cpu")).replay()
 
 
+def test_a_driver_that_is_too_old_is_told(driver_of):
+    driver_of(object())
+    with pytest.raises(ResidencyError, match="cuGraphInstantiateWithFlags: this driver has no such function"):
+        ResidentGraph(graph(), torch.device("cpu"))
+
+
 def test_a_machine_without_the_driver_has_no_such_graphs(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")

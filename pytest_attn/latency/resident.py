@@ -62,8 +62,11 @@ class ResidentGraph:
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _ask(self, name: str, *arguments: object) -> None:
-        """Call a function of the driver. Raises ResidencyError for an answer that is not CUDA_SUCCESS."""
-        if answer := getattr(self._driver, name)(*arguments):
+        """Call a function of the driver. Raises ResidencyError where there is none, or its answer is not CUDA_SUCCESS."""
+        function = getattr(self._driver, name, None)
+        if function is None:
+            raise ResidencyError(f"{name}: this driver has no such function")
+        if answer := function(*arguments):
             raise ResidencyError(f"{name}: CUDA error {answer}")
 
 
