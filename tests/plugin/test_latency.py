@@ -271,6 +271,7 @@ def test_require_fails_where_there_is_nothing_to_compare_with(project):
     )
 
 
+@pytest.mark.slow
 def test_require_fails_where_nothing_can_be_said(recorded):
     recorded("--attn-latency=require", ANCHOR="3", TIMES="300").assert_outcomes(failed=1)
 

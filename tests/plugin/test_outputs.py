@@ -34,7 +34,7 @@ TESTS = """
 OPTIONS = ("--attn-backends=math", "-p", "no:cacheprovider")
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
 def test_a_line_for_each_judgement_with_every_field(pytester, workers):
     pytester.makepyfile(TESTS)
     result = pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS, *workers)

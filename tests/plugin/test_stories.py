@@ -43,7 +43,6 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
     again.assert_outcomes(failed=1)
 
 
-@pytest.mark.twice
 def test_one_item_per_backend_and_verbose_rows(run, kernel_test):
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
     result = run("--attn-backends=math,eager", "-v")
@@ -191,7 +190,6 @@ def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kerne
     result.stdout.fnmatch_lines(["*test_kernel[[]ours-24-wrong[]]* --attn-backends=wrong*"])
 
 
-@pytest.mark.twice
 def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, pytester, kernel_test):
     pytester.makeconftest(
         """
@@ -263,7 +261,6 @@ def test_life_without_benchmark_and_without_xdist(pytester, kernel_test):
         result.stdout.fnmatch_lines(["*= attention =*"])
 
 
-@pytest.mark.twice
 def test_strict_pytest_and_warnings_as_errors(run, kernel_test):
     kernel_test('attn.check("sdpa")')
     options = ["--strict-markers", "--strict-config", "-W", "error", "-W", "ignore:Benchmarks are automatically disabled"]
