@@ -48,7 +48,7 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, is_resident: bo
     torch.cuda.synchronize(work.device)
     graph = _kept_graph() if is_resident else torch.cuda.CUDAGraph()
     outputs: list[torch.Tensor] = []
-    between: list[torch.Tensor] = []
+    between: list[torch.Tensor] = []  # until the capture is over
     try:
         stream.wait_stream(torch.cuda.current_stream(work.device))
         with torch.cuda.stream(stream):

@@ -298,7 +298,7 @@ def torch_free_memory(device: torch.device) -> int:
 
 
 def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
-    """Return graphs as wanted, or as torch makes them where only these can be had, and which; none for one call."""
+    """Return which graphs can be had, those wanted or those that torch makes, and them; none of one call, or of no capture."""
     if calls == 1:
         return wanted, []
     if wanted == "graph":

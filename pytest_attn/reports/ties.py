@@ -41,7 +41,7 @@ class Timed(NamedTuple):
     """A p50 in seconds, its interval in this process (low, high, confidence), and what a baseline of `date` recorded.
 
     processes: seconds, one p50 per process; empty where there is no baseline that still holds. mode: as `Latency.mode`: the
-    host's clock scatters as on a CPU; batches and replays take longer than a graph.
+    host's clock scatters as on a CPU, and launching adds more in one mode than in another.
     """
 
     p50: float
