@@ -264,8 +264,10 @@ def report(series: dict[str, Any]) -> None:
     print(
         f"{'case':38} {'p50 us':>9} {'mode':>8} {'spread':>7} {'adjusted':>8} {'CUPTI us':>9}", *(f"{c:>24}" for c in columns)
     )
+    left_out = 0
     for key in runs[0]["cases"]:
-        cases = [run["cases"][key] for run in runs]
+        cases = [run["cases"][key] for run in runs if series["disturb"] or not run["cases"][key]["plain"]["disturbances"]]
+        left_out += len(runs) - len(cases)
         p50 = [case["plain"]["p50"] for case in cases]
         timed = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
         prior = expected_sensitivity(cases[0]["flops"], cases[0]["bytes"], statistics.median(p50))
@@ -279,6 +281,8 @@ def report(series: dict[str, Any]) -> None:
         )
     spent = [case["plain"]["spent"] for run in runs for case in run["cases"].values()]
     print(f"seconds per measurement: median {statistics.median(spent):.2f}, most {max(spent):.2f}")
+    if left_out:
+        print(f"{left_out} of {len(spent)} measurements were disturbed, and are left out above")
 
 
 def adjusted(runs: list[Run], prior: dict[str, float]) -> list[float]:

@@ -10,14 +10,12 @@ minimum to the third quartile that lie apart by 0.5 % and more, likewise. Data: 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist, median, quantiles
-from typing import Any
 
-from power import Draw, Series, Suite, is_found, kind_of, run_of, suites, upper_bound
+from power import Draw, Series, Suite, is_found, kind_of, run_of, suites, undisturbed, upper_bound
 
 from pytest_attn.latency.gate import policy_for
 
@@ -98,7 +96,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--suites", type=int, default=200)
     options = parser.parse_args()
-    series: dict[str, Any] = json.loads(options.series.read_text())
+    series = undisturbed(options.series)
     drawn = list(suites(series, options.suites, options.cases, policy_for(kind_of(series))))
     few = drawn[:20]
     factors = (1.03, 1.05, 1.10) if kind_of(series) == "cuda" else (1.10, 1.25, 1.5)

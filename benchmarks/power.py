@@ -43,6 +43,20 @@ class Suite(NamedTuple):
     prior: Prior
 
 
+def undisturbed(path: Path) -> Series:
+    """Read a series, without the processes in which a case was disturbed: the gate has others in their place."""
+    series: dict[str, Any] = json.loads(path.read_text())
+    runs = [run for run in series["runs"] if not any(kind["disturbances"] for kind in _measured(run))]
+    if len(runs) < len(series["runs"]):
+        print(f"{len(series['runs']) - len(runs)} of {len(series['runs'])} processes were disturbed, and are left out")
+    return {**series, "runs": runs}
+
+
+def _measured(run: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for case in run["cases"].values():
+        yield from (found for what, found in case.items() if what == "plain" or what.startswith("slower"))
+
+
 def run_of(series: Series, process: int, key: str, what: str = "plain", factor: float = 1.0) -> Run:
     """Return one process's time of a case; factor scales it."""
     found = series["runs"][process]["cases"][key][what]
@@ -197,7 +211,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--suites", type=int, default=400)
     options = parser.parse_args()
-    series = json.loads(options.series.read_text())
+    series = undisturbed(options.series)
     policy = policy_for(kind_of(series))
     drawn = list(suites(series, options.suites, options.cases, policy))
     print(f"{series['device']}, {len(series['runs'])} processes, {options.suites} suites of {options.cases} cases")

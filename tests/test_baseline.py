@@ -3,14 +3,17 @@
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pytest_attn.backends.machine import Machine
 from pytest_attn.latency import baseline as module
+from pytest_attn.latency import core
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
 from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, find, read
-from pytest_attn.latency.identity import Identity, conditions_of, identify
+from pytest_attn.latency.identity import Identity, conditions_of, gpu_of, identify
 
 H200 = Identity("cuda", "NVIDIA H200", 132, 140)
 ANCHORS = anchor_hashes("cuda")
@@ -32,6 +35,7 @@ def case(p50=1e-3, reason="first", date="2026-11-21", **changes):
         "memory": 1 << 20,
         "z": (2.5, 1.0, 0.8),
         "conditions": {"driver": "580", "torch": "2.11.0"},
+        "gpu": "48f07d55",
     }
     return Baseline(**values | changes)
 
@@ -43,11 +47,40 @@ def test_what_was_written_is_read(tmp_path):
     assert found.identity == H200
     assert found.cases["a"].p50 == pytest.approx(case().p50, abs=1e-10)
     assert found.cases["a"].history == (("2026-11-21", pytest.approx(1.0045e-3, rel=1e-6), "first"),)
-    for name in ("shape", "mode", "flops", "nbytes", "date", "reason", "version", "memory", "z", "conditions", "protocol"):
+    for name in (
+        "shape",
+        "mode",
+        "flops",
+        "nbytes",
+        "date",
+        "reason",
+        "version",
+        "memory",
+        "z",
+        "conditions",
+        "gpu",
+        "protocol",
+    ):
         assert getattr(found.cases["a"], name) == getattr(case(), name)
     assert found.cases["b"].z is None
     assert len(found.cases["a"].runs) == 10
     assert found.cases["a"].fit().sensitivity.keys() == {"compute", "memory"}
+
+
+def test_a_file_that_names_no_gpu_is_read(tmp_path):
+    find(tmp_path, H200, ANCHORS).write({"a": case()})
+    path = tmp_path / "nvidia-h200.json"
+    path.write_text(path.read_text().replace('"gpu": "48f07d55", ', ""))
+    assert find(tmp_path, H200, ANCHORS).cases["a"].gpu == ""
+
+
+@pytest.mark.parametrize("uuid", ["48f07d55-7a43-e2dc-10d2-1d587b01bdf1", "GPU-48f07d55-7a43-e2dc-10d2-1d587b01bdf1"])
+def test_a_gpu_is_told_from_others_of_its_name(monkeypatch, uuid):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    assert gpu_of(torch.device("cuda")) == "48f07d55"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert gpu_of(torch.device("cuda")) == ""
+    assert gpu_of(torch.device("cpu")) == ""
 
 
 def test_one_line_per_case_sorted_and_the_rest_untouched(tmp_path):
@@ -215,8 +248,6 @@ def test_every_difference_of_a_case_is_in_its_key():
 
 
 def test_this_machine_is_identified():
-    import torch
-
     device = torch.device("cpu")
     identity = identify(device, Machine("cpu", "Some CPU", None, "cpu", 1, 0, torch.__version__))
     assert identity.name == "Some CPU"
@@ -229,14 +260,18 @@ def test_this_machine_is_identified():
 def test_the_anchors_are_frozen():
     """Who changes an anchor changes every recorded time; this test is to be changed with a new version in the text."""
     assert anchor_hashes("cuda") == {"compute": "99b484f2b35d", "memory": "dfa1728ab952"}
-    assert anchor_hashes("cpu") == {"compute": "2ecc9205d3f1", "memory": "b3a6a47e04d0"}
+    assert anchor_hashes("cpu") == {"compute": "2ecc9205d3f1", "memory": "b3a6a47e04d0", "pace": "4a84494ec2a9"}
     versions = {(kind, name): text[-2:] for kind, texts in DEFINITIONS.items() for name, text in texts.items()}
-    assert versions == {("cuda", "compute"): "v2", ("cuda", "memory"): "v1", ("cpu", "compute"): "v1", ("cpu", "memory"): "v1"}
+    assert versions == {
+        ("cuda", "compute"): "v2",
+        ("cuda", "memory"): "v1",
+        ("cpu", "compute"): "v1",
+        ("cpu", "memory"): "v1",
+        ("cpu", "pace"): "v1",
+    }
 
 
 def test_the_anchors_do_what_their_definition_says():
-    import torch
-
     anchors = make_anchors(torch.device("cpu"))
     product = anchors["compute"].call()
     generator = torch.Generator().manual_seed(0)
@@ -244,3 +279,4 @@ def test_the_anchors_do_what_their_definition_says():
     assert torch.allclose(product, a @ b, atol=1e-3)
     assert anchors["memory"].call().nbytes == 33554432
     assert anchors["compute"].hash == hash_of(DEFINITIONS["cpu"]["compute"]) == anchor_hashes("cpu")["compute"]
+    assert range(6000) == core._LOOP

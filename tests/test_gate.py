@@ -150,6 +150,41 @@ def test_the_screen_stops_slowdowns_that_the_first_run_shows_too_small():
     assert sum(stopped) > 190
 
 
+@pytest.mark.parametrize(
+    ("slower", "verdict", "elsewhere", "is_suspect"),
+    [
+        (0.024, "regressed", "passed", False),
+        (0.036, "regressed", "inconclusive", True),
+        (0.08, "regressed", "regressed", True),
+    ],
+)
+def test_another_device_of_the_name_may_be_slower_by_itself(slower, verdict, elsewhere, is_suspect):
+    """Of cuDNN's forward pass, two H200s differed by 2.4 %."""
+    here = decide(runs_of(3, slower=slower), recorded(), PRIOR, GPU, cases=200)
+    there = decide(runs_of(3, slower=slower), recorded(), PRIOR, GPU, cases=200, is_same_device=False)
+    assert (here.verdict, there.verdict) == (verdict, elsewhere)
+    assert here.detectable < 0.03 < there.detectable < 0.06
+    assert screen(runs_of(1, slower=slower)[0], recorded(), PRIOR, GPU, 200, is_same_device=False)[1] is is_suspect
+    if elsewhere == "inconclusive":
+        assert there.reason == "a slowdown of 5% cannot be excluded; recorded on another device of this name"
+
+
+def test_suites_on_another_device_alarm_in_at_most_one_of_a_hundred():
+    """Kernels that differ between devices as far as any family of kernels was seen to."""
+    alarms = 0
+    for suite in range(40):
+        generator = random.Random(suite)
+        fits = [recorded(generator.random()) for _ in range(20)]
+        prior = shared_prior(fits, "cuda")
+        by_themselves = [math.expm1(generator.gauss(0, GPU.between)) for _ in fits]
+        verdicts = [
+            decide(runs_of(3, generator.random(), slower=slower), f, prior, GPU, 20, is_same_device=False).verdict
+            for f, slower in zip(fits, by_themselves, strict=True)
+        ]
+        alarms += "regressed" in verdicts
+    assert alarms <= 1
+
+
 def test_sensitivities_are_learned_and_stay_between_none_and_all():
     def spread(follow, seed=3):
         generator = random.Random(seed)
@@ -168,8 +203,8 @@ def test_sensitivities_are_learned_and_stay_between_none_and_all():
 
 
 def test_what_bounds_a_kernel_is_what_it_is_expected_to_follow():
-    assert expected_sensitivity(1e12, 1e8, 1e-3) == {"compute": 0.5, "memory": 0.0}
-    assert expected_sensitivity(1e8, 1e8, 1e-3) == {"compute": 0.0, "memory": 0.5}
+    assert expected_sensitivity(1e12, 1e8, 1e-3) == {"compute": 0.5, "memory": 0.0, "pace": 0.0}
+    assert expected_sensitivity(1e8, 1e8, 1e-3) == {"compute": 0.0, "memory": 0.5, "pace": 0.0}
     assert max(expected_sensitivity(1e8, 1e5, 6e-6).values()) < 0.5
 
 

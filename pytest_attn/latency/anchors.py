@@ -1,7 +1,7 @@
 """Anchors: two frozen operations that are timed beside every kernel, so that a slow machine is told from a slow kernel.
 
-One is bound by arithmetic, one by memory. What they do is written down as text, whose hash is kept with every baseline:
-times beside other anchors cannot be compared.
+One is bound by arithmetic, one by memory; a CPU has the pace of its core as a third. What they do is written down as text,
+whose hash is kept with every baseline: times beside other anchors cannot be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 COMPUTE, MEMORY = "compute", "memory"
+#: of a CPU that is timed by one thread; latency/core.py
+PACE = "pace"
 
 
 class Anchor(NamedTuple):
@@ -37,6 +39,7 @@ DEFINITIONS = {
     "cpu": {
         COMPUTE: "torch.mm(a, b, out=c); a, b, c float32 (384, 384), randn, seed 0; v1",
         MEMORY: "target.copy_(source); uint8 (33554432,), zeros; v1",
+        PACE: "sum(range(6000)), the fastest of a measurement; v1",
     },
 }
 

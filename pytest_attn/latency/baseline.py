@@ -31,8 +31,8 @@ class Baseline:
 
     shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
     host (launching one call): seconds, one per fresh process. z: largest element, row and head of the check, which
-    `check` describes. memory: bytes.
-    conditions: the soft keys. history: (date, median p50 in seconds, reason) of every recording, the oldest first.
+    `check` describes. memory: bytes. conditions: the soft keys. gpu: which of those of its name, by the first digits of its
+    UUID; "" where nobody knows. history: (date, median p50 in seconds, reason) of every recording, the oldest first.
     """
 
     shape: str
@@ -50,6 +50,7 @@ class Baseline:
     z: tuple[float, float, float] | None = None
     check: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
+    gpu: str = ""
     history: tuple[tuple[str, float, str], ...] = ()
 
     @property
@@ -189,6 +190,7 @@ def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -
         "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
         "check": case.check,
         "conditions": names[tuple(sorted(case.conditions.items()))],
+        "gpu": case.gpu,
         "history": [[date, _nanoseconds(p50), reason] for date, p50, reason in case.history],
         "protocol": case.protocol,
     }
@@ -223,6 +225,7 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
         z=tuple(case["z"]) if case["z"] else None,
         check=case["check"],
         conditions=dict(conditions[case["conditions"]]),
+        gpu=str(case.get("gpu", "")),  # which pytest-attn did not write at first
         history=tuple((date, p50 * 1e-9, reason) for date, p50, reason in case["history"]),
         protocol=case["protocol"],
     )

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: bytes that are kept after each call while it is captured, so that what a kernel allocates for itself (up to 1 MiB, from the
-#: allocator's small blocks) lies elsewhere in the next one: graphs all of whose calls had one workspace differ by 1 %
+#: bytes that are kept after each call while it is captured, so that a kernel's workspace (up to 1 MiB, from the allocator's
+#: small blocks; of several the smallest, say) lies elsewhere in the next: graphs of calls with one workspace differ by 1 %
 _KEPT_BYTES = 512
 
 

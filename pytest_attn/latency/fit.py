@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pytest_attn.latency.anchors import COMPUTE, MEMORY
+from pytest_attn.latency.anchors import COMPUTE, MEMORY, PACE
 
 #: how sensitivities to the anchors scatter around their prior, and the residual variance assumed for fitting them
 SENSITIVITY_SD, _RESIDUAL_VARIANCE = 0.25, 0.003**2
@@ -91,7 +91,7 @@ def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[st
     """
     share = 0.5 if seconds > 20e-6 else 0.2
     bound = COMPUTE if flops > 100 * nbytes else MEMORY
-    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY)}
+    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY, PACE)}
 
 
 def _adjusted(run: Run, sensitivity: Mapping[str, float], centres: Mapping[str, float]) -> float:

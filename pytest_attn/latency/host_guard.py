@@ -1,9 +1,12 @@
-"""Whether the calling thread had to wait for its core while a CPU was timed."""
+"""Whether the calling thread had to wait for its core while a CPU was timed, or to share it."""
 
 from __future__ import annotations
 
+import math
 import time
 
+from pytest_attn.latency.anchors import PACE
+from pytest_attn.latency.core import Core
 from pytest_attn.latency.guard import Guard
 
 #: of a block's wall time that the calling thread may have waited to run; what it sleeps by itself is part of its kernel
@@ -13,12 +16,30 @@ _MOST_WAITING = 0.1
 class HostGuard(Guard):
     """A guard for CPUs: a block is disturbed where the kernel kept the thread that timed it waiting for its turn.
 
-    Linux counts that time per thread; elsewhere nothing is said.
+    Linux counts that time per thread; elsewhere nothing is said. A measurement is disturbed where many of its samples had to
+    share their core.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, core: Core) -> None:
         super().__init__(None)
-        self.begin()
+        self._core = core
+
+    def begin_all(self, subject: str) -> None:
+        """Begin a measurement of the samples of this name."""
+        super().begin_all(subject)
+        self._core.begin(subject)
+
+    def anchors(self) -> dict[str, float]:
+        """Return the fastest pace of the core since begin_all(), which is slow where others shared it throughout."""
+        return {PACE: self._core.fastest} if math.isfinite(self._core.fastest) else {}
+
+    def lost(self) -> float:
+        """Return the seconds that went by in waiting for the core since begin_all()."""
+        return self._core.lost
+
+    def lasting_disturbance(self) -> str | None:
+        """Say whether many samples had to share their core."""
+        return self._core.disturbance()
 
     def begin(self) -> None:
         """Read both clocks before a block."""

@@ -57,6 +57,14 @@ def identify(device: torch.device, machine: Machine) -> Identity:
     return Identity(device.type, machine.name, usable_cores() if device.type == "cpu" else 0)
 
 
+def gpu_of(device: torch.device) -> str:
+    """Return what tells a GPU from others of its name: the first digits of its UUID; "" for what is none."""
+    import torch
+
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", "") if device.type == "cuda" else ""
+    return str(found).removeprefix("GPU-")[:8]
+
+
 def usable_cores() -> int:
     """Count the logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, make_anchors
+from pytest_attn.latency.core import Core
 from pytest_attn.latency.guard import Guard
 from pytest_attn.latency.host_guard import HostGuard
 from pytest_attn.latency.statistics import Interval, median_interval
@@ -26,7 +27,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: by kind of device, kept with every baseline; a change of what follows that moves times as far as the gate would see makes
 #: another protocol, whose times cannot be compared. How long a measurement lasts only changes how far it scatters.
-PROTOCOLS = {"cuda": 3}
+PROTOCOLS = {"cuda": 3, "cpu": 2}
 #: numbers of blocks after which the interval is looked at
 LOOKS = (6, 10, 16, 24)
 #: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
@@ -39,6 +40,8 @@ SECONDS = {"cuda": 0.3, "cpu": 0.8}
 #: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and its blocks in any case
 _ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
 _FEWEST_BLOCKS = 3
+#: what the samples of the kernel are called; the others are those of the anchors
+_SUBJECT = "op"
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
 _NOT_RESIDENT = (
@@ -108,8 +111,9 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> None:
         self.device, self.cold = device, cold and device.type == "cuda"
-        self.timer: Timer = timer_for(device, cold)
-        self.guard = HostGuard() if device.type == "cpu" else Guard.of(device, own)
+        core = Core() if device.type == "cpu" else None
+        self.timer: Timer = timer_for(device, cold, core)
+        self.guard = HostGuard(core) if core else Guard.of(device, own)
         self.anchors: dict[str, Anchor] = make_anchors(device)
         self._rested = 0.0
         self._patience = _RECOVERY_SECONDS
@@ -129,7 +133,7 @@ class Stopwatch:
         Raises StaleError for a kernel whose results are not those of its data when it is called again.
         """
         begun = time.perf_counter()
-        self.guard.notes.clear()
+        self.guard.begin_all(_SUBJECT)
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         compiled_at = time.perf_counter()
         plan = self.timer.plan(work, mode)
@@ -140,24 +144,25 @@ class Stopwatch:
             timer = HostTimer(self.device)
             plan = timer.plan(work)
             blocks, disturbances = self._blocks(plan, timer, work, seconds, time.perf_counter())
+        disturbances += [lasting] if (lasting := self.guard.lasting_disturbance()) else []
         if mode in GRAPHS and plan.mode in ("batched", "events"):
             disturbances.append(_NO_GRAPH)
         if mode == "graph" and plan.mode == "replay":
             disturbances.append(_NOT_RESIDENT)
-        medians = [median(block["op"]) for block in blocks]
+        medians = [median(block[_SUBJECT]) for block in blocks]
         return Latency(
             workload=workload,
             subject=subject,
             direction=work.direction,
             p50=median(medians),
             interval=median_interval(medians),
-            samples=tuple(sample for block in blocks for sample in block["op"]),
+            samples=tuple(sample for block in blocks for sample in block[_SUBJECT]),
             blocks=len(blocks),
             mode=plan.mode,
             calls=plan.calls,
             l2="cold" if self.cold and plan.mode != "host" else "warm",
             host=plan.host,
-            anchors={name: median(median(block[name]) for block in blocks) for name in self.anchors},
+            anchors={name: median(median(block[name]) for block in blocks) for name in self.anchors} | self.guard.anchors(),
             memory=memory,
             threads=_threads(self.device),
             disturbances=tuple(dict.fromkeys(disturbances)),
@@ -181,13 +186,13 @@ class Stopwatch:
                 compiled_at += self._warm()
             self._block(timer, items, plan)
             self.guard.begin()
-            begun = time.perf_counter()
+            begun, lost = time.perf_counter(), self.guard.lost()
             cap = self._seconds_left(begun - compiled_at) if seconds is None else seconds
             while len(found) < LOOKS[-1]:
                 block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
                 disturbances += [disturbance] if disturbance else []
-                late = time.perf_counter() - begun > cap
+                late = time.perf_counter() - begun - (self.guard.lost() - lost) > cap
                 if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
                     break
         return found, disturbances
@@ -227,7 +232,7 @@ class Stopwatch:
         return block
 
     def _is_narrow(self, blocks: list[dict[str, list[float]]], plan: Plan) -> bool:
-        medians = [median(block["op"]) for block in blocks]
+        medians = [median(block[_SUBJECT]) for block in blocks]
         wanted = WANTED_HALF_WIDTH.get(self.device.type, WANTED_HALF_WIDTH["cpu"])
         if self.device.type == "cuda" and plan.seconds < _SHORT_SECONDS:
             wanted = _WANTED_OF_SHORT
@@ -237,7 +242,7 @@ class Stopwatch:
         """Put the anchors between the samples, first and last."""
         of_sample = plan.seconds * plan.calls
         samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
-        op = Item("op", plan.stage, plan.calls)
+        op = Item(_SUBJECT, plan.stage, plan.calls)
         compute, memory = (_anchor_item(name, self.anchors[name]) for name in (COMPUTE, MEMORY))
         if samples >= 4:
             half = [op] * (samples // 2)

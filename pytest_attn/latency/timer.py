@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.captures import graphs_of
+from pytest_attn.latency.core import Core
 from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.resident import ResidencyError
 from pytest_attn.latency.work import StaleError, Work
@@ -88,10 +89,13 @@ class Timer(ABC):
 
 
 class HostTimer(Timer):
-    """Wall clock around calls, the device's work included: for CPUs, and for kernels that wait for their device."""
+    """Wall clock around calls, the device's work included: for CPUs, and for kernels that wait for their device.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    core: of a CPU, which samples are to have to themselves.
+    """
+
+    def __init__(self, device: torch.device, core: Core | None = None) -> None:
+        self.device, self._core = device, core
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Take as many calls as make a sample of a millisecond."""
@@ -109,7 +113,13 @@ class HostTimer(Timer):
     def block(self, items: Sequence[Item]) -> list[float]:
         """Time each item by itself."""
         with no_collection():
-            return [self._one(item.stage()) / item.calls for item in items]
+            return [self._sample(item) / item.calls for item in items]
+
+    def _sample(self, item: Item) -> float:
+        def timed() -> float:
+            return self._one(item.stage())
+
+        return self._core.undisturbed(item.name, timed) if self._core else timed()
 
     def _one(self, call: Callable[[], object]) -> float:
         _wait(self.device)
@@ -284,9 +294,9 @@ class BacklogError(Exception):
     """The device did not stay behind the host: the host waits for it, or launches too slowly."""
 
 
-def timer_for(device: torch.device, cold: bool = True) -> Timer:
+def timer_for(device: torch.device, cold: bool = True, core: Core | None = None) -> Timer:
     """Return the timer of a device. On CPUs and devices without CUDA's events, the host's clock."""
-    return CudaTimer(device, cold) if device.type == "cuda" else HostTimer(device)
+    return CudaTimer(device, cold) if device.type == "cuda" else HostTimer(device, core)
 
 
 def torch_free_memory(device: torch.device) -> int:

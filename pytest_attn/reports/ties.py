@@ -26,8 +26,8 @@ from typing import NamedTuple
 #: how often the backend that is fastest in truth may be missing from the fastest and its ties, for one line
 ALPHA = 0.05
 #: standard deviation of a p50 over processes, as a share, by kind of device; known as from so many degrees of freedom.
-#: Of the pairs of processes in baselines/nvidia-h200.json (246 cases of 0.02 to 1.2 %), 5 % should seem to differ by t: with
-#: 0.5 % 0.3 % do, with 0.3 % 1.8 %; of 113 earlier cases, of up to 2.2 %, 2 and 4 %. On two shared CPU cores: 0.9 to 2.7 %.
+#: Of the pairs of processes in baselines/nvidia-h200.json (370 cases of 0.02 to 1.2 %), 5 % should seem to differ by t: with
+#: 0.5 % 0.3 % do, with 0.3 % 1.4 %; of 113 earlier cases, of up to 2.2 %, 2 and 4 %. On two shared CPU cores: 0.9 to 2.7 %.
 BETWEEN_PROCESSES = {"cuda": 0.005, "cpu": 0.03}
 DEGREES = 4
 #: by how much more launching may add to a call in one mode than in another, as a share. Measured: batches against what torch

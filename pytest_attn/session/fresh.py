@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -49,6 +49,11 @@ _WITH_VALUE = frozenset(
     )
 )
 _SECONDS_PER_PROCESS = 1800
+#: further processes for what was disturbed in some of the first
+_MORE_PROCESSES = 5
+
+#: what measurements wrote in fresh processes: their key, p50, anchors and so on, and the number of their process
+Runs: TypeAlias = list[dict[str, Any]]
 
 
 class FreshError(Exception):
@@ -82,27 +87,40 @@ def fresh_runs(
     processes: int,
     progress: Callable[[int], None] = lambda done: None,
     modes: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
+    lacking: Callable[[Runs], Sequence[str]] = lambda found: (),
+) -> Runs:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements wrote.
 
-    modes: for new baselines, the mode of each case by its key, so that all processes time it alike.
+    modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items of
+    what was found are to be run once more, five times at most.
 
     Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
     """
-    found: list[dict[str, Any]] = []
+    found: Runs = []
     with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
-        for number in range(processes):
-            progress(number)
-            order = list(names)
+        for number in range(processes + _MORE_PROCESSES):
+            progress(min(number, processes))
+            wanted = names if number < processes else lacking(found)
+            if not wanted:
+                break
+            order = list(dict.fromkeys(wanted))
             random.Random(number).shuffle(order)  # the same neighbours each time would be part of what is measured
             found += _one_process(config, order, Path(folder) / str(number), modes)
-        progress(processes)
     return found
 
 
-def _one_process(
-    config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None
-) -> list[dict[str, Any]]:
+def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
+    """Return a case's undisturbed runs, at most so many, one of each process: a second one in the same is no second value."""
+    mine = {run["process"]: run for run in reversed(runs) if run["key"] == key and not run["disturbances"]}
+    return [mine[process] for process in sorted(mine)][:processes]
+
+
+def is_lacking(runs: Runs, key: str, processes: int) -> bool:
+    """Whether some runs of a case were disturbed, and not all: then further processes may help."""
+    return 0 < len(undisturbed(runs, key, processes)) < processes
+
+
+def _one_process(config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None) -> Runs:
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")

@@ -22,12 +22,22 @@ from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, 
 from pytest_attn.latency.fit import Fit, Run
 from pytest_attn.latency.gate import Decision, Policy, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.guard import ClockError, locked_clocks
-from pytest_attn.latency.identity import conditions_of, identify
+from pytest_attn.latency.identity import conditions_of, gpu_of, identify
 from pytest_attn.latency.protocol import Latency, Stopwatch, protocol_of, stopwatch_of, threads
 from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
-from pytest_attn.session.fresh import RUNS_VARIABLE, FreshError, StartError, fresh_runs, mode_to_record, own_processes
+from pytest_attn.session.fresh import (
+    RUNS_VARIABLE,
+    FreshError,
+    Runs,
+    StartError,
+    fresh_runs,
+    is_lacking,
+    mode_to_record,
+    own_processes,
+    undisturbed,
+)
 from pytest_attn.session.parametrize import id_under
 from pytest_attn.session.sharing import device_lock, untimed_because
 from pytest_attn.workloads.masks import function_name
@@ -155,23 +165,31 @@ class Measurement:
         missing = store.problem or self._unusable_because(baseline)
         if missing or baseline is None or store.fits is None or store.prior is None:
             return Decision("no baseline", missing)
+        bases = store.fits[self.key], store.prior, self.policy, self.cases
+        agreed, is_same = self._software_agrees(baseline), self._is_device_of(baseline)
+        self.session.is_crowded &= bool(latency.disturbances)
         if latency.disturbances:
-            disturbed = Decision("inconclusive", "; ".join(latency.disturbances))
-            return with_other_gates(disturbed, baseline, latency, self._z_against(baseline), self.policy)
-        fit, prior = store.fits[self.key], store.prior
-        agreed = self._software_agrees(baseline)
-        run = Run(latency.p50, latency.anchors, _launching(latency))
-        decision, is_suspect = screen(run, fit, prior, self.policy, self.cases, agreed)
-        if is_suspect:
+            decision = Decision("inconclusive", "; ".join(latency.disturbances))
+            needs_others = self.question.device.type == "cpu" and not self.session.is_crowded
+        else:
+            run = Run(latency.p50, latency.anchors, _launching(latency))
+            decision, needs_others = screen(run, *bases, agreed, is_same)
+        if needs_others:
             try:
-                runs = self._fresh_runs()
-            except StartError as error:
-                is_slower = (decision.change or 0.0) >= self.policy.slowdown
-                return replace(decision, verdict="unconfirmed" if is_slower else "inconclusive", reason=str(error))
+                decision = decide(self._fresh_runs(), *bases, agreed, is_same)
             except FreshError as error:
-                return replace(decision, verdict="inconclusive", reason=f"not confirmed: {error}")
-            decision = decide(runs, fit, prior, self.policy, self.cases, agreed)
+                decision = self._unconfirmed(decision, error)
         return with_other_gates(decision, baseline, latency, self._z_against(baseline), self.policy)
+
+    def _unconfirmed(self, first: Decision, error: FreshError) -> Decision:
+        """Return what becomes of a first look that fresh processes could not confirm; a disturbed one stays what it is."""
+        if first.change is None:
+            self.session.is_crowded = True
+            return first
+        if isinstance(error, StartError):
+            verdict = "unconfirmed" if first.change >= self.policy.slowdown else "inconclusive"
+            return replace(first, verdict=verdict, reason=str(error))
+        return replace(first, verdict="inconclusive", reason=f"not confirmed: {error}")
 
     def _unusable_because(self, baseline: Baseline | None) -> str:
         if baseline is None:
@@ -189,17 +207,27 @@ class Measurement:
         version = self.subject.version() if isinstance(self.subject, Backend) else ""
         return baseline.conditions == self._conditions() and baseline.version == version
 
+    def _is_device_of(self, baseline: Baseline) -> bool:
+        gpu = gpu_of(self.question.device)
+        return self.question.device.type != "cuda" or gpu == baseline.gpu != ""
+
     def _fresh_runs(self) -> list[Run]:
-        """Time the same test in fresh processes; raise FreshError where one did not, or was disturbed."""
-        counting = self.session.progress.counting(f"timing {self.name} again, fresh process", self.policy.runs)
+        """Time the same test in fresh processes, in a few more where some were disturbed.
+
+        Raises FreshError where too few timed it, or too few undisturbed.
+        """
+        name, key, wanted = command_name(self.item), self.key, self.policy.runs
+        counting = self.session.progress.counting(f"timing {self.name} again, fresh process", wanted)
+
+        def lacking(runs: Runs) -> list[str]:
+            return [name] if is_lacking(runs, key, wanted) else []
+
         with device_lock(self.question.device), counting as progress:
-            found = fresh_runs(self.item.config, [command_name(self.item)], self.policy.runs, progress)
-        mine = [run for run in found if run["key"] == self.key]
-        if len(mine) < self.policy.runs:
-            raise FreshError(f"{len(mine)} of {self.policy.runs} fresh processes timed it")
-        for run in mine:
-            if run["disturbances"]:
-                raise FreshError(run["disturbances"][0])
+            found = fresh_runs(self.item.config, [name], wanted, progress, lacking=lacking)
+        mine = undisturbed(found, key, wanted)
+        if len(mine) < wanted:
+            disturbances = [words for run in found if run["key"] == key for words in run["disturbances"]]
+            raise FreshError(disturbances[0] if disturbances else f"{len(mine)} of {wanted} fresh processes timed it")
         return [Run(run["p50"], run["anchors"], run["host"]) for run in mine]
 
     @property
@@ -261,6 +289,7 @@ class Measurement:
             z=self._z(),
             check=self._check,
             conditions=self._conditions(),
+            gpu=gpu_of(self.question.device),
             protocol=protocol_of(self.question.device.type),
         )
 

@@ -13,16 +13,12 @@ import pytest
 from pytest_attn.latency.baseline import Baseline, BaselineError
 from pytest_attn.latency.gate import FEWEST_RUNS
 from pytest_attn.reports.terminal import count
-from pytest_attn.session.fresh import FreshError, fresh_runs
+from pytest_attn.session.fresh import FreshError, Runs, fresh_runs, is_lacking, undisturbed
 from pytest_attn.session.latency import Pending, recorded_on
 from pytest_attn.session.sharing import device_lock
 
 if TYPE_CHECKING:
     from pytest_attn.session.store import AttentionSession
-
-#: further processes for cases that were disturbed in some of the first
-_MORE_PROCESSES = 5
-Runs = list[dict[str, Any]]
 
 
 def record_baselines(session: AttentionSession, config: pytest.Config) -> bool:
@@ -80,25 +76,16 @@ def _runs_of(pending: list[Pending], config: pytest.Config, progress: Callable[[
         for device in {one.device for one in pending}:
             stack.enter_context(device_lock(device))
         modes = {one.key: one.baseline.mode for one in pending}
-        runs = fresh_runs(config, list(dict.fromkeys(one.name for one in pending)), FEWEST_RUNS, progress, modes)
-        for number in range(_MORE_PROCESSES):
-            lacking = [one.name for one in pending if 0 < len(_undisturbed(one, runs)) < FEWEST_RUNS]
-            if not lacking:
-                break
-            more = fresh_runs(config, list(dict.fromkeys(lacking)), 1, modes=modes)
-            runs += [{**run, "process": FEWEST_RUNS + number} for run in more]
-    return runs
 
+        def lacking(runs: Runs) -> list[str]:
+            return [one.name for one in pending if is_lacking(runs, one.key, FEWEST_RUNS)]
 
-def _undisturbed(one: Pending, runs: Runs) -> Runs:
-    """Return the case's runs, one of each process: a second one in the same process is no second value."""
-    mine = {run["process"]: run for run in reversed(runs) if run["key"] == one.key and not run["disturbances"]}
-    return [mine[process] for process in sorted(mine)][:FEWEST_RUNS]
+        return fresh_runs(config, [one.name for one in pending], FEWEST_RUNS, progress, modes, lacking)
 
 
 def _missing(one: Pending, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
-    text = f"{len(_undisturbed(one, runs))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
+    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
     return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
 
@@ -107,7 +94,7 @@ def _by_device(pending: list[Pending], runs: Runs) -> dict[Any, dict[str, Baseli
     """Put each case's runs into its baseline, where there are enough."""
     found: dict[Any, dict[str, Baseline]] = {}
     for one in pending:
-        mine = _undisturbed(one, runs)
+        mine = undisturbed(runs, one.key, FEWEST_RUNS)
         if len(mine) < FEWEST_RUNS:
             continue
         modes = [run["mode"] for run in mine]

@@ -64,6 +64,7 @@ class AttentionSession:
         self.selected = 0  # items with a case, after collection
         self.latencies: dict[str, Any] = {}  # what session/latency.py knows of each device
         self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
+        self.is_crowded = False  # a CPU on which fresh processes were disturbed as well, when last asked
         self.pending: list[Any] = []  # cases whose baselines are recorded at the end
         self.recorded: dict[str, Any] = {}  # and those that were
         self.lost = ""  # which test left the CUDA context of this process unusable

@@ -3,8 +3,11 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_attn.session import latency
 
 KERNEL = """
 import os, pytest, torch
@@ -18,9 +21,10 @@ def mine(q, k, v):
 def test_mine(attn):
     attn.measure(mine)
 """
-#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are. MODES: likewise
+#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are. MODES: likewise.
+#: HOT: what disturbs each measurement. HOT_IN: the numbers of the fresh processes that are disturbed
 CLOCK = """
-import dataclasses, os
+import dataclasses, os, pathlib
 import pytest_attn.latency.gate as gate, pytest_attn.session.recording as recording
 from pytest_attn.latency.protocol import Latency, Stopwatch
 from pytest_attn.latency.statistics import median_interval
@@ -33,10 +37,11 @@ def measure(self, work, workload, subject, mode=None, seconds=None):
     here, _, fresh = os.environ.get("TIMES", "100").partition(",")
     p50 = float(fresh or here if is_fresh_process() else here) * 1e-6 * (1.001 + os.getpid() % 7 / 1000)
     anchor = float(os.environ.get("ANCHOR", "1")) * 1e-3
+    number = pathlib.Path(os.environ["PYTEST_ATTN_RUNS"]).parent.name if is_fresh_process() else "none"
     mode = mode or os.environ.get("MODES", "host,host").split(",")[is_fresh_process()]
     return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, mode, 1, "warm",
                    p50, {"compute": anchor, "memory": 2 * anchor}, int(os.environ.get("MEMORY", "1000")), 1,
-                   tuple(filter(None, [os.environ.get("HOT")])))
+                   tuple(filter(None, [os.environ.get("HOT"), number in os.environ.get("HOT_IN", "") and "hot"])))
 
 Stopwatch.measure = measure
 Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "guard", Silent())
@@ -191,6 +196,64 @@ def test_a_disturbed_measurement_is_inconclusive(recorded):
     result = recorded("-rs", HOT="hardware thermal slowdown", TIMES="300")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*inconclusive latency: hardware thermal slowdown"])
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "recorded", "is_same"),
+    [
+        ("cuda", "48f07d55", "48f07d55", True),
+        ("cuda", "48f07d55", "c5c53ec0", False),
+        ("cuda", "", "", False),
+        ("cpu", "", "", True),
+    ],
+)
+def test_a_gpu_is_that_of_the_recording_only_where_both_are_known(monkeypatch, device, here, recorded, is_same):
+    monkeypatch.setattr(latency, "gpu_of", lambda device: here)
+    measurement = SimpleNamespace(question=SimpleNamespace(device=SimpleNamespace(type=device)))
+    assert latency.Measurement._is_device_of(measurement, SimpleNamespace(gpu=recorded)) is is_same
+
+
+def test_a_disturbed_fresh_process_is_replaced_by_a_further_one(recorded):
+    recorded(TIMES="300", HOT_IN="1,2").assert_outcomes(failed=1)
+
+
+@pytest.mark.slow
+def test_where_all_fresh_processes_are_disturbed_nothing_is_decided(recorded):
+    result = recorded("-rs", TIMES="300", HOT_IN="0,1")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*inconclusive latency: not confirmed: hot"])
+
+
+def test_a_disturbed_first_time_is_decided_by_fresh_processes(recorded):
+    recorded(HOT_IN="none", TIMES="100,300").assert_outcomes(failed=1)
+
+
+@pytest.mark.slow
+def test_where_fresh_processes_were_disturbed_as_well_they_are_not_asked_again(recorded, pytester):
+    """Two cases; each fresh process leaves a line."""
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text() + "\n\n" + KERNEL[KERNEL.index("@pytest") :].replace("test_mine", "test_again"))
+    asked = pytester.path / "asked"
+    with (pytester.path / "conftest.py").open("a") as conftest:
+        conftest.write(f"\nif is_fresh_process():\n    open({str(asked)!r}, 'a').write('one\\n')\n")
+    recorded("--attn-update-baselines=both").assert_outcomes(passed=2)
+    asked.unlink()
+    recorded("-rs", HOT="busy").assert_outcomes(skipped=2)
+    assert asked.read_text().splitlines() == ["one"] * 2
+
+
+@pytest.mark.slow
+def test_a_recording_replaces_disturbed_processes(project, pytester):
+    project("--attn-update-baselines=first", HOT_IN="0,3,4").assert_outcomes(passed=1)
+    (case,) = json.loads(baseline_file(pytester).read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+
+
+@pytest.mark.slow
+def test_a_recording_gives_up_after_five_more(project, pytester):
+    result = project("--attn-update-baselines=first", HOT_IN="0,3,4,5,6,7")
+    result.stdout.fnmatch_lines(["*2 fresh processes timed it undisturbed, 3 are needed; mostly: hot"])
+    assert not [*(pytester.path / "baselines").iterdir()]
 
 
 def test_more_memory_is_a_regression(recorded):
