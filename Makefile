@@ -11,11 +11,12 @@ WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
 
+# not compiled: most of what is installed is never imported, and a module that is gets compiled then
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --group dev --editable .
 	touch $@
 
 suite: $(VENV)/ready

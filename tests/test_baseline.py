@@ -12,11 +12,15 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.latency import baseline as module
 from pytest_attn.latency import core
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
-from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, find, read
+from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, read
 from pytest_attn.latency.identity import Identity, conditions_of, gpu_of, identify
 
 H200 = Identity("cuda", "NVIDIA H200", 132, 140)
 ANCHORS = anchor_hashes("cuda")
+
+
+def find(folder, identity, anchors, protocol=1):
+    return module.find(folder, identity, anchors, protocol)
 
 
 def case(p50=1e-3, reason="first", date="2026-11-21", **changes):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_attn.reports.latency import in_units, latency_summary
+from pytest_attn.reports.latency import in_units, is_notable, latency_summary
 
 
 def record(verdict="passed", reason="", subject="sdpa", p50=1e-3, decision=None, **latency):
@@ -98,3 +98,18 @@ def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(width, gone):
     assert row.lstrip().startswith("1.0000 ms")
     verbose, *_ = (text for text, _ in latency_summary([record()], True, width))
     assert verbose.split() == everything
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason", "expected"),
+    [
+        ("passed", "", False),
+        ("no baseline", "none recorded in /baselines", False),
+        ("no baseline", "/baselines/a.json: is damaged", True),
+        ("no baseline", "recorded with protocol 1, this is 2", True),
+        ("inconclusive", "the compute anchor moved", True),
+        ("unconfirmed", "a fresh process could not run it", True),
+    ],
+)
+def test_what_is_shown_to_those_who_want_to_see_little(verdict, reason, expected):
+    assert is_notable(record(verdict, reason)) is expected

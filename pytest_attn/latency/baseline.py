@@ -131,7 +131,7 @@ def case_key(workload: str, subject: str, direction: str, l2: str, layout: str =
     return " | ".join(parts)
 
 
-def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: int = 1) -> BaselineFile:
+def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: int) -> BaselineFile:
     """Return the file of a machine, empty where there is none yet.
 
     Two machines of one name and other hard keys have files of longer names. protocol: of the times to come; a file all of

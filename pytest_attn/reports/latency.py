@@ -28,6 +28,8 @@ _WORDS = {
     "untimed": "not timed",
     "raised": "cannot be timed",
 }
+#: how the reason of a case begins that was never recorded; any other says why its baseline cannot be used
+NONE_RECORDED = "none recorded"
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "finds")
 #: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before
@@ -54,6 +56,15 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
         yield f"... {len(timed) - len(shown)} more with -v", {}
     yield from _reasons(records)
     yield closing(records)
+
+
+def is_notable(record: Record) -> bool:
+    """Whether a case is shown even to those who want to see little.
+
+    It failed or was not decided, or what was recorded for it cannot be used: a damaged file must not look like a pass.
+    """
+    has_unusable_baseline = record["verdict"] == "no baseline" and not record["reason"].startswith(NONE_RECORDED)
+    return record["verdict"] in _MARKUP or has_unusable_baseline
 
 
 def _extra(records: Sequence[Record]) -> tuple[str, ...]:

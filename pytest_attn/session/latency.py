@@ -27,6 +27,7 @@ from pytest_attn.latency.protocol import Latency, Stopwatch, protocol_of, stopwa
 from pytest_attn.latency.statistics import Prior
 from pytest_attn.latency.verdict import with_other_gates
 from pytest_attn.latency.work import LatencyDirection, work_of
+from pytest_attn.reports.latency import NONE_RECORDED
 from pytest_attn.session.fresh import (
     RUNS_VARIABLE,
     FreshError,
@@ -194,9 +195,8 @@ class Measurement:
     def _unusable_because(self, baseline: Baseline | None) -> str:
         if baseline is None:
             folder = self.session.baselines_folder
-            return (
-                f"{folder}: is a file; --attn-baselines must be a folder" if folder.is_file() else f"none recorded in {folder}"
-            )
+            is_file = folder.is_file()
+            return f"{folder}: is a file; --attn-baselines must be a folder" if is_file else f"{NONE_RECORDED} in {folder}"
         protocol = protocol_of(self.question.device.type)
         if baseline.protocol != protocol:
             return f"recorded with protocol {baseline.protocol}, this is {protocol}"

@@ -182,10 +182,11 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     wrong = any(record["verdict"] in ("mismatch", "broken", "raised") for record in judged)
     if judged and (verbosity >= 0 or wrong):
         _print(reporter, summary(judged, verbosity > 0, width, bool(session.settings.save_failures)))
-    if timed and (verbosity >= 0 or any(r["verdict"] in ("regressed", "raised", "inconclusive") for r in timed)):
-        from pytest_attn.reports.latency import latency_summary
+    if timed:
+        from pytest_attn.reports.latency import is_notable, latency_summary
 
-        _print(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
+        if verbosity >= 0 or any(map(is_notable, timed)):
+            _print(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:

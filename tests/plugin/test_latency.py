@@ -361,7 +361,7 @@ def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
 
 def test_a_damaged_file_is_said_and_left_alone(recorded, pytester):
     baseline_file(pytester).write_text("{")
-    result = recorded()
+    result = recorded("-q")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["no baseline*is damaged*restore it from version control*"])
     result = recorded("--attn-update-baselines=again")
