@@ -268,6 +268,9 @@ def report(series: dict[str, Any]) -> None:
     for key in runs[0]["cases"]:
         cases = [run["cases"][key] for run in runs if series["disturb"] or not run["cases"][key]["plain"]["disturbances"]]
         left_out += len(runs) - len(cases)
+        if not cases:
+            print(f"{key:38} {'-':>9}")
+            continue
         p50 = [case["plain"]["p50"] for case in cases]
         timed = [Run(case["plain"]["p50"], case["plain"]["anchors"]) for case in cases]
         prior = expected_sensitivity(cases[0]["flops"], cases[0]["bytes"], statistics.median(p50))

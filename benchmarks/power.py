@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,8 @@ def undisturbed(path: Path) -> Series:
     runs = [run for run in series["runs"] if not any(kind["disturbances"] for kind in _measured(run))]
     if len(runs) < len(series["runs"]):
         print(f"{len(series['runs']) - len(runs)} of {len(series['runs'])} processes were disturbed, and are left out")
+    if len(runs) < (fewest := FEWEST_RUNS + 1 + policy_for(kind_of(series)).runs):
+        sys.exit(f"{len(runs)} undisturbed processes, a suite is drawn from {fewest}: take more with noise.py")
     return {**series, "runs": runs}
 
 

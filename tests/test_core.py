@@ -60,10 +60,14 @@ def core_on(machine):
     return core
 
 
+def taken(core, sample, name="op"):
+    return core.undisturbed(name, lambda: sample, lambda staged: staged())
+
+
 def test_a_core_of_its_own_costs_no_time(machine):
     core = core_on(machine)
     begun = machine.now
-    assert [core.undisturbed("op", machine.sample()) for _ in range(10)] == [1e-3] * 10
+    assert [taken(core, machine.sample()) for _ in range(10)] == [1e-3] * 10
     assert machine.now - begun == pytest.approx(10 * (1e-3 + 2 * ALONE))
     assert core.disturbance() is None
 
@@ -71,7 +75,7 @@ def test_a_core_of_its_own_costs_no_time(machine):
 def test_samples_wait_until_the_others_are_gone(machine):
     core = core_on(machine)
     machine.others = [(machine.now, machine.now + 0.5)]
-    assert core.undisturbed("op", machine.sample()) == 1e-3
+    assert taken(core, machine.sample()) == 1e-3
     assert core.lost == pytest.approx(0.5, abs=1e-3)
     assert core.disturbance() is None
 
@@ -79,10 +83,10 @@ def test_samples_wait_until_the_others_are_gone(machine):
 def test_a_sample_beside_others_is_taken_again(machine):
     core = core_on(machine)
     machine.others = [(machine.now + 0.5e-3, machine.now + 2e-3)]
-    taken = []
+    tries = []
     sample = machine.sample()
-    assert core.undisturbed("op", lambda: taken.append(sample()) or taken[-1]) == 1e-3
-    assert len(taken) == 2
+    assert taken(core, lambda: tries.append(sample()) or tries[-1]) == 1e-3
+    assert len(tries) == 2
     assert core.disturbance() is None
 
 
@@ -90,31 +94,31 @@ def test_others_that_stay_are_named_and_nothing_is_lost(machine):
     core = core_on(machine)
     machine.others = [(machine.now, float("inf"))]
     begun = machine.now
-    assert [core.undisturbed("op", machine.sample()) for _ in range(10)] == [1.6e-3] * 10
+    assert [taken(core, machine.sample()) for _ in range(10)] == [1.6e-3] * 10
     assert 4.0 < machine.now - begun < 4.1
     assert core.disturbance() == (
-        "other work shares the core: beside 100% of the samples a fixed loop took more than 1.25 times its time"
+        "the core is shared, or slower than it was: beside 100% of the samples a fixed loop took more than 1.25 times its time"
     )
 
 
 def test_a_quarter_of_the_samples_may_be_shared(machine):
     core = core_on(machine)
     for _ in range(9):
-        core.undisturbed("op", machine.sample())
+        taken(core, machine.sample())
     machine.others = [(machine.now, float("inf"))]
     for _ in range(3):
-        core.undisturbed("op", machine.sample())
+        taken(core, machine.sample())
     assert core.disturbance() is None
-    core.undisturbed("op", machine.sample())
+    taken(core, machine.sample())
     assert "beside 31% of the samples" in core.disturbance()
 
 
 def test_what_others_did_to_an_anchor_is_no_disturbance_of_the_kernel(machine):
     core = core_on(machine)
-    core.undisturbed("op", machine.sample())
+    taken(core, machine.sample())
     machine.others = [(machine.now, float("inf"))]
     for _ in range(5):
-        core.undisturbed("compute", machine.sample())
+        taken(core, machine.sample(), "compute")
     assert core.disturbance() is None
 
 
@@ -123,15 +127,15 @@ def test_where_waiting_was_in_vain_the_next_measurement_waits_half_as_long(machi
     machine.others = [(machine.now, float("inf"))]
     waited = []
     for _ in range(7):
-        core.undisturbed("op", machine.sample())
+        taken(core, machine.sample())
         waited.append(core.lost)
         core.begin("op")
     assert waited == pytest.approx([4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.1], abs=0.01)
     machine.others = []
-    core.undisturbed("op", machine.sample())
+    taken(core, machine.sample())
     core.begin("op")
     machine.others = [(machine.now, machine.now + 3.0)]
-    assert core.undisturbed("op", machine.sample()) == 1e-3
+    assert taken(core, machine.sample()) == 1e-3
 
 
 def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
@@ -146,16 +150,54 @@ def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
         ended.append(machine.now)
         return seconds
 
-    assert [core.undisturbed("op", spinning) for _ in range(30)] == [1e-3] * 30
+    assert [taken(core, spinning) for _ in range(30)] == [1e-3] * 30
     assert len(ended) < 30 + 40
     assert core.disturbance() is None
 
 
 def test_short_moments_between_others_do_not_make_a_kernel_slow_by_itself(machine):
+    """Each sample begins in one of them; only every thirtieth is long enough for it to end there."""
     core = core_on(machine)
     begun = machine.now
     machine.others = [(begun + 2e-3 * n + 0.5e-3, begun + 2e-3 * (n + 1)) for n in range(10_000) if n % 30]
-    assert [core.undisturbed("op", machine.sample(0.4e-3)) for _ in range(6)] == [0.4e-3] * 6
+    starts = []
+    sample = machine.sample(0.45e-3)
+    for _ in range(20):
+        taken(core, lambda: starts.append(machine.now) or sample())
+        assert round((starts[-1] - begun) // 2e-3) % 30 == 0
+    assert len(starts) > 60
+    assert core.disturbance() is None
+
+
+def test_a_core_that_turns_out_faster_later_was_shared_until_then(machine):
+    machine.others = [(0.0, 0.5)]
+    core = core_on(machine)
+    while machine.now < 0.4:
+        assert taken(core, machine.sample()) == 1.6e-3
+    assert core.disturbance() is None
+    machine.others = []
+    taken(core, machine.sample())
+    assert "the core is shared" in core.disturbance()
+
+
+def test_a_clock_that_falls_for_good_is_the_pace_after_some_measurements(machine):
+    core = core_on(machine)
+    machine.others = [(machine.now, float("inf"))]
+    disturbed = []
+    for _ in range(12):
+        taken(core, machine.sample())
+        disturbed.append(core.disturbance() is not None)
+        core.begin("op")
+    assert disturbed[0]
+    assert not disturbed[-1]
+
+
+def test_what_is_staged_does_not_count_and_comes_before_the_look(machine):
+    core = core_on(machine)
+    order = []
+    machine.is_slow = lambda machine: order.append("look") or False
+    core.undisturbed("op", lambda: order.append("stage"), lambda staged: order.append("sample") or 1e-3)
+    assert order == ["stage", "look", "sample", "look"]
 
 
 def test_several_threads_are_not_judged(machine):
@@ -163,7 +205,7 @@ def test_several_threads_are_not_judged(machine):
     machine.others = [(machine.now, float("inf"))]
     with threads(2):
         core.begin("op")
-    assert [core.undisturbed("op", machine.sample()) for _ in range(5)] == [1.6e-3] * 5
+    assert [taken(core, machine.sample()) for _ in range(5)] == [1.6e-3] * 5
     assert core.disturbance() is None
 
 
@@ -172,17 +214,25 @@ def test_a_long_sample_is_not_judged_by_what_came_before_and_after(machine):
     machine.others = [(machine.now + 0.01, float("inf"))]
     begun = machine.now
     for _ in range(5):
-        core.undisturbed("op", machine.sample(0.1))
+        taken(core, machine.sample(0.1))
     assert machine.now - begun < 1.0
     assert core.disturbance() is None
 
 
+def test_a_sample_is_not_long_for_having_been_shared(machine):
+    core = core_on(machine)
+    machine.others = [(machine.now, float("inf"))]
+    for _ in range(5):
+        assert taken(core, machine.sample(15e-3)) == 24e-3
+    assert "the core is shared" in core.disturbance()
+
+
 def test_one_sample_that_was_held_up_does_not_make_the_others_long(machine):
     core = core_on(machine)
-    core.undisturbed("op", machine.sample(0.1))
-    core.undisturbed("op", machine.sample())
+    taken(core, machine.sample(0.1))
+    taken(core, machine.sample())
     machine.others = [(machine.now, machine.now + 0.5)]
-    assert core.undisturbed("op", machine.sample()) == 1e-3
+    assert taken(core, machine.sample()) == 1e-3
 
 
 def test_a_measurement_beside_others_is_disturbed(monkeypatch):
@@ -191,4 +241,12 @@ def test_a_measurement_beside_others_is_disturbed(monkeypatch):
     monkeypatch.setattr(watch.guard._core, "_pace", lambda: 2 * room.seconds_of_loop() + 1e-3)
     monkeypatch.setattr(room, "_PATIENCE", 0.05)
     work = work_of(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
-    assert "other work shares the core" in watch.measure(work, "tiny", "sdpa").disturbances[-1]
+    assert "the core is shared" in watch.measure(work, "tiny", "sdpa").disturbances[-1]
+
+
+def test_the_pace_of_one_thread_is_an_anchor():
+    work = work_of(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
+    watch = Stopwatch(torch.device("cpu"))
+    assert 0 < watch.measure(work, "tiny", "sdpa").anchors["pace"] < 1e-2
+    with threads(2):
+        assert "pace" not in watch.measure(work, "tiny", "sdpa").anchors

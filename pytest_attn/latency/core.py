@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from typing import TypeVar
 
 #: some 70 us of the interpreter's own arithmetic, in one call, so that what traces lines of Python does not see it
 _LOOP = range(6000)
@@ -26,10 +27,14 @@ _TRIES = 40
 _ACQUAINTANCE = 0.1
 #: share of samples from which on the whole measurement is disturbed
 _MOST_SHARED = 0.25
+#: measurements after which a pace is forgotten: a clock may fall for good
+_REMEMBERED = 8
+
+_Staged = TypeVar("_Staged")
 
 
 class Core:
-    """The core of the calling thread: its fastest pace so far, and how much of a measurement others had a share in.
+    """The core of the calling thread: its fastest pace of late, and how much of a measurement others had a share in.
 
     Of several threads, which are others to each other, nothing is said. pace: returns the seconds of a fixed piece of work.
     lost: seconds of this measurement that went by in waiting for others. fastest: its fastest pace, infinite where none was
@@ -38,78 +43,87 @@ class Core:
 
     def __init__(self, pace: Callable[[], float] | None = None) -> None:
         self._pace = pace or seconds_of_loop
-        self._known = math.inf  # the fastest of all measurements
+        self._before: deque[float] = deque(maxlen=_REMEMBERED)
         self._patience = _PATIENCE
         self._forget()
         begun = time.perf_counter()
         while time.perf_counter() - begun < _ACQUAINTANCE:
-            self._is_alone()
+            self._look()
 
     def begin(self, subject: str) -> None:
         """Begin a measurement of `subject`, less patiently where the last one could not be had undisturbed."""
         import torch
 
         self._patience = max(self._patience / 2, _LEAST_PATIENCE) if self.disturbance() else _PATIENCE
+        self._before.append(self.fastest)
         self._forget(subject)
         self._is_one_thread = torch.get_num_threads() == 1
 
-    def undisturbed(self, name: str, sample: Callable[[], float]) -> float:
-        """Take a sample, which returns its seconds, while this thread has the core to itself, as far as there is patience."""
+    def undisturbed(self, name: str, stage: Callable[[], _Staged], sample: Callable[[_Staged], float]) -> float:
+        """Take a sample of what is staged while this thread has the core to itself, as far as there is patience.
+
+        sample: returns its seconds.
+        """
         while self._is_one_thread and not self._is_long(name):
             begun = time.perf_counter()
-            is_alone = self._wait(begun)
+            staged = stage()
+            before = self._wait()
             waited = time.perf_counter() - begun
-            seconds = self._take(name, sample)
-            is_alone = is_alone and self._stayed_alone(name)
+            seconds = sample(staged)
+            pace = max(before, self._after(name, self._is_alone(before)))
+            is_alone = self._is_alone(pace)
+            self._shortest[name] = min(seconds if is_alone else seconds / 2, self._shortest.get(name, math.inf))
             if is_alone or self.lost + waited > self._patience:
                 self.lost += waited
-                self._taken[name, is_alone] += 1
+                self._taken.setdefault(name, []).append(pace)
                 return seconds
             self.lost += time.perf_counter() - begun
-        return self._take(name, sample)
+        seconds = sample(stage())
+        self._shortest[name] = min(seconds, self._shortest.get(name, math.inf))
+        return seconds
 
     def disturbance(self) -> str | None:
         """Say how much of what was taken of the subject since begin() others had a share in, if that is much."""
-        alone, shared = (self._taken[self._subject, is_alone] for is_alone in (True, False))
-        if shared <= _MOST_SHARED * (alone + shared) or self._is_long(self._subject):
+        taken = self._taken.get(self._subject, [])  # judged once more: a core may turn out faster than it seemed
+        shared = sum(not self._is_alone(pace) for pace in taken)
+        if shared <= _MOST_SHARED * len(taken) or self._is_long(self._subject):
             return None
-        share = shared / (alone + shared)
         slow = f"a fixed loop took more than {_SHARED} times its time"
-        return f"other work shares the core: beside {share:.0%} of the samples {slow}"
+        return f"the core is shared, or slower than it was: beside {shared / len(taken):.0%} of the samples {slow}"
 
     def _forget(self, subject: str = "") -> None:
         self.lost, self.fastest, self._is_one_thread = 0.0, math.inf, True
         self._subject = subject
-        self._taken: Counter[tuple[str, bool]] = Counter()
+        self._taken: dict[str, list[float]] = {}  # the slower pace, before or after, of each sample
         self._ended: Counter[tuple[str, bool]] = Counter()
         self._shortest: dict[str, float] = {}
-
-    def _take(self, name: str, sample: Callable[[], float]) -> float:
-        seconds = sample()
-        self._shortest[name] = min(seconds, self._shortest.get(name, seconds))
-        return seconds
 
     def _is_long(self, name: str) -> bool:
         return self._shortest.get(name, 0.0) > _LONG_SAMPLE
 
-    def _wait(self, begun: float) -> bool:
-        """Wait until this thread has the core to itself; return whether it has."""
-        while not self._is_alone():
+    def _wait(self) -> float:
+        """Wait until this thread has the core to itself, as far as there is patience; return its pace then."""
+        begun = time.perf_counter()
+        while not self._is_alone(pace := self._look()):
             if self.lost + time.perf_counter() - begun > self._patience:
-                return False
-        return True
+                break
+        return pace
 
-    def _stayed_alone(self, name: str) -> bool:
-        """Whether nothing came in between: where the core is slow after each of many samples, they slow it themselves."""
-        is_alone = self._is_alone()
-        self._ended[name, is_alone] += 1
-        return is_alone or (self._ended[name, False] >= _TRIES and not self._ended[name, True])
+    def _after(self, name: str, began_alone: bool) -> float:
+        """Return the pace after a sample, 0 where the core is slow after each of many: then they slow it themselves."""
+        pace = self._look()
+        if began_alone:
+            self._ended[name, self._is_alone(pace)] += 1
+        is_own = self._ended[name, False] >= _TRIES and not self._ended[name, True]
+        return 0.0 if is_own else pace
 
-    def _is_alone(self) -> bool:
-        seconds = self._pace()
-        self.fastest = min(self.fastest, seconds)
-        self._known = min(self._known, seconds)
-        return seconds <= _SHARED * self._known
+    def _look(self) -> float:
+        pace = self._pace()
+        self.fastest = min(self.fastest, pace)
+        return pace
+
+    def _is_alone(self, pace: float) -> bool:
+        return pace <= _SHARED * min(self.fastest, *self._before, math.inf)
 
 
 def seconds_of_loop() -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pytest_attn.latency.anchors import COMPUTE, MEMORY, PACE
+from pytest_attn.latency.anchors import COMPUTE, MEMORY
 
 #: how sensitivities to the anchors scatter around their prior, and the residual variance assumed for fitting them
 SENSITIVITY_SD, _RESIDUAL_VARIANCE = 0.25, 0.003**2
@@ -27,7 +27,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Fit:
-    """The recorded runs of one case: their centre, scatter, and how its p50 follows the anchors. Logarithms of seconds."""
+    """The recorded runs of one case: their centre, scatter, and how its p50 follows the anchors. Logarithms of seconds.
+
+    Anchors without a sensitivity only tell of the machine.
+    """
 
     runs: tuple[Run, ...]
     sensitivity: Mapping[str, float]
@@ -74,8 +77,9 @@ def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
     """
     if not runs:
         raise ValueError("a baseline without runs")
-    names = [name for name in prior if all(run.anchors.get(name) for run in runs)]
-    centres = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in names}
+    everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
+    centres = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
+    names = [name for name in prior if name in centres]
     middle = fmean(math.log(run.p50) for run in runs)
     x = [[math.log(run.anchors[name]) - centres[name] for name in names] for run in runs]
     y = [math.log(run.p50) - middle for run in runs]
@@ -91,7 +95,7 @@ def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[st
     """
     share = 0.5 if seconds > 20e-6 else 0.2
     bound = COMPUTE if flops > 100 * nbytes else MEMORY
-    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY, PACE)}
+    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY)}
 
 
 def _adjusted(run: Run, sensitivity: Mapping[str, float], centres: Mapping[str, float]) -> float:

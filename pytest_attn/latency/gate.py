@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+from pytest_attn.latency.anchors import PACE
 from pytest_attn.latency.fit import SENSITIVITY_SD, Fit, Run
 from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantile, t_tail
 
@@ -122,9 +123,12 @@ def screen(
     """
     judged = _judge([run], recorded, prior, policy, cases, is_same_device)
     at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.scatter
-    is_slower = judged.tail < _SCREEN_ALPHA and at_most >= judged.can_fail
+    may_fail = at_most >= judged.can_fail
     decision = _decided(judged, policy, agreed)
-    return decision, judged.change >= judged.can_fail or is_slower or decision.verdict != "passed"
+    if decision.verdict == "inconclusive":  # on another device, others of its processes may know no better
+        return decision, is_same_device or may_fail
+    is_slower = judged.tail < _SCREEN_ALPHA and may_fail
+    return decision, judged.change >= judged.can_fail or is_slower or decision.verdict == "regressed"
 
 
 def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
@@ -141,7 +145,7 @@ def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
     if math.expm1(judged.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
         return judged.decision("passed")
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
-    reason += "" if judged.is_same_device else "; recorded on another device of this name"
+    reason += "" if judged.is_same_device else "; not known to be recorded on this very device"
     return judged.decision("inconclusive", doubt or reason)
 
 
@@ -155,15 +159,16 @@ class _Judged:
     """The figures behind a decision, in logarithms.
 
     least: the smallest change that fails; can_fail: the smallest that can be certain, too. scatter: the standard error of
-    the change between processes; standard_error: and between devices.
+    the change between processes, with its degrees of freedom; standard_error: and between devices.
     """
 
     change: float
     least: float
     can_fail: float
     scatter: float
-    standard_error: float
     degrees: float
+    standard_error: float
+    degrees_of_error: float
     is_same_device: bool
     tail: float
     upper: float
@@ -176,7 +181,7 @@ class _Judged:
 
     def decision(self, verdict: str, reason: str = "") -> Decision:
         """Put the figures into a decision."""
-        reach = t_quantile(0.025, self.degrees) * self.standard_error
+        reach = t_quantile(0.025, self.degrees_of_error) * self.standard_error
         times = [run.p50 for run in self.recorded.runs]
         return Decision(
             verdict,
@@ -198,28 +203,28 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
     drift = recorded.drift(runs)
     values = tuple(recorded.adjusted(run) for run in runs)
     change = fmean(values) - recorded.centre
-    doubtful = SENSITIVITY_SD**2 * sum(d * d for d in drift.values())
+    doubtful = SENSITIVITY_SD**2 * sum(drift[name] ** 2 for name in recorded.sensitivity if name in drift)
     baseline_share = 1 / len(recorded.values)
     level = policy.alpha / max(1, cases)
     between = 0.0 if is_same_device else policy.between
     scatter = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
-    error, of_error = _with_known(scatter, degrees, between)
-    of_confirmation, confirming = _with_known(
-        math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful), degrees, between
-    )
-    reach = (t_quantile(level, confirming) + t_quantile(0.2, confirming)) * of_confirmation
+    error, degrees_of_error = _with_known(scatter, degrees, between)
+    confirming = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
+    later_error, degrees_of_later = _with_known(confirming, degrees, between)
+    certain, likely = t_quantile(level, degrees_of_later), t_quantile(0.2, degrees_of_later)
     least = math.log1p(_relevant(policy.slowdown, recorded, policy))
     return _Judged(
         change,
         least,
-        max(least, t_quantile(level, confirming) * between),
+        max(least, certain * between),
         scatter,
+        degrees,
         error,
-        of_error,
+        degrees_of_error,
         is_same_device,
-        t_tail(change / error, of_error),
-        change + t_quantile(_BOUND_ALPHA, of_error) * error,
-        math.expm1(max(reach, least + t_quantile(0.2, confirming) * of_confirmation)),
+        t_tail(change / error, degrees_of_error),
+        change + t_quantile(_BOUND_ALPHA, degrees_of_error) * error,
+        math.expm1(max(certain * later_error, least) + likely * later_error),
         values,
         drift,
         recorded,
@@ -248,6 +253,8 @@ def _launch_words(runs: Sequence[Run], recorded: Fit) -> str:
 def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:
     """Say which anchor has moved too far for a slowdown to be the kernel's; "" where none has."""
     for name, moved in drift.items():
+        if name == PACE and not agreed:  # of another interpreter, say
+            continue
         limit = policy.anchors if agreed else max(0.015, 4 * _scatter(recorded, name))
         if abs(moved) > math.log1p(min(limit, policy.anchors)):
             why = "" if agreed else ", and the software is another"

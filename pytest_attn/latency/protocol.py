@@ -68,11 +68,11 @@ class Latency:
     """How long one direction of a kernel takes.
 
     p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence` says
-    where there were too few). samples: seconds of one call, block by block. host: seconds of launching one call. mode,
-    calls: how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians in
-    seconds. memory: bytes that a call asks for at its peak. threads: of a CPU. disturbances: of blocks that stayed
-    disturbed when repeated, or a recorded graph that is lost; such a time is never held against a baseline. spent: seconds
-    of wall time. cupti: the device's seconds by torch's profiler, where asked for.
+    where there were too few). samples: seconds of one call, block by block. host: seconds of launching one call. mode, calls:
+    how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians in seconds.
+    memory: bytes that a call asks for at its peak. threads: of a CPU. disturbances: of blocks that stayed disturbed when
+    repeated, a CPU's core that others shared, or a recorded graph that is lost; such a time is never held against a baseline.
+    spent: seconds of wall time. cupti: the device's seconds by torch's profiler, where asked for.
     """
 
     workload: str

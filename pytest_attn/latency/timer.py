@@ -116,10 +116,7 @@ class HostTimer(Timer):
             return [self._sample(item) / item.calls for item in items]
 
     def _sample(self, item: Item) -> float:
-        def timed() -> float:
-            return self._one(item.stage())
-
-        return self._core.undisturbed(item.name, timed) if self._core else timed()
+        return self._core.undisturbed(item.name, item.stage, self._one) if self._core else self._one(item.stage())
 
     def _one(self, call: Callable[[], object]) -> float:
         _wait(self.device)

@@ -98,7 +98,7 @@ def _reasons(records: Sequence[Record]) -> Iterator[Line]:
         if r["reason"] and r["verdict"] != "regressed":
             found.setdefault((r["verdict"], r["reason"]), []).append(f"{r['subject']} on {r['workload']}")
     for r in records:
-        if r["verdict"] == "no baseline" and r["latency"].get("disturbances"):
+        if r["verdict"] in ("no baseline", "passed") and r["latency"].get("disturbances"):
             reason = "; ".join(r["latency"]["disturbances"])
             found.setdefault(("disturbed", reason), []).append(f"{r['subject']} on {r['workload']}")
     for (verdict, reason), cases in found.items():

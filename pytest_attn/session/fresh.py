@@ -60,6 +60,10 @@ class FreshError(Exception):
     """Fresh processes did not time what they should have; the text says why."""
 
 
+class DisturbedError(FreshError):
+    """Too many fresh processes were disturbed; the text says by what."""
+
+
 class StartError(FreshError):
     """A fresh process could not run the test at all; the text is the last of what it said."""
 
@@ -117,7 +121,8 @@ def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
 
 def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     """Whether some runs of a case were disturbed, and not all: then further processes may help."""
-    return 0 < len(undisturbed(runs, key, processes)) < processes
+    are_some_disturbed = any(run["disturbances"] for run in runs if run["key"] == key)
+    return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
 
 
 def _one_process(config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None) -> Runs:

@@ -30,6 +30,7 @@ from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.reports.latency import NONE_RECORDED
 from pytest_attn.session.fresh import (
     RUNS_VARIABLE,
+    DisturbedError,
     FreshError,
     Runs,
     StartError,
@@ -168,11 +169,11 @@ class Measurement:
             return Decision("no baseline", missing)
         bases = store.fits[self.key], store.prior, self.policy, self.cases
         agreed, is_same = self._software_agrees(baseline), self._is_device_of(baseline)
-        self.session.is_crowded &= bool(latency.disturbances)
         if latency.disturbances:
             decision = Decision("inconclusive", "; ".join(latency.disturbances))
             needs_others = self.question.device.type == "cpu" and not self.session.is_crowded
         else:
+            self.session.is_crowded &= self.question.device.type != "cpu"
             run = Run(latency.p50, latency.anchors, _launching(latency))
             decision, needs_others = screen(run, *bases, agreed, is_same)
         if needs_others:
@@ -184,9 +185,10 @@ class Measurement:
 
     def _unconfirmed(self, first: Decision, error: FreshError) -> Decision:
         """Return what becomes of a first look that fresh processes could not confirm; a disturbed one stays what it is."""
+        if isinstance(error, DisturbedError):
+            self.session.is_crowded |= self.question.device.type == "cpu"
         if first.change is None:
-            self.session.is_crowded = True
-            return first
+            return first if isinstance(error, DisturbedError) else replace(first, reason=f"{first.reason}; {error}")
         if isinstance(error, StartError):
             verdict = "unconfirmed" if first.change >= self.policy.slowdown else "inconclusive"
             return replace(first, verdict=verdict, reason=str(error))
@@ -224,10 +226,13 @@ class Measurement:
 
         with device_lock(self.question.device), counting as progress:
             found = fresh_runs(self.item.config, [name], wanted, progress, lacking=lacking)
-        mine = undisturbed(found, key, wanted)
+        timed = [run for run in found if run["key"] == key]
+        processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
+        if timing < processes:
+            raise FreshError(f"{timing} of {processes} fresh processes timed it")
+        mine = undisturbed(timed, key, wanted)
         if len(mine) < wanted:
-            disturbances = [words for run in found if run["key"] == key for words in run["disturbances"]]
-            raise FreshError(disturbances[0] if disturbances else f"{len(mine)} of {wanted} fresh processes timed it")
+            raise DisturbedError(next(run["disturbances"][0] for run in timed if run["disturbances"]))
         return [Run(run["p50"], run["anchors"], run["host"]) for run in mine]
 
     @property
