@@ -234,9 +234,12 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
 
 
 def _with_known(error: float, degrees: float, known: float) -> tuple[float, float]:
-    """Return a standard error and its degrees of freedom once a known one is added (Satterthwaite 1946)."""
+    """Return a standard error and its degrees of freedom once a known one is added (Satterthwaite 1946).
+
+    These are a thousand at most, beyond which they tell little, so that cases share their quantiles.
+    """
     total = error**2 + known**2
-    return math.sqrt(total), degrees * (total / error**2) ** 2
+    return math.sqrt(total), min(degrees * (total / error**2) ** 2, max(degrees, 1000.0)) if known else degrees
 
 
 def _launches_slower(run: Run, recorded: Fit) -> bool:
