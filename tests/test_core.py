@@ -196,8 +196,14 @@ def test_what_is_staged_does_not_count_and_comes_before_the_look(machine):
     core = core_on(machine)
     order = []
     machine.is_slow = lambda machine: order.append("look") or False
-    core.undisturbed("op", lambda: order.append("stage"), lambda staged: order.append("sample") or 1e-3)
+
+    def stage():
+        machine.now += 1.0
+        order.append("stage")
+
+    core.undisturbed("op", stage, lambda staged: order.append("sample") or 1e-3)
     assert order == ["stage", "look", "sample", "look"]
+    assert core.lost < 1e-3
 
 
 def test_several_threads_are_not_judged(machine):

@@ -55,7 +55,7 @@ class Core:
         import torch
 
         self._patience = max(self._patience / 2, _LEAST_PATIENCE) if self.disturbance() else _PATIENCE
-        self._before.append(self.fastest)
+        self._before += [self.fastest] if math.isfinite(self.fastest) else []
         self._forget(subject)
         self._is_one_thread = torch.get_num_threads() == 1
 
@@ -67,8 +67,9 @@ class Core:
         while self._is_one_thread and not self._is_long(name):
             begun = time.perf_counter()
             staged = stage()
+            staged_at = time.perf_counter()
             before = self._wait()
-            waited = time.perf_counter() - begun
+            waited = time.perf_counter() - staged_at
             seconds = sample(staged)
             pace = max(before, self._after(name, self._is_alone(before)))
             is_alone = self._is_alone(pace)
