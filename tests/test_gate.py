@@ -169,6 +169,21 @@ def test_another_device_of_the_name_may_be_slower_by_itself(slower, verdict, els
         assert there.reason == "a slowdown of 5% cannot be excluded; not known to be recorded on this very device"
 
 
+def test_the_pace_of_a_core_tells_of_others_but_not_of_another_interpreter():
+    cpu = POLICIES["cpu"]
+
+    def paced(number, pace, **how):
+        return [replace(run, anchors={**run.anchors, "pace": pace}, host=0.0) for run in runs_of(number, sd=0.02, **how)]
+
+    noted = fit(paced(10, 70e-6), SENSITIVITY)
+    assert "pace" not in noted.sensitivity
+    prior = Prior(0.02**2, 10)
+    shared = decide(paced(4, 110e-6, slower=0.5), noted, prior, cpu, cases=20)
+    assert (shared.verdict, shared.reason) == ("inconclusive", "the pace anchor moved by +57.1% since the recording")
+    assert decide(paced(4, 76e-6, slower=0.5), noted, prior, cpu, cases=20).verdict == "regressed"
+    assert decide(paced(4, 110e-6, slower=0.5), noted, prior, cpu, cases=20, agreed=False).verdict == "regressed"
+
+
 def test_suites_on_another_device_alarm_in_at_most_one_of_a_hundred():
     """Kernels that differ between devices as far as any family of kernels was seen to."""
     alarms = 0
