@@ -6,13 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_attn.latency import gate
 from pytest_attn.latency.fit import Run, expected_sensitivity, fit
-from pytest_attn.latency.gate import FEWEST_RUNS, POLICIES, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.gate import FEWEST_RUNS, POLICIES, Terms, policy_for, shared_prior
 from pytest_attn.latency.statistics import Prior
 
 GPU = POLICIES["cuda"]
 PRIOR = Prior(0.003**2, 6.0)
 SENSITIVITY = {"compute": 0.5, "memory": 0.0}
+
+
+def decide(runs, *terms, **more):
+    return gate.decide(runs, Terms(*terms, **more))
+
+
+def screen(run, *terms, **more):
+    return gate.screen(run, Terms(*terms, **more))
 
 
 def runs_of(number, seed=0, p50=1e-3, sd=0.002, slower=0.0, drift=0.0, follow=0.5):

@@ -63,7 +63,8 @@ def test_every_direction_is_timed(device, direction):
     assert 0 < low <= latency.p50 <= high
     assert latency.blocks >= 3
     assert confidence == pytest.approx(1 - 2 ** (1 - latency.blocks)) or latency.blocks > 7
-    assert set(latency.anchors) - {"pace"} == {"compute", "memory"}
+    has_pace = device.type == "cpu" and torch.get_num_threads() == 1
+    assert set(latency.anchors) == {"compute", "memory", *(["pace"] if has_pace else [])}
     assert latency.direction == direction
     assert latency.threads == (torch.get_num_threads() if device.type == "cpu" else None)
 

@@ -124,7 +124,7 @@ class Core:
         return pace
 
     def _is_alone(self, pace: float) -> bool:
-        return pace <= _SHARED * min(self.fastest, *self._before, math.inf)
+        return pace <= _SHARED * min((self.fastest, *self._before))
 
 
 def seconds_of_loop() -> float:

@@ -90,51 +90,48 @@ def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
     return prior_of([f.variance for f in usable], usable[0].degrees)
 
 
-def decide(
-    runs: Sequence[Run],
-    recorded: Fit,
-    prior: Prior,
-    policy: Policy,
-    cases: int,
-    agreed: bool = True,
-    is_same_device: bool = True,
-) -> Decision:
-    """Decide over the runs of fresh processes. cases: how many the whole suite decides over.
+@dataclass(frozen=True)
+class Terms:
+    """What runs are held against.
 
-    agreed: whether the soft keys of the machine are those of the recording; where not, the anchors must be, too.
-    is_same_device: whether it is the very device of the recording; another of its name may be faster or slower by itself.
+    recorded, prior: of the baseline. cases: how many the whole suite decides over. agreed: whether the soft keys of the
+    machine are those of the recording; where not, the anchors must be, too. is_same_device: whether it is the very device of
+    the recording; another of its name may be faster or slower by itself.
     """
-    return _decided(_judge(runs, recorded, prior, policy, cases, is_same_device), policy, agreed)
+
+    recorded: Fit
+    prior: Prior
+    policy: Policy
+    cases: int
+    agreed: bool = True
+    is_same_device: bool = True
 
 
-def screen(
-    run: Run,
-    recorded: Fit,
-    prior: Prior,
-    policy: Policy,
-    cases: int,
-    agreed: bool = True,
-    is_same_device: bool = True,
-) -> tuple[Decision, bool]:
+def decide(runs: Sequence[Run], terms: Terms) -> Decision:
+    """Decide over the runs of fresh processes."""
+    return _decided(_judge(runs, terms), terms)
+
+
+def screen(run: Run, terms: Terms) -> tuple[Decision, bool]:
     """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
 
     They must where the run is slower by as much as can fail, where it is slower for sure and may be by so much, and where it
     does not pass by itself.
     """
-    judged = _judge([run], recorded, prior, policy, cases, is_same_device)
+    judged = _judge([run], terms)
     at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.scatter
     may_fail = at_most >= judged.can_fail
-    decision = _decided(judged, policy, agreed)
+    decision = _decided(judged, terms)
     if decision.verdict == "inconclusive":  # on another device, others of its processes may know no better
-        return decision, is_same_device or may_fail
+        return decision, terms.is_same_device or may_fail
     is_slower = judged.tail < _SCREEN_ALPHA and may_fail
     return decision, judged.change >= judged.can_fail or is_slower or decision.verdict == "regressed"
 
 
-def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
-    runs, recorded = judged.runs, judged.recorded
+def _decided(judged: _Judged, terms: Terms) -> Decision:
+    runs, recorded, policy = judged.runs, terms.recorded, terms.policy
     slow = sum(value > recorded.slow for value in judged.values)
-    doubt = _anchor_doubt(judged.drift, recorded, policy, agreed)
+    doubt = _anchor_doubt(judged.drift, recorded, policy, terms.agreed)
     if all(_launches_slower(run, recorded) for run in runs):
         return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
     is_certain = judged.tail < judged.level and slow >= max(1, len(runs) - 1)
@@ -145,7 +142,7 @@ def _decided(judged: _Judged, policy: Policy, agreed: bool) -> Decision:
     if math.expm1(judged.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
         return judged.decision("passed")
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
-    reason += "" if judged.is_same_device else "; not known to be recorded on this very device"
+    reason += "" if terms.is_same_device else "; not known to be recorded on this very device"
     return judged.decision("inconclusive", doubt or reason)
 
 
@@ -169,7 +166,6 @@ class _Judged:
     degrees: float
     standard_error: float
     degrees_of_error: float
-    is_same_device: bool
     tail: float
     upper: float
     detectable: float
@@ -196,17 +192,18 @@ class _Judged:
         )
 
 
-def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cases: int, is_same_device: bool) -> _Judged:
+def _judge(runs: Sequence[Run], terms: Terms) -> _Judged:
     if not runs:
         raise ValueError("nothing to decide over: no runs")
-    variance, degrees = moderated(recorded.variance, recorded.degrees, prior)
+    recorded, policy = terms.recorded, terms.policy
+    variance, degrees = moderated(recorded.variance, recorded.degrees, terms.prior)
     drift = recorded.drift(runs)
     values = tuple(recorded.adjusted(run) for run in runs)
     change = fmean(values) - recorded.centre
     doubtful = SENSITIVITY_SD**2 * sum(drift[name] ** 2 for name in recorded.sensitivity if name in drift)
     baseline_share = 1 / len(recorded.values)
-    level = policy.alpha / max(1, cases)
-    between = 0.0 if is_same_device else policy.between
+    level = policy.alpha / max(1, terms.cases)
+    between = 0.0 if terms.is_same_device else policy.between
     scatter = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
     error, degrees_of_error = _with_known(scatter, degrees, between)
     confirming = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
@@ -221,7 +218,6 @@ def _judge(runs: Sequence[Run], recorded: Fit, prior: Prior, policy: Policy, cas
         degrees,
         error,
         degrees_of_error,
-        is_same_device,
         t_tail(change / error, degrees_of_error),
         change + t_quantile(_BOUND_ALPHA, degrees_of_error) * error,
         math.expm1(max(certain * later_error, least) + likely * later_error),

@@ -20,7 +20,7 @@ from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find
 from pytest_attn.latency.fit import Fit, Run
-from pytest_attn.latency.gate import Decision, Policy, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.gate import Decision, Policy, Terms, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.guard import ClockError, locked_clocks
 from pytest_attn.latency.identity import conditions_of, gpu_of, identify
 from pytest_attn.latency.protocol import Latency, Stopwatch, protocol_of, stopwatch_of, threads
@@ -167,18 +167,18 @@ class Measurement:
         missing = store.problem or self._unusable_because(baseline)
         if missing or baseline is None or store.fits is None or store.prior is None:
             return Decision("no baseline", missing)
-        bases = store.fits[self.key], store.prior, self.policy, self.cases
         agreed, is_same = self._software_agrees(baseline), self._is_device_of(baseline)
+        terms = Terms(store.fits[self.key], store.prior, self.policy, self.cases, agreed, is_same)
         if latency.disturbances:
             decision = Decision("inconclusive", "; ".join(latency.disturbances))
             needs_others = self.question.device.type == "cpu" and not self.session.is_crowded
         else:
             self.session.is_crowded &= self.question.device.type != "cpu"
             run = Run(latency.p50, latency.anchors, _launching(latency))
-            decision, needs_others = screen(run, *bases, agreed, is_same)
+            decision, needs_others = screen(run, terms)
         if needs_others:
             try:
-                decision = decide(self._fresh_runs(), *bases, agreed, is_same)
+                decision = decide(self._fresh_runs(), terms)
             except FreshError as error:
                 decision = self._unconfirmed(decision, error)
         return with_other_gates(decision, baseline, latency, self._z_against(baseline), self.policy)
