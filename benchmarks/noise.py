@@ -3,7 +3,8 @@
     python benchmarks/noise.py --out FILE.json [--processes 30] [--device cuda|cpu] [--disturb process|heat]
 
 Each process measures every case with pytest_attn's protocol, the same case with extra work put behind each call (slowdowns
-of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench; every fifth process then asks CUPTI.
+of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench; every fifth process then asks CUPTI of the
+very launches that the protocol times.
 Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the other processes.
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
 takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py and peers.py resample it. Runs
@@ -33,6 +34,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.fit import Run, expected_sensitivity, fit
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, threads
+from pytest_attn.latency.timer import Timer
 from pytest_attn.latency.work import Work, work_of
 
 FLUX = Workload(4608, heads=24, head_dim=128, name="flux-L512")
@@ -62,6 +64,8 @@ SLOWDOWNS = {"cuda": (0.03, 0.05), "cpu": (0.25,)}
 _HEAT_SECONDS = 1.5
 #: seconds of a call from which an extra few percent can be put behind it; no case comes near
 _SLOWED_FROM = 60e-6
+#: for which the device waits while a sample is launched beside the profiler: about 3 ms
+_BEFORE_CYCLES = 6_000_000
 _MOST_FAILURES, _CHILD_SECONDS = 3, 300
 
 
@@ -105,7 +109,8 @@ def one_process(device: torch.device, number: int, disturbed: str, is_plain: boo
         tools = OTHERS if number % 5 == 0 else {} if is_plain else {"do_bench": with_do_bench}
         for name, tool in tools.items():  # behind all of ours: with CUPTI in a process, every launch takes longer
             for key in order:
-                found[key][name] = tool(*called(registry, cases[key], device))
+                workload, backend, direction = cases[key]
+                found[key][name] = tool(work_of(registry[backend], workload, device, direction), stopwatch.timer)
     return {"process": number, "cases": found}
 
 
@@ -126,50 +131,52 @@ def measured(stopwatch: Stopwatch, backend: Any, workload: Workload, direction: 
     }
 
 
-def called(registry: Registry, case: tuple[Workload, str, Any], device: torch.device) -> tuple[Work, Callable[[], object]]:
-    """Return a case as the tools of others take it: one call on one set of tensors."""
-    workload, backend, direction = case
-    work = work_of(registry[backend], workload, device, direction)
-    if direction == "forward":
-        return work, functools.partial(work.kernel, *work.sets[0])
-    out = work.kernel(*work.sets[0])
-    out = out[0] if isinstance(out, tuple) else out
-    return work, functools.partial(torch.autograd.grad, out, work.sets[0], work.dout, retain_graph=True)
-
-
-def with_do_bench(work: Work, call: Callable[[], object]) -> float:
-    """Return what triton's do_bench says of a call as it comes (25 and 100 ms), the median in seconds."""
+def with_do_bench(work: Work, timer: Timer) -> float:
+    """Return what triton's do_bench, as it comes (25 and 100 ms), says of one call, the median in seconds."""
     from triton.testing import do_bench
 
+    del timer
     with work.context():
-        return float(do_bench(call, return_mode="median")) * 1e-3
+        return float(do_bench(one_call(work), return_mode="median")) * 1e-3
 
 
-def with_cupti(work: Work, call: Callable[[], object]) -> float:
-    """Return the median over calls of the sum of the kernels' times, with a flushed L2 cache and a rest after each call."""
+def one_call(work: Work) -> Callable[[], object]:
+    """Return a call as the tools of others take it, which may be made again and again."""
+    if work.direction == "forward":
+        return functools.partial(work.kernel, *work.sets[0])
+    out = work.kernel(*work.sets[0])
+    out = out[0] if isinstance(out, tuple) else out
+    return functools.partial(torch.autograd.grad, out, work.sets[0], work.dout, retain_graph=True)
+
+
+def with_cupti(work: Work, timer: Timer) -> float:
+    """Return the seconds of a call by CUPTI in the very launches that the timer would time, the median of twelve samples.
+
+    From the start of a sample's first kernel to the end of its last, per call; launched while the device is kept waiting.
+    """
     from torch.profiler import ProfilerActivity, profile
 
+    plan = timer.plan(work)
     time.sleep(0.1)  # what follows at once meets the power limiter
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=work.device)
     with work.context(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(12):
-            flush.fill_(1)
-            torch.cuda.synchronize()
+            sample = plan.stage()
+            flush.zero_()
             begun = time.perf_counter()
-            call()
+            torch.cuda._sleep(_BEFORE_CYCLES)
+            sample()
+            torch.cuda._sleep(1)  # so that the next flush is told from what is timed
             torch.cuda.synchronize()
             time.sleep(3 * (time.perf_counter() - begun))
-    sums: list[float] = []
-    for start, end, name in sorted(
+    events = sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("aten", "cuda"))
-    ):
-        if "FillFunctor" in name:
-            sums.append(0.0)
-        elif sums:
-            sums[-1] += end - start
-    return statistics.median(sums) * 1e-6
+    )
+    sleeps = [number for number, (_, _, name) in enumerate(events) if "spin_kernel" in name]
+    samples = [events[before + 1 : behind] for before, behind in zip(sleeps[::2], sleeps[1::2], strict=True)]
+    return statistics.median(max(end for _, end, _ in kernels) - kernels[0][0] for kernels in samples) * 1e-6 / plan.calls
 
 
 OTHERS = {"do_bench": with_do_bench, "cupti": with_cupti}

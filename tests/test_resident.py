@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -113,6 +114,12 @@ def test_what_cannot_be_captured_is_no_graph(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     assert captured(monkeypatch, lambda keep_graph: object(), refuse) == []
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.0, 6), (0.05, 3)])
+def test_a_host_that_is_slow_to_capture_captures_fewer_graphs(monkeypatch, seconds, number):
+    monkeypatch.setattr(captures, "_captured", lambda *_: time.sleep(seconds) or print)
+    assert captured(monkeypatch, None) == [print] * number
 
 
 def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontext()):

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from pytest_attn import Workload
 from pytest_attn.backends.graphed import capturing
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency import timer
+from pytest_attn.latency import cuda_timer
 from pytest_attn.latency.anchors import Anchor
+from pytest_attn.latency.cuda_timer import CudaTimer, _calls_per_sample
 from pytest_attn.latency.protocol import Latency, Stopwatch, _anchor_item, stopwatch_of
 from pytest_attn.latency.resident import ResidencyError, ResidentGraph
-from pytest_attn.latency.timer import CudaTimer, HostTimer, Item, Plan, _calls_per_sample
+from pytest_attn.latency.timer import HostTimer, Item, Plan
 from pytest_attn.latency.work import StaleError, Work, work_of
 
 SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
@@ -231,18 +232,37 @@ def test_a_graph_that_the_driver_does_not_instantiate_in_the_device_s_memory_is_
             raise ResidencyError("CUDA error 801")
         return [print]
 
-    monkeypatch.setattr(timer, "graphs_of", graphs_of)
+    monkeypatch.setattr(cuda_timer, "graphs_of", graphs_of)
     assert planned(monkeypatch, asked).mode == mode
 
 
-def planned(monkeypatch, mode):
-    """Plan a short kernel as on a GPU, all of whose answers are made up."""
-    gpu = object.__new__(CudaTimer)
-    gpu.device = torch.device("cpu")
-    for name, answer in {"_verify_behind_backlog": None, "_launching": 1e-5, "_estimate": 1e-5}.items():
-        monkeypatch.setattr(gpu, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(timer, "torch_free_memory", lambda device: 1 << 34)
+@pytest.mark.parametrize(("seconds", "calls", "replays"), [(90e-6, 9, 1), (110e-6, 8, 3), (160e-6, 5, 3), (240e-6, 4, 2)])
+def test_a_sample_of_long_calls_in_graphs_is_several_replays(monkeypatch, seconds, calls, replays):
+    asked, replayed = [], []
+    graphs = [lambda number=number: replayed.append(number) for number in range(6)]
+    monkeypatch.setattr(cuda_timer, "graphs_of", lambda work, calls, *_, are_resident: asked.append(calls) or graphs)
+    plan = planned(monkeypatch, "graph", seconds)
+    for _ in range(6):
+        plan.stage()()
+    assert asked == [calls]
+    assert plan.calls == calls * replays
+    assert replayed == [*range(6)] * replays
+
+
+def planned(monkeypatch, mode, seconds=1e-5):
+    """Plan a kernel as on a GPU, all of whose answers are made up."""
+    gpu = made_up(monkeypatch, seconds)
     return gpu.plan(work_of(attention, SMALL, gpu.device, "forward"), mode)
+
+
+def made_up(monkeypatch, seconds=1e-5):
+    """Return a timer of a GPU that is not there."""
+    gpu = object.__new__(CudaTimer)
+    gpu.device, gpu._backlogs = torch.device("cpu"), {}
+    for name, answer in {"_verify_behind_backlog": None, "_launching": 1e-5, "_estimate": seconds}.items():
+        monkeypatch.setattr(gpu, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cuda_timer, "torch_free_memory", lambda device: 1 << 34)
+    return gpu
 
 
 @keeps_graphs
@@ -366,6 +386,76 @@ def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
     assert all(kinds[3:])
 
 
+@pytest.mark.parametrize(("seconds", "first"), [(2e-3, 1), (4e-3, 0)])
+def test_a_slow_kernel_on_a_gpu_warmed_up_while_it_was_planned(busy, monkeypatch, seconds, first):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    plan = plan_of(lambda: None)._replace(seconds=seconds)
+    blocks, _ = busy._blocks(plan, busy.timer, work, seconds=0.0, compiled_at=0.0)
+    taken = sum("op" in names for names, _, _ in busy.timer.blocks)
+    assert (len(blocks), taken) == (3, 3 + first)
+
+
+@pytest.mark.parametrize(("device_seconds", "called"), [(2e-3, 5), (4e-3, 0), (None, 0)])
+def test_a_slow_kernel_is_called_less_often_before_it_is_timed(device_seconds, called):
+    calls = []
+    work = work_of(lambda q, k, v: calls.append(1) or attention(q, k, v), SMALL, torch.device("cpu"), "forward")
+    launching = Busy()._launching(work, [3e-9, 5e-9], device_seconds)
+    assert len(calls) == called
+    assert (launching == pytest.approx(4e-9)) is (called == 0)
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(2e-3, 4), (4e-3, 1)])
+def test_a_slow_kernel_is_estimated_by_one_sample(monkeypatch, seconds, samples):
+    taken = []
+    gpu = made_up(monkeypatch)
+    monkeypatch.setattr(gpu, "block", lambda items: taken.extend(items) or [seconds] * len(items))
+    work = work_of(attention, SMALL, gpu.device, "forward")
+    assert CudaTimer._estimate(gpu, work, host=0.0) == seconds
+    assert len(taken) == samples
+
+
+class Event:
+    """A stand-in for a CUDA event on a device that is asleep until `Event.awake`."""
+
+    awake = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def query(self):
+        return time.perf_counter() > Event.awake
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+def test_a_block_whose_backlog_did_not_hold_is_no_surprise_the_next_time(monkeypatch):
+    def stage():
+        staged.append(1)
+        time.sleep(10e-3)
+        return lambda: None
+
+    gpu = made_up(monkeypatch)
+    gpu._flushed = None
+    monkeypatch.setattr(gpu, "_sleep", lambda seconds: setattr(Event, "awake", time.perf_counter() + seconds))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    taken = []
+    for _ in range(3):
+        staged = []
+        assert gpu.block([Item("op", stage)] * 2) == [1e-3] * 2
+        taken.append(len(staged))
+    assert taken == [4, 2, 2]
+    gpu.block([Item("another", lambda: lambda: None)])
+    assert set(gpu._backlogs) == {("op", "op")}
+    gpu.plan(work_of(attention, SMALL, gpu.device, "forward"), "batched")
+    assert gpu._backlogs == {}
+
+
 def test_a_gpu_whose_power_is_capped_does_light_work_until_it_has_its_clock_back(busy, monkeypatch):
     monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.01)
     says = iter([True, True, False])
@@ -424,6 +514,14 @@ def test_a_measurement_on_a_gpu_ends_within_half_a_second(busy, spent, left):
     assert busy._seconds_left(spent) == 0.8
     busy.device = torch.device("cuda")
     assert busy._seconds_left(spent) == pytest.approx(left)
+
+
+def test_a_block_that_would_end_too_late_is_not_begun(busy, monkeypatch):
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
+    monkeypatch.setattr(busy, "_now", lambda: 0.02 * sum("op" in names for names, _, _ in busy.timer.blocks))
+    work = work_of(attention, SMALL, torch.device("cpu"), "forward")
+    blocks, _ = busy._blocks(plan_of(lambda: None), busy.timer, work, seconds=0.11, compiled_at=0.0)
+    assert len(blocks) == 5
 
 
 def test_waiting_for_the_clock_takes_nothing_from_the_blocks(busy, monkeypatch):

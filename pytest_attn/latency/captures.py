@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,12 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: bytes that are kept after each call while it is captured, so that a kernel's workspace (up to 1 MiB, from the allocator's
 #: small blocks; of several the smallest, say) lies elsewhere in the next: graphs of calls with one workspace differ by 1 %
 _KEPT_BYTES = 512
+#: seconds after which no more graphs are captured, if there are a few: a host that is slow to launch is slow to capture, too
+_SECONDS, _FEWEST = 0.12, 3
 
 
 def graphs_of(work: Work, calls: int, number: int, are_resident: bool) -> list[Callable[[], object]]:
-    """Capture graphs of `calls` calls on different sets; none where one cannot be captured.
+    """Capture up to `number` graphs of `calls` calls on different sets; none where one cannot be captured.
 
     What is returned replays a graph, as often as it is called. are_resident: in the device's memory; raises ResidencyError
     where the calls can be captured, but not so.
@@ -30,7 +33,8 @@ def graphs_of(work: Work, calls: int, number: int, are_resident: bool) -> list[C
 
     stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
     graphs: list[Callable[[], object]] = []
-    for _ in range(number):
+    begun = time.perf_counter()
+    while len(graphs) < _FEWEST or (len(graphs) < number and time.perf_counter() - begun < _SECONDS):
         if (replay := _captured(work, calls, stream, are_resident)) is None:
             return []
         graphs.append(replay)

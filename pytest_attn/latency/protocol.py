@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, make_anchors
 from pytest_attn.latency.core import Core
+from pytest_attn.latency.cuda_timer import SLOW_SECONDS, BacklogError, CudaTimer
 from pytest_attn.latency.guard import Guard
 from pytest_attn.latency.host_guard import HostGuard
 from pytest_attn.latency.statistics import Interval, median_interval
-from pytest_attn.latency.timer import GRAPHS, BacklogError, CudaTimer, HostTimer, Item, Mode, Plan, Timer, timer_for
+from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import LatencyDirection, Work
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> None:
         self.device, self.cold = device, cold and device.type == "cuda"
         core = Core() if device.type == "cpu" else None
-        self.timer: Timer = timer_for(device, cold, core)
+        self.timer: Timer = CudaTimer(device, cold) if device.type == "cuda" else HostTimer(device, core)
         self.guard = HostGuard(core) if core else Guard.of(device, own)
         self.anchors: dict[str, Anchor] = make_anchors(device)
         self._rested = 0.0
@@ -177,25 +178,35 @@ class Stopwatch:
     def _blocks(
         self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled_at: float
     ) -> tuple[list[dict[str, list[float]]], list[str]]:
-        """Take blocks until a look is content or the time is over; the first block, which warms up, is dropped."""
+        """Take blocks until a look is content or the time is over; the first one, which warms up, is dropped.
+
+        But for a slow kernel on a GPU, whose calls while it was planned have done that.
+        """
         items = self._items(plan)
         found: list[dict[str, list[float]]] = []
         disturbances: list[str] = []
         with work.context():
             if isinstance(timer, CudaTimer):
                 compiled_at += self._warm()
-            self._block(timer, items, plan)
+            if not (isinstance(timer, CudaTimer) and plan.seconds > SLOW_SECONDS):
+                self._block(timer, items, plan)
             self.guard.begin()
-            begun, lost = time.perf_counter(), self.guard.lost()
-            cap = self._seconds_left(begun - compiled_at) if seconds is None else seconds
+            cap = self._seconds_left(time.perf_counter() - compiled_at) if seconds is None else seconds
+            begun = self._now()
             while len(found) < LOOKS[-1]:
+                started = self._now()
                 block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
                 disturbances += [disturbance] if disturbance else []
-                late = time.perf_counter() - begun - (self.guard.lost() - lost) > cap
-                if (late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
+                ended = self._now()
+                is_late = ended - begun + (ended - started) > cap  # after another one
+                if (is_late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
                     break
         return found, disturbances
+
+    def _now(self) -> float:
+        """Return the seconds of a clock that stands still while others have the core."""
+        return time.perf_counter() - self.guard.lost()
 
     def _seconds_left(self, spent: float) -> float:
         """Return how long the blocks of a measurement may take that has taken so many seconds until now."""

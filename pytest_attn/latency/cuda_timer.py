@@ -1,0 +1,237 @@
+"""How long a block of calls takes on a GPU: CUDA events behind a backlog, so that the host is never waited for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.contexts import no_collection
+from pytest_attn.latency.captures import graphs_of
+from pytest_attn.latency.peak import peak_of
+from pytest_attn.latency.resident import ResidencyError
+from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, called, repeated, verify_now
+from pytest_attn.latency.work import StaleError, Work
+
+if TYPE_CHECKING:
+    import torch
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
+_OWN_EVENTS_SECONDS = 250e-6
+#: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
+_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "replay": 0.8e-3, "batched": 0.2e-3}
+_MOST_CALLS: dict[Mode, int] = {"graph": 40, "replay": 40, "batched": 20}
+_FEWEST_CALLS = 4
+#: seconds of a call in a graph from which its samples are several replays, and theirs: causal flash attention scatters by 4 %
+#: from call to call, and the median of few long samples knows more of that than that of many short ones
+_LONG_SECONDS, _LONG_SAMPLE_SECONDS = 100e-6, 2.4e-3
+#: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
+_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
+#: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
+_PLACES = 6
+#: MiB that are kept from the allocator in turn, so that it gives a kernel other memory than before
+_GAPS = (2, 34, 10, 58, 18, 46, 26)
+#: seconds for which the device is kept waiting for the host, and how much longer than it took to launch
+_SHORTEST_BACKLOG_SECONDS, _MOST_BACKLOG_SECONDS, _BACKLOG_MARGIN = 1e-3, 0.2, 1.5
+#: seconds of a call up to which a few more tell how it is to be timed
+SLOW_SECONDS, _MORE_LAUNCHES = 3e-3, 5
+_SHARE_OF_FREE_MEMORY = 0.25
+
+
+class CudaTimer(Timer):
+    """CUDA events behind a backlog: the device is kept asleep until all of a block is in its queue.
+
+    cold: write twice the L2 cache before each sample, so that no call finds its data there.
+    """
+
+    def __init__(self, device: torch.device, cold: bool = True) -> None:
+        import torch
+
+        self.device, self.cold = device, cold
+        self.host = HostTimer(device)
+        l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+        self._flushed = torch.empty(2 * l2, dtype=torch.uint8, device=device) if cold else None
+        self._cycles = self._cycles_per_second()
+        self._backlogs: dict[tuple[str, ...], float] = {}  # of this work's blocks that needed more than the shortest
+        self._gaps = itertools.cycle(_GAPS)
+        self._gap: torch.Tensor | None = None
+
+    def plan(self, work: Work, mode: Mode | None = None) -> Plan:
+        """Choose by the device's and the host's time: see `Mode`."""
+        with work.context():
+            self._backlogs.clear()
+            launched = [verify_now(work) for _ in range(2)]
+            self._verify_behind_backlog(work)
+            device = self._estimate(work, median(launched))
+            host = self._launching(work, launched, device)
+            bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * (device or 0.0))
+            bound *= 2.0 if mode not in (None, "host") else 0.5 if mode == "host" else 1.0  # no flapping at the limit
+            if device is None or host > bound:
+                return self._host_plan(work, host)
+            most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
+            wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
+            if wanted in GRAPHS:
+                calls = _calls_on_own_sets(work, device, wanted, most)
+                kind, graphs = _graphs(work, calls, wanted)
+                if graphs:
+                    replays = max(1, round(_LONG_SAMPLE_SECONDS / (calls * device))) if device >= _LONG_SECONDS else 1
+                    stage = repeated(itertools.cycle(graphs).__next__, replays)
+                    return Plan(kind, calls * replays, device, host, stage, work.refresh)
+                wanted = "batched"
+            calls = _calls_on_own_sets(work, device, wanted, most)
+            renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
+            return Plan("batched" if calls > 1 else "events", calls, device, host, repeated(work.stage, calls), renew)
+
+    def block(self, items: Sequence[Item]) -> list[float]:
+        """Enqueue the whole block behind a sleeping device; HostTimer where it would not stay asleep."""
+        import torch
+
+        names = tuple(item.name for item in items)
+        needed = self._backlogs.get(names, _SHORTEST_BACKLOG_SECONDS)
+        for _ in range(4):
+            pairs = []
+            with no_collection():
+                self._sleep(needed)
+                begun = time.perf_counter()
+                for item in items:
+                    call = item.stage()
+                    self._flush()
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                    begin.record()
+                    call()
+                    end.record()
+                    pairs.append((begin, end))
+                held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
+                enqueued = time.perf_counter() - begun
+                torch.cuda.synchronize(self.device)
+            if held:
+                return [b.elapsed_time(e) * 1e-3 / item.calls for (b, e), item in zip(pairs, items, strict=True)]
+            needed = self._backlogs[names] = min(_MOST_BACKLOG_SECONDS, max(2 * needed, _BACKLOG_MARGIN * enqueued))
+        raise BacklogError(f"launching {len(items)} samples took {enqueued:.3g} s, longer than the device can be kept waiting")
+
+    def peak_memory(self, work: Work) -> int | None:
+        """From torch's allocator, of a second call: the first one may leave workspaces behind."""
+        with work.context():
+            work.stage()()
+            return peak_of(work.stage(), self.device)
+
+    def _host_plan(self, work: Work, host: float) -> Plan:
+        return self.host.plan(work)._replace(host=host)
+
+    def _move(self, work: Work) -> None:
+        """Give the work, and what its kernel allocates, other memory, and its data another sign."""
+        import torch
+
+        self._gap = None
+        work.move()
+        work.refresh()
+        torch.cuda.empty_cache()
+        self._gap = torch.empty(next(self._gaps) << 20, dtype=torch.uint8, device=self.device)
+        work.stage()()
+        torch.cuda.synchronize(self.device)
+
+    def _flush(self) -> None:
+        if self._flushed is not None:
+            self._flushed.zero_()
+
+    def _sleep(self, seconds: float) -> None:
+        import torch
+
+        torch.cuda._sleep(int(seconds * self._cycles))  # type: ignore[no-untyped-call]
+
+    def _cycles_per_second(self) -> float:
+        import torch
+
+        cycles = 4_000_000
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            begin.record()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+        return float(cycles / (begin.elapsed_time(end) * 1e-3))
+
+    def _launching(self, work: Work, launched: list[float], device: float | None) -> float:
+        """Return the host's seconds for launching one call on an idle device, the median of what is known and a few more."""
+        more = 0 if device is None or device > SLOW_SECONDS else _MORE_LAUNCHES
+        return median([*launched, *(called(work)[1] for _ in range(more))])
+
+    def _estimate(self, work: Work, host: float) -> float | None:
+        """Return the device's seconds for one call, None where the device cannot be kept waiting for the host."""
+        if host > _MOST_BACKLOG_SECONDS / 4:
+            return None
+        item = Item("estimate", work.stage)
+        try:
+            (seconds,) = self.block([item])
+            return seconds if seconds > SLOW_SECONDS else median(self.block([item] * 3))
+        except BacklogError:
+            return None
+
+    def _verify_behind_backlog(self, work: Work) -> None:
+        """Change the data, call and look at the result, all while the device sleeps, over poisoned free memory.
+
+        A kernel on another stream that does not wait reads the old data; one that is not waited for leaves the poison.
+        """
+        import torch
+
+        if work.direction != "forward":
+            return
+        like = work.result(work.stage()())
+        torch.cuda.synchronize(self.device)
+        poison = [torch.full_like(like, math.nan) for _ in range(2)]
+        del like
+        torch.cuda.synchronize(self.device)
+        del poison
+        self._sleep(2e-3)
+        work.refresh()
+        seen = work.result(work.stage()()).clone()
+        torch.cuda.synchronize(self.device)
+        try:
+            work.verify("called behind other work of its stream", seen)
+        except StaleError as error:
+            raise StaleError(
+                f"{error}; does it launch on another stream? torch.cuda.current_stream().wait_stream(side) joins that"
+            ) from None
+
+
+class BacklogError(Exception):
+    """The device did not stay behind the host: the host waits for it, or launches too slowly."""
+
+
+def torch_free_memory(device: torch.device) -> int:
+    """Return the free bytes of a CUDA device, what torch keeps for itself included."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
+    """Return which graphs can be had, those wanted or those that torch makes, and them; none of one call, or of no capture."""
+    if calls == 1:
+        return wanted, []
+    if wanted == "graph":
+        with suppress(ResidencyError):
+            return "graph", graphs_of(work, calls, _PLACES, are_resident=True)
+    return "replay", graphs_of(work, calls, _PLACES, are_resident=False)
+
+
+def _calls_on_own_sets(work: Work, seconds: float, mode: Mode, most: int) -> int:
+    """Return how many calls share a sample, each on a set of its own where there are so many; at most `most` of both."""
+    calls = min(_calls_per_sample(seconds, mode), most)
+    work.rotate_over(min(_PLACES * calls, most))
+    return calls
+
+
+def _calls_per_sample(seconds: float, mode: Mode) -> int:
+    """Return how many calls share a sample of a mode, by the device's time of one."""
+    if mode == "events":
+        return 1
+    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS[mode] / max(seconds, 1e-9))), _MOST_CALLS[mode])
