@@ -152,11 +152,16 @@ def one_call(work: Work) -> Callable[[], object]:
 def with_cupti(work: Work, timer: Timer) -> float:
     """Return the seconds of a call by CUPTI in the very launches that the timer would time, the median of twelve samples.
 
-    From the start of a sample's first kernel to the end of its last, per call; launched while the device is kept waiting.
+    From the start of a sample's first kernel to the end of its last, per call; launched while the device is kept waiting. NaN
+    for a kernel that the host's clock times, or that was never launched in time.
     """
     from torch.profiler import ProfilerActivity, profile
 
+    timer.peak_memory(work)
     plan = timer.plan(work)
+    if plan.mode == "host":
+        return math.nan
+    held: list[bool] = []
     time.sleep(0.1)  # what follows at once meets the power limiter
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=work.device)
     with work.context(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -165,8 +170,11 @@ def with_cupti(work: Work, timer: Timer) -> float:
             flush.zero_()
             begun = time.perf_counter()
             torch.cuda._sleep(_BEFORE_CYCLES)
+            awake = torch.cuda.Event()
+            awake.record()
             sample()
             torch.cuda._sleep(1)  # so that the next flush is told from what is timed
+            held.append(not awake.query())
             torch.cuda.synchronize()
             time.sleep(3 * (time.perf_counter() - begun))
     events = sorted(
@@ -176,7 +184,10 @@ def with_cupti(work: Work, timer: Timer) -> float:
     )
     sleeps = [number for number, (_, _, name) in enumerate(events) if "spin_kernel" in name]
     samples = [events[before + 1 : behind] for before, behind in zip(sleeps[::2], sleeps[1::2], strict=True)]
-    return statistics.median(max(end for _, end, _ in kernels) - kernels[0][0] for kernels in samples) * 1e-6 / plan.calls
+    spans = [
+        max(end for _, end, _ in kernels) - kernels[0][0] for kernels, in_time in zip(samples, held, strict=True) if in_time
+    ]
+    return statistics.median(spans) * 1e-6 / plan.calls if spans else math.nan
 
 
 OTHERS = {"do_bench": with_do_bench, "cupti": with_cupti}

@@ -12,7 +12,7 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.latency import baseline as module
 from pytest_attn.latency import core
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
-from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, read
+from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, case_key, read, recorded_otherwise
 from pytest_attn.latency.identity import Identity, conditions_of, gpu_of, identify
 
 H200 = Identity("cuda", "NVIDIA H200", 132, 140)
@@ -69,6 +69,22 @@ def test_what_was_written_is_read(tmp_path):
     assert found.cases["b"].z is None
     assert len(found.cases["a"].runs) == 10
     assert found.cases["a"].fit().sensitivity.keys() == {"compute", "memory"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([], ""),
+        (["a | f | backward | warm | 1 thread", "b | f | forward | warm | 1 thread"], ""),
+        (["a | f | forward | warm | 1 thread"], "recorded warm, 1 thread, this is warm, 2 threads"),
+        (
+            ["a | f | forward | warm | 1 thread", "a | f | forward | warm | bshd | 2 threads"],
+            "recorded warm, 1 thread and warm, bshd, 2 threads, this is warm, 2 threads",
+        ),
+    ],
+)
+def test_a_case_that_was_recorded_otherwise_is_told_from_one_that_was_not(keys, words):
+    assert recorded_otherwise("a | f | forward | warm | 2 threads", keys) == words
 
 
 def test_a_file_that_names_no_gpu_is_read(tmp_path):

@@ -69,6 +69,24 @@ def test_what_became_faster_is_to_be_kept():
     assert closing.endswith('; 1 faster, keep it with --attn-update-baselines "faster"')
 
 
+def test_the_p50_is_that_of_the_processes_that_decided():
+    _, row, _ = lines([record(decision={"runs": [1.5e-3, 1.4e-3, 1.6e-3]})])
+    assert row.split()[:2] == ["1.5000", "ms"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_advised"),
+    [
+        ("none recorded in baselines", True),
+        ("recorded with protocol 2, this is 3", True),
+        ("recorded warm, 1 thread, this is warm, 2 threads", True),
+        ("baselines/cpu.json: is damaged (...); restore it from version control", False),
+    ],
+)
+def test_recording_is_advised_where_it_mends(reason, is_advised):
+    assert ("record with" in lines([record("no baseline", reason)])[-1]) is is_advised
+
+
 def test_cupti_has_a_column_where_it_was_asked():
     header, row, _ = lines([record(cupti=0.99e-3)])
     assert header.split()[-1] == "CUPTI"

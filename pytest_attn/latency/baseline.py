@@ -131,6 +131,19 @@ def case_key(workload: str, subject: str, direction: str, l2: str, layout: str =
     return " | ".join(parts)
 
 
+def recorded_otherwise(key: str, keys: Iterable[str]) -> str:
+    """Say with which L2 state, layout and threads the case was recorded, and with which it is timed; "" where with none."""
+    case, mine = _parts(key)
+    others = [otherwise for same, otherwise in map(_parts, keys) if same == case]
+    return f"recorded {' and '.join(others)}, this is {mine}" if others else ""
+
+
+def _parts(key: str) -> tuple[tuple[str, ...], str]:
+    """Return the workload, the subject and the direction of a key, and the rest of it."""
+    parts = key.split(" | ")
+    return tuple(parts[:3]), ", ".join(parts[3:])
+
+
 def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: int) -> BaselineFile:
     """Return the file of a machine, empty where there is none yet.
 

@@ -15,7 +15,7 @@ from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.captures import graphs_of
 from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.resident import ResidencyError
-from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, called, repeated, verify_now
+from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, called, repeated, verified
 from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ _PLACES = 6
 _GAPS = (2, 34, 10, 58, 18, 46, 26)
 #: seconds for which the device is kept waiting for the host, and how much longer than it took to launch
 _SHORTEST_BACKLOG_SECONDS, _MOST_BACKLOG_SECONDS, _BACKLOG_MARGIN = 1e-3, 0.2, 1.5
-#: seconds of a call up to which a few more tell how it is to be timed
-SLOW_SECONDS, _MORE_LAUNCHES = 3e-3, 5
+#: seconds of a call from which as few as possible are made before it is timed
+SLOW_SECONDS = 3e-3
 _SHARE_OF_FREE_MEMORY = 0.25
 
 
@@ -59,7 +59,7 @@ class CudaTimer(Timer):
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
         self._flushed = torch.empty(2 * l2, dtype=torch.uint8, device=device) if cold else None
         self._cycles = self._cycles_per_second()
-        self._backlogs: dict[tuple[str, ...], float] = {}  # of this work's blocks that needed more than the shortest
+        self._backlogs: dict[tuple[str, ...], float] = {}  # which blocks of this work wanted the last time
         self._gaps = itertools.cycle(_GAPS)
         self._gap: torch.Tensor | None = None
 
@@ -67,10 +67,11 @@ class CudaTimer(Timer):
         """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
             self._backlogs.clear()
-            launched = [verify_now(work) for _ in range(2)]
+            looks = [verified(work) for _ in range(2)]
+            is_slow = min(call.done for call in looks) > SLOW_SECONDS
             self._verify_behind_backlog(work)
-            device = self._estimate(work, median(launched))
-            host = self._launching(work, launched, device)
+            host = min(call.launched for call in looks) if is_slow else self._launching(work)
+            device = self._estimate(work, host, samples=1 if is_slow else 3)
             bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * (device or 0.0))
             bound *= 2.0 if mode not in (None, "host") else 0.5 if mode == "host" else 1.0  # no flapping at the limit
             if device is None or host > bound:
@@ -81,7 +82,7 @@ class CudaTimer(Timer):
                 calls = _calls_on_own_sets(work, device, wanted, most)
                 kind, graphs = _graphs(work, calls, wanted)
                 if graphs:
-                    replays = max(1, round(_LONG_SAMPLE_SECONDS / (calls * device))) if device >= _LONG_SECONDS else 1
+                    replays = _replays_per_sample(calls, device, len(work.sets))
                     stage = repeated(itertools.cycle(graphs).__next__, replays)
                     return Plan(kind, calls * replays, device, host, stage, work.refresh)
                 wanted = "batched"
@@ -111,9 +112,11 @@ class CudaTimer(Timer):
                 held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
                 enqueued = time.perf_counter() - begun
                 torch.cuda.synchronize(self.device)
+            wanted = max(_SHORTEST_BACKLOG_SECONDS, _BACKLOG_MARGIN * enqueued)
+            self._backlogs[names] = min(wanted, _MOST_BACKLOG_SECONDS)
             if held:
                 return [b.elapsed_time(e) * 1e-3 / item.calls for (b, e), item in zip(pairs, items, strict=True)]
-            needed = self._backlogs[names] = min(_MOST_BACKLOG_SECONDS, max(2 * needed, _BACKLOG_MARGIN * enqueued))
+            needed = min(max(2 * needed, wanted), _MOST_BACKLOG_SECONDS)
         raise BacklogError(f"launching {len(items)} samples took {enqueued:.3g} s, longer than the device can be kept waiting")
 
     def peak_memory(self, work: Work) -> int | None:
@@ -158,19 +161,16 @@ class CudaTimer(Timer):
             end.synchronize()
         return float(cycles / (begin.elapsed_time(end) * 1e-3))
 
-    def _launching(self, work: Work, launched: list[float], device: float | None) -> float:
-        """Return the host's seconds for launching one call on an idle device, the median of what is known and a few more."""
-        more = 0 if device is None or device > SLOW_SECONDS else _MORE_LAUNCHES
-        return median([*launched, *(called(work)[1] for _ in range(more))])
+    def _launching(self, work: Work) -> float:
+        """Return the host's seconds for launching one call on an idle device, the median of a few."""
+        return median(called(work).launched for _ in range(5))
 
-    def _estimate(self, work: Work, host: float) -> float | None:
+    def _estimate(self, work: Work, host: float, samples: int) -> float | None:
         """Return the device's seconds for one call, None where the device cannot be kept waiting for the host."""
         if host > _MOST_BACKLOG_SECONDS / 4:
             return None
-        item = Item("estimate", work.stage)
         try:
-            (seconds,) = self.block([item])
-            return seconds if seconds > SLOW_SECONDS else median(self.block([item] * 3))
+            return median(self.block([Item("estimate", work.stage)] * samples))
         except BacklogError:
             return None
 
@@ -228,6 +228,11 @@ def _calls_on_own_sets(work: Work, seconds: float, mode: Mode, most: int) -> int
     calls = min(_calls_per_sample(seconds, mode), most)
     work.rotate_over(min(_PLACES * calls, most))
     return calls
+
+
+def _replays_per_sample(calls: int, seconds: float, sets: int) -> int:
+    """Return how many replays of a graph share a sample, by the device's time of a call; as many as have their own sets."""
+    return max(1, min(round(_LONG_SAMPLE_SECONDS / (calls * seconds)), sets // calls)) if seconds >= _LONG_SECONDS else 1
 
 
 def _calls_per_sample(seconds: float, mode: Mode) -> int:

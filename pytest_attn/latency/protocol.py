@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,9 +37,10 @@ WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 #: the same for kernels below so many seconds on a GPU: where their tensors lie moves them as far, in all blocks alike, so that
 #: more blocks would cost time and tell nothing
 _SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
-#: seconds of wall time, by kind of device, after which it ends at the next block
+#: seconds of wall time, by kind of device, within which its blocks end, as far as the shortest of them tells
 SECONDS = {"cuda": 0.3, "cpu": 0.8}
-#: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and its blocks in any case
+#: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and that its blocks may take
+#: in any case
 _ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
 _FEWEST_BLOCKS = 3
 #: what the samples of the kernel are called; the others are those of the anchors
@@ -178,7 +180,7 @@ class Stopwatch:
     def _blocks(
         self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled_at: float
     ) -> tuple[list[dict[str, list[float]]], list[str]]:
-        """Take blocks until a look is content or the time is over; the first one, which warms up, is dropped.
+        """Take blocks until a look is content or another one would take too long; the first one, which warms up, is dropped.
 
         But for a slow kernel on a GPU, whose calls while it was planned have done that.
         """
@@ -192,14 +194,15 @@ class Stopwatch:
                 self._block(timer, items, plan)
             self.guard.begin()
             cap = self._seconds_left(time.perf_counter() - compiled_at) if seconds is None else seconds
-            begun = self._now()
+            begun, shortest = self._now(), math.inf
             while len(found) < LOOKS[-1]:
                 started = self._now()
                 block, disturbance = self._undisturbed(timer, items, plan)
                 found.append(block)
                 disturbances += [disturbance] if disturbance else []
                 ended = self._now()
-                is_late = ended - begun + (ended - started) > cap  # after another one
+                shortest = min(shortest, ended - started)  # the others were repeated
+                is_late = ended + shortest - begun > cap
                 if (is_late and len(found) >= _FEWEST_BLOCKS) or (len(found) in LOOKS and self._is_narrow(found, plan)):
                     break
         return found, disturbances

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.core import Core
-from pytest_attn.latency.work import Work
+from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,8 @@ GRAPHS: tuple[Mode, ...] = ("graph", "replay")
 Stage: TypeAlias = Callable[[], Callable[[], object]]
 
 _SHORTEST_HOST_SAMPLE = 1e-3
+#: how much longer a call may take after its data changed, in the shortest of a few: 1.4 times, or 10 us, were seen on a CPU
+_KEPT_RATIO, _KEPT_SECONDS, _KEPT_LOOKS = 3.0, 20e-6, 5
 
 
 class Item(NamedTuple):
@@ -47,6 +49,14 @@ class Plan(NamedTuple):
     host: float
     stage: Stage
     renew: Callable[[], None]
+
+
+class Call(NamedTuple):
+    """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done."""
+
+    value: object
+    launched: float
+    done: float
 
 
 class Timer(ABC):
@@ -88,8 +98,7 @@ class HostTimer(Timer):
                 work.stage()()
             seconds = min(self._one(work.stage()) for _ in range(3))
             calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
-            for _ in range(2):
-                verify_now(work)
+            refuse_kept_results(work, seconds)
             work.rotate_over(2)
         return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh)
 
@@ -109,23 +118,38 @@ class HostTimer(Timer):
         return (time.perf_counter_ns() - start) * 1e-9
 
 
-def verify_now(work: Work) -> float:
-    """Look at the result of the data as it is, then change the data: the next look sees that. Return what launching took."""
-    value, launching = called(work)
-    work.verify("called again after its data changed in place", work.result(value))
+def verified(work: Work) -> Call:
+    """Call a work and look at the result, which must be that of the data as it is; then change the data for the next look."""
+    call = called(work)
+    work.verify("called again after its data changed in place", work.result(call.value))
     work.refresh()
-    return launching
+    return call
 
 
-def called(work: Work) -> tuple[object, float]:
-    """Return the result of a call on an idle device, and the host's seconds for launching it."""
+def refuse_kept_results(work: Work, seconds: float) -> None:
+    """Raise StaleError where a call takes far longer than the `seconds` that it took again and again on the same data."""
+    verified(work)  # on the same data still
+    limit = _KEPT_RATIO * seconds + _KEPT_SECONDS
+    shortest = verified(work).done
+    for _ in range(_KEPT_LOOKS - 1):
+        if shortest > limit:
+            shortest = min(shortest, verified(work).done)
+    if shortest > limit:
+        known, new = f"{seconds * 1e6:.3g} us", f"{shortest * 1e6:.3g} us"
+        raise StaleError(
+            f"takes {known} on the data of the call before, and {new} on changed data: it keeps what it has computed"
+        )
+
+
+def called(work: Work) -> Call:
+    """Call a work once."""
     call = work.stage()
     wait(work.device)
     begun = time.perf_counter()
     value = call()
-    launching = time.perf_counter() - begun
+    launched = time.perf_counter() - begun
     wait(work.device)
-    return value, launching
+    return Call(value, launched, time.perf_counter() - begun)
 
 
 def repeated(stage: Stage, calls: int) -> Stage:

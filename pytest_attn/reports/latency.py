@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record
@@ -30,6 +31,8 @@ _WORDS = {
 }
 #: how the reason of a case begins that was never recorded; any other says why its baseline cannot be used
 NONE_RECORDED = "none recorded"
+#: what reasons begin with that recording anew mends; others say what to do themselves
+_TO_RECORD = (NONE_RECORDED, "recorded ")
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "finds")
 #: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before
@@ -67,6 +70,11 @@ def is_notable(record: Record) -> bool:
     return record["verdict"] in _MARKUP or has_unusable_baseline
 
 
+def is_to_be_recorded(reason: str) -> bool:
+    """Whether recording mends that a case has no baseline. Where it does not, the reason says what does."""
+    return reason.startswith(_TO_RECORD)
+
+
 def _extra(records: Sequence[Record]) -> tuple[str, ...]:
     return ("CUPTI",) if any(r["latency"].get("cupti") for r in records) else ()
 
@@ -77,8 +85,9 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
     low, high, _ = latency["interval"]
     change, finds = decision.get("change"), decision.get("detectable")
     calls = f" x{latency['calls']}" if latency["calls"] > 1 else ""
+    runs = decision.get("runs") or [latency["p50"]]  # of fresh processes, where these decided
     row: tuple[str, ...] = (
-        in_units(latency["p50"]),
+        in_units(median(runs)),
         f"{(high - low) / 2 / latency['p50']:.1%}",
         "-" if change is None else f"{change:+.1%}",
         "-" if finds is None else f"{finds:.1%}",
@@ -113,7 +122,7 @@ def closing(records: Sequence[Record]) -> Line:
     faster = [r for r in records if (r["latency"].get("decision") or {}).get("is_faster")]
     if faster:
         text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
-    elif counts["no baseline"]:
+    elif any(r["verdict"] == "no baseline" and is_to_be_recorded(r["reason"]) for r in records):
         text += '; record with --attn-update-baselines "first recording"'
     is_bad = any(counts[v] for v in ("regressed", "unconfirmed", "unrecorded", "raised"))
     markup = {"red": True} if is_bad else {"green": True} if counts["passed"] else {}

@@ -179,9 +179,12 @@ class AttentionCase(CaseTensors):
         if decision.verdict == "unconfirmed":
             return latency, f"looks slower: {measurement.name}: {change_words(decision)}\n  but        {decision.reason}"
         if self._session.settings.latency == "require" and decision.verdict in ("no baseline", "inconclusive"):
+            from pytest_attn.reports.latency import is_to_be_recorded
+
+            remedy = f'  record     {self.command()} --attn-update-baselines "first recording"\n'
             return latency, (
                 f"{decision.verdict}: {measurement.name}: {decision.reason}\n"
-                f'  record     {self.command()} --attn-update-baselines "first recording"\n'
+                f"{remedy if decision.verdict == 'inconclusive' or is_to_be_recorded(decision.reason) else ''}"
                 "  or         --attn-latency=auto, which only says so"
             )
         return latency, ""

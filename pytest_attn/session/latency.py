@@ -18,7 +18,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.correctness.question import Question, in_layout, subject_name
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find
+from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, case_key, find, recorded_otherwise
 from pytest_attn.latency.fit import Fit, Run
 from pytest_attn.latency.gate import Decision, Policy, Terms, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.guard import ClockError, locked_clocks
@@ -198,6 +198,9 @@ class Measurement:
         if baseline is None:
             folder = self.session.baselines_folder
             is_file = folder.is_file()
+            file = recorded_on(self.session, self.question.device).file
+            if file and (otherwise := recorded_otherwise(self.key, file.cases)):
+                return otherwise
             return f"{folder}: is a file; --attn-baselines must be a folder" if is_file else f"{NONE_RECORDED} in {folder}"
         protocol = protocol_of(self.question.device.type)
         if baseline.protocol != protocol:
@@ -246,6 +249,8 @@ class Measurement:
     # -- the time ------------------------------------------------------------------------------------------------------
 
     def _time(self, mode: str | None) -> Latency:
+        import torch
+
         settings, question = self.session.settings, self.question
         with ExitStack() as stack:
             stack.enter_context(current(question.device))
@@ -254,7 +259,7 @@ class Measurement:
                 stack.enter_context(quiet())
             if question.device.type == "cpu":
                 stack.enter_context(threads(settings.threads))
-            if settings.lock_clocks and question.device.type == "cuda":
+            if settings.lock_clocks and (question.device.type == "cuda" or not torch.cuda.is_available()):
                 wanted = None if settings.lock_clocks == "max" else int(settings.lock_clocks)
                 try:
                     stack.enter_context(locked_clocks(question.device, wanted))

@@ -359,11 +359,36 @@ def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
     result.stdout.fnmatch_lines(["no baseline * recorded for h2-s32-d32, this is h2-s48-d32"])
 
 
+def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
+    quiet = ("-W", "default", "--disable-warnings")
+    recorded("--benchmark-save=base", "--benchmark-save-data", *quiet).assert_outcomes(passed=1)
+    result = recorded("--benchmark-compare", "--benchmark-compare-fail=median:5%", *quiet, TIMES="107")
+    assert result.ret == 1
+    result.stderr.fnmatch_lines(["*Performance has regressed*"])
+    result.stdout.fnmatch_lines(["* attention latency *", "latency: 1 as fast as recorded"])
+
+
+def test_what_was_recorded_with_other_threads_is_said(recorded):
+    result = recorded("-q", "--attn-threads=3")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["no baseline*: recorded warm, * thread*, this is warm, 3 threads"])
+
+
+def test_clocks_that_cannot_be_locked_are_refused_where_there_is_no_gpu(project, monkeypatch):
+    result = project("--attn-lock-clocks=max", CUDA_VISIBLE_DEVICES="")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*--attn-lock-clocks: the clocks of cpu cannot be locked: cpu is no NVIDIA GPU; leave out*"])
+
+
 def test_a_damaged_file_is_said_and_left_alone(recorded, pytester):
     baseline_file(pytester).write_text("{")
     result = recorded("-q")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["no baseline*is damaged*restore it from version control*"])
+    result.stdout.fnmatch_lines(["no baseline*is damaged*restore it from version control*", "latency: 1 without a baseline"])
+    result = recorded("--attn-latency=require")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*is damaged*"])
+    result.stdout.no_fnmatch_line("*first recording*")  # which would be refused
     result = recorded("--attn-update-baselines=again")
     result.stdout.fnmatch_lines(["baselines: nothing recorded: *is damaged*"])
     assert baseline_file(pytester).read_text() == "{"
