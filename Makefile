@@ -11,7 +11,8 @@ WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
 
-# not compiled: most of what is installed is never imported, and a module that is gets compiled then
+# not compiled: most of what is installed is never imported, and a module that is gets compiled then, once if it may be kept
+unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
