@@ -105,7 +105,10 @@ def test_a_process_that_the_import_leaves_behind_is_not_waited_for(plant):
     assert plant(f"{leaves}; import os; os._exit(3)").broken_because().endswith("with exit code 3: it said nothing")
 
 
-def test_a_clean_import_leaves_a_mark_and_needs_no_child_the_second_time(sound, monkeypatch):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_clean_import_leaves_a_mark_and_needs_no_child_the_second_time(sound, monkeypatch, is_kept):
+    monkeypatch.setattr(sys, "dont_write_bytecode", not is_kept)  # in the child as well
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "" if is_kept else "1")
     assert marks() == []
     assert sound.broken_because() is None
     assert len(marks()) == 1

@@ -106,7 +106,8 @@ def _has_file(top: str, rest: str) -> bool:
 def _import_failure(module: str) -> str | None:
     if module in sys.modules:
         return None
-    tried = _mark_of(module)
+    folders = _folders_of(module)
+    tried = _mark_of(module, folders)
     reason = None if tried.exists() else _try_in_child(module)
     if reason is None:
         _unmark(tried)  # should the import end this process after all, the next one tries it in a child again
@@ -116,18 +117,21 @@ def _import_failure(module: str) -> str | None:
         except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
             reason = words(error)
         else:
-            _mark(tried)
+            _mark(_mark_of(module, folders))
     return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
 
 
-def _mark_of(module: str) -> Path:
+def _folders_of(module: str) -> list[str]:
+    spec = find_spec(module.partition(".")[0])
+    return [*(spec.submodule_search_locations or [])] if spec else []
+
+
+def _mark_of(module: str, folders: list[str]) -> Path:
     """Return the empty file that stands for "imported without harm", by this interpreter from this place with these packages.
 
-    Not of sys.path, which has the folder of each test: an import that it spoils once takes the mark away again.
+    To be asked for anew after an import: a first one may put __pycache__ into the package, which is another state of it. Not
+    of sys.path, which has the folder of each test: an import that it spoils once takes the mark away again.
     """
-    top = module.partition(".")[0]
-    spec = find_spec(top)
-    folders = [*(spec.submodule_search_locations or [])] if spec else []
     states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
     known = repr((module, sys.executable, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
@@ -227,9 +231,9 @@ def try_imports(libraries: Sequence[Library]) -> None:
 
 
 def _try_and_mark(module: str) -> None:
-    mark = _mark_of(module)
-    if not mark.exists() and _try_in_child(module) is None:
-        _mark(mark)
+    folders = _folders_of(module)
+    if not _mark_of(module, folders).exists() and _try_in_child(module) is None:
+        _mark(_mark_of(module, folders))
 
 
 def forget() -> None:
