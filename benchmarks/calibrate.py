@@ -15,12 +15,13 @@ import time
 from itertools import product
 
 from pytest_attn import Workload
-from pytest_attn.backends.backend import obstacle
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.question import Question, ReferenceCache
-from pytest_attn.workloads.inputs import DISTRIBUTIONS
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.mismatch import describe
+from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 SHAPES = {
     "cpu": [(1, 4, 4, 127, 127, 64), (1, 4, 2, 256, 256, 64), (1, 2, 2, 65, 193, 64), (1, 6, 2, 320, 320, 32)],
@@ -59,12 +60,12 @@ def main() -> int:
     for workload in workloads("cpu" if device.type == "cpu" else "cuda", args.dtypes.split(",")):
         for name, backward in product(args.backends.split(","), (False, True)):
             backend = registry[name]
-            if obstacle(backend, workload, machine, backward):
+            if backend.obstacle(workload, machine, backward):
                 continue
             for distribution in args.distributions.split(","):
                 if name == "eager" and distribution == "large":
                     continue  # rounding scores of 50,000 to the dtype moves them by 100: no budget can be honest there
-                comparison = judge(backend, Question(workload, device, backward, (distribution,)), cache)
+                comparison = judge(backend, CheckSpec(workload, device, backward, (distribution,)), cache)
                 cases += 1
                 for tensor in comparison.tensors:
                     key = f"{name} {workload.dtype} {tensor.name}"
@@ -76,8 +77,8 @@ def main() -> int:
                 if not comparison.passed and defect is not None:
                     known.append(f"{name} {workload.id} {distribution}: {defect.issue}")
                 elif not comparison.passed:
-                    failures.append(comparison.message)
-                    print(comparison.message, flush=True)
+                    failures.append(describe(comparison))
+                    print(describe(comparison), flush=True)
     print(f"{machine.name}, torch {machine.torch_version}")
     print(f"{cases} cases in {time.time() - started:.0f} s, {len(failures)} failed")
     print(*(f"known defect: {line}" for line in known), sep="\n")

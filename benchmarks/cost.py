@@ -20,7 +20,8 @@ from pytest_attn import Workload, draw_inputs
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.question import Question, ReferenceCache
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.catalog import builtin_catalog
 
 
@@ -55,7 +56,7 @@ def ratios(device: torch.device) -> None:
         for mask in (None, "causal"):
             workload = Workload(length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, mask=mask)
             for backward in (False, True):
-                question = Question(workload, device, backward, ("structured",))
+                question = CheckSpec(workload, device, backward, ("structured",))
                 plain_reference(workload, device, backward)
                 judge(backend, question, ReferenceCache())
                 plain = min(timed(lambda: plain_reference(workload, device, backward), device) for _ in range(3))
@@ -82,7 +83,7 @@ def long_workloads(device: torch.device) -> None:
             backend = registry[backend_name]
             if backend.unavailable_because(machine):
                 continue
-            question = Question(workload, device, False, ("structured",))
+            question = CheckSpec(workload, device, False, ("structured",))
             if name == "flux-L512":
                 judge(backend, question, cache)
             torch.cuda.reset_peak_memory_stats()

@@ -14,26 +14,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rules import RULES
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.precision import precision_named
-from pytest_attn.correctness.question import Question, ReferenceCache
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants.catalog import KINDS, MUTANTS
+from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
-from pytest_attn.mutants.variants import HONEST
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.pairs import pairwise_workloads
 from pytest_attn.workloads.workload import Workload
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from covering import pairwise_workloads
+from honest.variants import VARIANTS
 
 CPU = torch.device("cpu")
 CACHE = ReferenceCache(2 << 30)
@@ -45,81 +50,6 @@ class Case(NamedTuple):
 
     workload: Workload
     backward: bool
-
-
-class Rule(NamedTuple):
-    """What others assert. accepts: of (name, tensor, exact, twin, dtype); inputs: the distribution that they draw."""
-
-    inputs: str
-    accepts: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], bool]
-
-
-ByDtype = dict[str, float]
-
-
-def close(atol: ByDtype, rtol: ByDtype, atol_of_gradients: ByDtype, rtol_of_gradients: ByDtype) -> Any:
-    """Return |a - b| <= atol + rtol |b| with tolerances by dtype."""
-
-    def accepts(name: str, got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> bool:
-        key = str(dtype).removeprefix("torch.")
-        a, r = (atol[key], rtol[key]) if name == "out" else (atol_of_gradients[key], rtol_of_gradients[key])
-        return torch.allclose(got.double(), exact, atol=a, rtol=r)
-
-    return accepts
-
-
-def assert_close_defaults(name: str, got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> bool:
-    """torch.testing.assert_close against the exact result, rounded."""
-    try:
-        torch.testing.assert_close(got, exact.to(dtype))
-    except AssertionError:
-        return False
-    return True
-
-
-def get_tolerances(name: str, got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> bool:
-    """PyTorch's test_transformers.py: tolerances from the twin's largest absolute and largest relative deviation."""
-    fudge = {"out": 1, "dq": 4, "dk": 8, "dv": 7}[name]
-    deviation = (exact - twin.double()).abs()
-    least = {torch.bfloat16: 1.6e-2, torch.float16: 1e-3}.get(dtype, 1.3e-6)
-    relative = float((deviation / exact.abs()).nan_to_num(0.0).max())
-    rtol = fudge * max(relative if relative < 1e30 else least, least)
-    return torch.allclose(got.double(), exact, atol=fudge * max(float(deviation.max()), 1e-3), rtol=rtol)
-
-
-def flash_attention(name: str, got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> bool:
-    """flash-attention: at most twice, for gradients three times, the twin's largest error."""
-    times = 2 if name == "out" else 3
-    return float((got.double() - exact).abs().max()) <= times * float((twin.double() - exact).abs().max()) + 1e-5
-
-
-def cosine(name: str, got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Cosine similarity of the whole tensor."""
-    a, b = got.double().flatten(), exact.flatten()
-    return bool(torch.nn.functional.cosine_similarity(a, b, 0) >= 0.99) or float(b.norm()) == 0
-
-
-def all_dtypes(fp32: float, fp16: float, bf16: float) -> ByDtype:
-    return {"float32": fp32, "float16": fp16, "bfloat16": bf16}
-
-
-RULES = {
-    "assert_close, defaults": Rule("randn", assert_close_defaults),
-    "PyTorch get_tolerances": Rule("randn", get_tolerances),
-    "flash-attention 2x": Rule("randn", flash_attention),
-    "xformers": Rule(
-        "peaky",
-        close(
-            all_dtypes(3e-4, 4e-3, 2e-2),
-            all_dtypes(2e-5, 4e-4, 5e-3),
-            all_dtypes(9e-4, 0.2, 0.9),
-            all_dtypes(1e-4, 2e-2, 0.1),
-        ),
-    ),
-    "Transformer Engine": Rule("flat", close(*[all_dtypes(1e-3, 1e-3, 1.5e-2)] * 4)),
-    "vLLM": Rule("randn", close(*[all_dtypes(1.5e-2, 1.5e-2, 1.5e-2), all_dtypes(1e-2, 1e-2, 1e-2)] * 2)),
-    "cosine >= .99": Rule("randn", cosine),
-}
 
 
 def call(backend: Backend, inputs: Inputs, backward: bool) -> Tensors:
@@ -171,7 +101,7 @@ class Peers:
 
 def _twin() -> Backend:
     """Return an implementation in the workload's own dtype that takes every workload."""
-    return next(variant for variant in HONEST if variant.name == "one-tile").backend()
+    return next(variant for variant in VARIANTS if variant.name == "one-tile").backend()
 
 
 def _native(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
@@ -196,7 +126,7 @@ def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:
 def is_refused(backend: Backend, case: Case) -> bool:
     """Whether attn.check fails; a kernel that raises does, too."""
     try:
-        return not judge(backend, Question(case.workload, CPU, case.backward, INPUTS), CACHE).passed
+        return not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
     except Exception:
         return True
 
@@ -205,7 +135,7 @@ def found_by_invariants(mutant: Mutant, cases: list[Case]) -> str:
     """Return the invariant that finds the mutant, "" where none does."""
     for case in cases:
         try:
-            report = judge_invariants(mutant.backend(), Question(case.workload, CPU, case.backward))
+            report = judge_invariants(mutant.backend(), CheckSpec(case.workload, CPU, case.backward))
         except Exception as error:
             return type(error).__name__
         if report.broken:
@@ -217,7 +147,7 @@ def main() -> None:
     """Print the table by class, the survivors, and the false alarms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", default="smoke,edges,features")
-    parser.add_argument("--classes", default=",".join(KINDS))
+    parser.add_argument("--classes", default=",".join(dict.fromkeys(mutant.kind for mutant in MUTANTS)))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -286,12 +216,12 @@ def false_alarms(cases: list[Case], peers: Peers) -> None:
     """Print how often each judge refuses an honest kernel."""
     alarms = dict.fromkeys(["check", "check_invariants", *RULES], 0)
     number = 0
-    for variant in HONEST:
+    for variant in VARIANTS:
         for case in cases:
             number += 1
             backend = variant.backend()
-            question = Question(case.workload, CPU, case.backward)
-            alarms["check"] += not judge(backend, Question(case.workload, CPU, case.backward, INPUTS), CACHE).passed
+            question = CheckSpec(case.workload, CPU, case.backward)
+            alarms["check"] += not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
             alarms["check_invariants"] += not judge_invariants(variant.backend(), question).passed
             for name in peers.refused_by(backend, case, list(RULES)):
                 alarms[name] += 1

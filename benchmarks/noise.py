@@ -32,6 +32,7 @@ import torch
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.fit import Run, expected_sensitivity, fit
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, threads
 from pytest_attn.latency.timer import Timer
@@ -110,21 +111,22 @@ def one_process(device: torch.device, number: int, disturbed: str, is_plain: boo
         for name, tool in tools.items():  # behind all of ours: with CUPTI in a process, every launch takes longer
             for key in order:
                 workload, backend, direction = cases[key]
-                found[key][name] = tool(work_of(registry[backend], workload, device, direction), stopwatch.timer)
+                found[key][name] = tool(work_of(registry[backend], CheckSpec(workload, device), direction), stopwatch.timer)
     return {"process": number, "cases": found}
 
 
 def measured(stopwatch: Stopwatch, backend: Any, workload: Workload, direction: Any, extra: float = 0.0) -> dict[str, Any]:
     """Measure one case, with extra seconds of work behind each call."""
-    work = work_of(backend, workload, stopwatch.device, direction)
+    work = work_of(backend, CheckSpec(workload, stopwatch.device), direction)
     if extra:
         slowed(work, extra)
     latency = stopwatch.measure(work, workload.id, backend.name)
     size = max(1, len(latency.samples) // latency.blocks)
     blocks = [statistics.median(latency.samples[i : i + size]) for i in range(0, len(latency.samples), size)]
-    kept = {name: getattr(latency, name) for name in ("p50", "mode", "calls", "host", "spent", "disturbances", "notes")}
+    kept = {name: getattr(latency, name) for name in ("p50", "mode", "calls", "spent", "disturbances", "notes")}
     return {
         **kept,
+        "host": latency.launch,
         "anchors": dict(latency.anchors),
         "blocks": blocks,
         "interval": latency.interval.half_width / latency.p50,
@@ -308,11 +310,11 @@ def report(series: dict[str, Any]) -> None:
 
 def adjusted(runs: list[Run], prior: dict[str, float]) -> list[float]:
     """Return each p50 adjusted for the anchors, by the sensitivities that the gate would fit to the other runs."""
-    centres = fit(runs, prior).anchor_centres
+    centers = fit(runs, prior).anchor_centers
     found = []
     for number, run in enumerate(runs):
         if others := runs[:number] + runs[number + 1 :]:
-            found.append(math.exp(replace(fit(others, prior), anchor_centres=centres).adjusted(run)))
+            found.append(math.exp(replace(fit(others, prior), anchor_centers=centers).adjusted(run)))
     return found
 
 

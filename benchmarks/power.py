@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pytest_attn.latency.fit import Fit, Run, expected_sensitivity, fit
-from pytest_attn.latency.gate import FEWEST_RUNS, Policy, Terms, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.gate import FEWEST_RUNS, GateContext, Policy, decide, policy_for, screen, shared_prior
 from pytest_attn.latency.statistics import Prior, incomplete_beta
 
 Series = Mapping[str, Any]
@@ -99,10 +99,10 @@ def judged(
 
     take: the run of a process.
     """
-    terms = Terms(recorded, prior, policy, cases)
-    decision, is_suspect = screen(take(draw.screen), terms)
+    context = GateContext(recorded, prior, policy, cases)
+    decision, is_suspect = screen(take(draw.screen), context)
     if is_suspect:
-        decision = decide([take(process) for process in draw.fresh], terms)
+        decision = decide([take(process) for process in draw.fresh], context)
     return decision.verdict, is_suspect
 
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
-    from pytest_attn.backends.backend import Backend, KnownDefect
+    from pytest_attn.api import check, check_invariants, measure
+    from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.capabilities import Capabilities
+    from pytest_attn.backends.known_defect import KnownDefect
     from pytest_attn.backends.machine import Machine
-    from pytest_attn.correctness.check import check
-    from pytest_attn.correctness.compare import Comparison
+    from pytest_attn.cases.case import AttentionCase
+    from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.failures.failure import Failure, load_failure
-    from pytest_attn.invariants.check import check_invariants
     from pytest_attn.invariants.report import InvariantReport
-    from pytest_attn.latency.measure import measure
-    from pytest_attn.latency.protocol import Latency
-    from pytest_attn.session.case import AttentionCase
+    from pytest_attn.latency.result import Latency
+    from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.workload import Pages, Workload
@@ -51,28 +49,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttentionCase": "pytest_attn.session.case",
+    "__version__": "pytest_attn.version",
+    "AttentionCase": "pytest_attn.cases.case",
     "Backend": "pytest_attn.backends.backend",
     "BooleanMask": "pytest_attn.workloads.masks",
     "Capabilities": "pytest_attn.backends.capabilities",
     "Causal": "pytest_attn.workloads.masks",
-    "Comparison": "pytest_attn.correctness.compare",
+    "Comparison": "pytest_attn.correctness.comparison",
     "Document": "pytest_attn.workloads.masks",
     "Failure": "pytest_attn.failures.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
-    "KnownDefect": "pytest_attn.backends.backend",
-    "Latency": "pytest_attn.latency.protocol",
+    "KnownDefect": "pytest_attn.backends.known_defect",
+    "Latency": "pytest_attn.latency.result",
     "Machine": "pytest_attn.backends.machine",
     "Neighborhood": "pytest_attn.workloads.masks",
     "Pages": "pytest_attn.workloads.workload",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
-    "check": "pytest_attn.correctness.check",
-    "check_invariants": "pytest_attn.invariants.check",
+    "check": "pytest_attn.api",
+    "check_invariants": "pytest_attn.api",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "load_failure": "pytest_attn.failures.failure",
-    "measure": "pytest_attn.latency.measure",
+    "measure": "pytest_attn.api",
 }
 
 

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.versions import own_version, versions_of
+from pytest_attn.backends.software import versions_of
 from pytest_attn.reports.commands import add_commands, run_command
+from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
     from pytest_attn.backends.machine import machine_of, resolve_device
-    from pytest_attn.session.store import NoTorchError, require_torch
+    from pytest_attn.session.machines import NoTorchError, require_torch
 
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Without a command: print versions, backends with what they can do, and workloads. Runs no test.",
         epilog="Backends and workloads of your conftests are in: pytest --attn-list",
     )
-    parser.add_argument("--version", action="version", version=f"pytest-attn {own_version()}")
+    parser.add_argument("--version", action="version", version=f"pytest-attn {__version__}")
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )

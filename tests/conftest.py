@@ -1,7 +1,15 @@
 import pytest
 
+#: What pytest and the plugin read of the place they run in: a CI job's summary is longer, xdist's workers are told how wide
+#: the terminal is, and a log may be colored. A test that is about one of them sets it itself.
+_OF_THE_HOST = (
+    *("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"),
+    *("COLUMNS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS"),
+)
+
 
 @pytest.fixture(autouse=True)
-def _no_screen(monkeypatch):
-    """Let tables be as wide as they are: xdist says in COLUMNS how wide the terminal of its workers is."""
-    monkeypatch.delenv("COLUMNS", raising=False)
+def _anywhere(monkeypatch):
+    """Let a test see the same everywhere."""
+    for name in _OF_THE_HOST:
+        monkeypatch.delenv(name, raising=False)

@@ -34,7 +34,7 @@ from test_readme import without_figures
 
 import pytest_attn
 from pytest_attn import hooks, plugin
-from pytest_attn.session.marker import AttentionMark
+from pytest_attn.session.marks import AttentionMark
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -171,7 +171,6 @@ class Reader:
 def masked(line, folder):
     """A line without what differs from run to run: figures, their units, folders, the width of rules and columns."""
     line = re.sub(r"(?<![\w/])(\.\.)?/[\w./-]+/", "/", line.replace(str(folder), "/folder"))
-    line = re.sub(r"lambda-[0-9a-f]{4}", "lambda", line)
     line = re.sub(r"(?<=N) (us|ms|s)\b", " s", re.sub(r"\+N", "N", without_figures(line)))
     line = re.sub(r"N CPU threads?|N threads?", "N threads", line)
     return " ".join(re.sub(r"([=_-])\1{2,}", r"\1", line).split())

@@ -1,6 +1,7 @@
-"""Imports point down only; the rules are those of docs/architecture.md."""
+"""Imports point down only, and never in a circle; the layers are those of docs/architecture.md."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,23 @@ import pytest
 import pytest_attn
 
 ROOT = Path(pytest_attn.__file__).parent
-#: from the top: a folder may import those after it, and itself
+ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+#: from the top: a folder or file may import those after it, and its own; `__init__` says where each public name lives
 LAYERS = (
+    "__init__",
     "__main__",
     "plugin",
+    "fixtures",
     "hooks",
+    "cases",
+    "timing",
     "session",
     "reports",
     "suite",
-    "strategies",
     "failures",
+    "api",
+    "messages",
+    "strategies",
     "invariants",
     "mutants",
     "profiling",
@@ -27,67 +35,162 @@ LAYERS = (
     "correctness",
     "backends",
     "workloads",
+    "files",
+    "verdict",
+    "version",
 )
 SIBLINGS = ("reports", "invariants", "latency")
-PYTEST_ALLOWED = ("plugin", "hooks", "session", "suite")
+PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "session", "suite")
 HEAVY = ("torch", "numpy", "triton", "rich")
-FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 
 
-def layer(path):
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def layer(path, root=ROOT):
+    return path.relative_to(root).parts[0].removesuffix(".py")
 
 
-def imports(path, top_level_only=False):
-    """Yield the modules that a file imports; TYPE_CHECKING blocks count as no import at run time."""
+def imported(path, top_level_only=False):
+    """Yield the dotted names that a file imports: in functions and for type checkers as well, unless top_level_only."""
     tree = ast.parse(path.read_text())
-    hidden = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
-        for child in block.body
-        for node in ast.walk(child)
-    }
+    hidden = set()
     if top_level_only:
-        hidden |= {
-            node
-            for fn in ast.walk(tree)
-            if isinstance(fn, ast.FunctionDef | ast.Lambda)
-            for node in ast.walk(fn)
-            if node is not fn
-        }
+        for block in ast.walk(tree):
+            is_lazy = isinstance(block, ast.FunctionDef | ast.Lambda)
+            is_typing = isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+            if is_lazy or is_typing:
+                hidden.update(node for node in ast.walk(block) if node is not block)
     for node in ast.walk(tree):
         if node in hidden:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files_imported(path, root=ROOT):
+    """Return the files of the package that a file imports."""
+    found = set()
+    for name in imported(path):
+        top, *parts = name.split(".")
+        if top == root.name:
+            found.add(_file_of(root, parts) or _file_of(root, parts[:-1]))  # the last may be a name within a file
+    return found
+
+
+def _file_of(root, parts):
+    place = root.joinpath(*parts)
+    return next((file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.is_file()), None)
+
+
+def upward_arrows(root=ROOT, layers=LAYERS):
+    """Return (importing file, imported file) where the second lies above the first."""
+    place = layers.index
+    files = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
+    arrows = [(path, other) for path in files for other in files_imported(path, root)]
+    return [
+        (path, other)
+        for path, other in arrows
+        if place(layer(other, root)) < place(layer(path, root)) and layer(path, root) != "suite"
+    ]
+
+
+def circles(root=ROOT):
+    """Return the sets of files that import each other in a circle (Tarjan's strongly connected components)."""
+    arrows = {path: files_imported(path, root) - {root / "__init__.py"} for path in root.rglob("*.py")}
+    arrows.pop(root / "__init__.py", None)
+    number, low, stack, found = {}, {}, [], []
+
+    def visit(path):
+        number[path] = low[path] = len(number)
+        stack.append(path)
+        for other in arrows[path]:
+            if other not in number:
+                visit(other)
+            if other in stack:
+                low[path] = min(low[path], low[other])
+        if low[path] == number[path]:
+            members = set()
+            while path not in members:
+                members.add(stack.pop())
+            if len(members) > 1 or path in arrows[path]:
+                found.append({str(member.relative_to(root)) for member in members})
+
+    for path in arrows:
+        if path not in number:
+            visit(path)
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    found, upward = circles(), upward_arrows()
+    print(f"circles {len(found)}, upward arrows {len(upward)}")
+    assert found == []
+    assert [f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}, which lies above it" for path, other in upward] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "circle", "upward"),
+    [
+        ("", [], 0),
+        ("from attn.low import one\n", [], 0),
+        ("from attn.top.a import one\n", [{"low.py", "top/a.py"}], 1),
+        ("def late():\n    from attn.top import a\n", [{"low.py", "top/a.py"}], 1),
+        ("import typing\nif typing.TYPE_CHECKING:\n    from attn.top.a import One\n", [{"low.py", "top/a.py"}], 1),
+    ],
+)
+def test_a_planted_circle_and_a_planted_upward_arrow_are_seen(tmp_path, text, circle, upward):
+    root = tmp_path / "attn"
+    (root / "top").mkdir(parents=True)
+    (root / "top" / "a.py").write_text("from attn.low import two\n")
+    (root / "low.py").write_text(text.replace("attn.low", "attn.lowest"))
+    (root / "lowest.py").write_text("")
+    assert circles(root) == circle
+    assert len(upward_arrows(root, ("top", "low", "lowest"))) == upward
+
+
+def test_the_page_on_the_architecture_lists_these_layers():
+    (drawn,) = re.findall(r"```\n(plugin .*?)```", ARCHITECTURE, flags=re.S)
+    names = [re.match(r"[\w/]+(  \w+)*", line) for line in drawn.splitlines()]
+    listed = [name.rstrip("/") for found in names if found for name in found.group().split("  ") if name.rstrip("/") in LAYERS]
+    assert listed == [name for name in LAYERS if not name.startswith("__")]
+
+
+def test_the_page_on_the_architecture_names_files_that_there_are():
+    named = set(re.findall(r"`([\w/]+\.py)`", ARCHITECTURE)) - {"tests/test_layers.py"}
+    assert len(named) > 30
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_from_its_own_layer_or_below(path):
+def test_a_file_imports_what_its_layer_may(path):
     mine = layer(path)
     assert mine in LAYERS
-    for module in imports(path):
-        if not module.startswith("pytest_attn."):
-            continue
-        theirs = module.split(".")[1]
-        if mine == "suite":
-            raise AssertionError(f"the suite is written with the public contract only, not with {module}")
-        assert LAYERS.index(theirs) >= LAYERS.index(mine), f"{mine} imports {module}, which lies above it"
-        if mine in SIBLINGS:
-            assert theirs == mine or theirs not in SIBLINGS, f"{mine} imports its sibling {theirs}"
-        if mine == "backends":
-            assert ".adapters" not in module, "adapters are found by the registry only, none imports another"
+    theirs = {layer(other) for other in files_imported(path)}
+    if mine == "suite":
+        assert theirs <= {"__init__"}, "the suite is written with the public contract only"
+    if mine in SIBLINGS:
+        assert not theirs.intersection(SIBLINGS) - {mine}, "reports, invariants and latency know nothing of each other"
+    if mine == "backends":
+        assert not any(".adapters" in name for name in imported(path)), "adapters are found by the registry only"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pytest_and_heavy_libraries_stay_where_they_belong(path):
-    top = {module.split(".")[0] for module in imports(path, top_level_only=True)}
+    top = {name.split(".")[0] for name in imported(path, top_level_only=True)}
     assert not top.intersection(HEAVY), "imported when the module is"
     if layer(path) not in PYTEST_ALLOWED:
-        assert "pytest" not in {module.split(".")[0] for module in imports(path)}
+        assert "pytest" not in {name.split(".")[0] for name in imported(path)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_only_the_registry_asks_what_kind_of_subject_it_has():
+    asking = [path for path in FILES if "isinstance(" in (text := path.read_text()) and ", Backend)" in text]
+    assert [str(path.relative_to(ROOT)) for path in asking] == ["backends/registry.py"]
 
 
 def test_finding_out_what_is_installed_imports_nothing():
@@ -120,7 +223,7 @@ def loaded_after(code):
 
 
 def test_importing_the_plugin_loads_nothing_heavy():
-    assert loaded_after("import pytest_attn.plugin") == ["pytest_attn.plugin"]
+    assert loaded_after("import pytest_attn.plugin") == ["pytest_attn.fixtures", "pytest_attn.plugin"]
     loaded = loaded_after("from pytest_attn import Workload, Window, Backend")
     assert not [module for module in loaded if module.split(".")[0] in HEAVY]
 
@@ -128,11 +231,12 @@ def test_importing_the_plugin_loads_nothing_heavy():
 def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path):
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     loaded = loaded_after(f"import pytest\nassert pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}]) == 0")
-    modules = [word for word in loaded if word.startswith("pytest_attn") or word in HEAVY]
+    modules = [word.removeprefix("pytest_attn.") for word in loaded if word.startswith("pytest_attn") or word in HEAVY]
     assert modules == [
-        "pytest_attn.hooks",
-        "pytest_attn.plugin",
-        "pytest_attn.session",
-        "pytest_attn.session.settings",
-        "pytest_attn.session.store",
+        "fixtures",
+        "hooks",
+        "plugin",
+        "session",
+        *(f"session.{name}" for name in ("child", "collected", "cuda_context", "fixture_names", "machines", "options")),
+        *(f"session.{name}" for name in ("registrations", "results", "session", "settings")),
     ]

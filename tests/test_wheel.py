@@ -51,7 +51,18 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
 def test_the_wheel_says_what_it_needs(wheel):
     metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
-    assert sorted(needs) == [("pytest", ">=8.4"), ("pytest-benchmark", ">=5.3.1"), ("torch", ">=2.6")]
+    libraries = [("filelock", ">=3.12"), ("packaging", ">=22")]
+    assert sorted(needs) == [*libraries, ("pytest", ">=8.4"), ("pytest-benchmark", ">=5.3.1"), ("torch", ">=2.6")]
+
+
+def test_what_is_imported_is_declared(wheel):
+    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    declared = set(re.findall(r"^Requires-Dist: ([\w-]+)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE))
+    own = [path for path in (ROOT / "pytest_attn").rglob("*.py") if "adapters" not in path.parts]
+    imported = {name for path in own for name in re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)}
+    called = {"pytest_benchmark": "pytest-benchmark", "pynvml": "nvidia-ml-py", "vl_convert": "vl-convert-python"}
+    needed = {called.get(name, name) for name in imported - sys.stdlib_module_names - {"pytest_attn", "typing_extensions"}}
+    assert needed <= declared
 
 
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp_path):

@@ -18,11 +18,11 @@ from sphinx.util.docutils import SphinxDirective
 import pytest_attn
 from pytest_attn import hooks, plugin
 from pytest_attn.correctness.precision import PRECISIONS, Precision
+from pytest_attn.plugin import MARKERS
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.session.settings import add_options
-from pytest_attn.session.store import MARKERS
 from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.inputs import DISTRIBUTIONS
+from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 
 class Declared:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest_attn.workloads.fields import DTYPES
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
-from pytest_attn.workloads.workload import DTYPES, Workload
+from pytest_attn.workloads.workload import Workload
 
 #: What a mask argument may mean, in the order of the table. "top-left" and "bottom-right" are causal alignments; "any" is
 #: an arbitrary boolean tensor or mask_mod, which can express every other.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variant import Variant
 from pytest_attn.workloads.inputs import Inputs
 
@@ -27,13 +27,13 @@ class Compilation:
 class Compiled(Variant):
     """A backend's callable under torch.compile(dynamic=False), in one graph where the library allows it."""
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Compile the inner callable; compilation happens at its first call."""
         kernel = self.inner.prepare(inputs, backward)
         return compile_kernel(kernel, self.kind == "max_autotune", self.full_graph)
 
 
-def compile_kernel(kernel: Kernel, max_autotune: bool = False, full_graph: bool = True) -> Kernel:
+def compile_kernel(kernel: AttentionFn, max_autotune: bool = False, full_graph: bool = True) -> AttentionFn:
     """Return `kernel` compiled without CUDA graphs, whose outputs later calls would overwrite.
 
     The result carries `compilation`, a `Compilation` that its first call fills in.
@@ -58,7 +58,7 @@ def compile_kernel(kernel: Kernel, max_autotune: bool = False, full_graph: bool 
     return call
 
 
-def compilation_of(kernel: Kernel) -> Compilation | None:
+def compilation_of(kernel: AttentionFn) -> Compilation | None:
     """Return what compiling `kernel` took, None where it was not compiled."""
     return getattr(kernel, "compilation", None)
 

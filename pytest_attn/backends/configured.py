@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from pytest_attn.backends.backend import Backend
     from pytest_attn.workloads.workload import Workload
 
 Options: TypeAlias = "Mapping[str, Any]"
@@ -56,19 +54,6 @@ def options_of(label: str) -> dict[str, Any]:
     """Return the options behind a label."""
     pairs = (one.partition("=") for one in label.split(":") if one)
     return {name: _value(text) for name, _, text in pairs}
-
-
-def configured(backend: Backend, options: Options) -> Backend:
-    """Return the backend under options; raise ValueError for an option that it does not have."""
-    known = backend.tunable
-    unknown = [name for name in options if known is not None and name not in known]
-    if unknown and not known:
-        raise ValueError(f"backend {backend.name!r} has no configurations, got {unknown[0]}={options[unknown[0]]}")
-    if unknown:
-        raise ValueError(f"backend {backend.name!r} has no option {unknown[0]!r}; known: {', '.join(sorted(known or ()))}")
-    made = copy.copy(backend)
-    made.name, made.configuration = joined(backend.name, options), dict(options)
-    return made
 
 
 def expanded(declared: Mapping[str, Sequence[Any]] | Sequence[Any]) -> list[dict[str, Any]]:

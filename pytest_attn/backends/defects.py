@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_attn.backends.backend import KnownDefect
 from pytest_attn.backends.dense import is_plain_causal, needs_dense_mask
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.inputs import sequence_lengths
-from pytest_attn.workloads.masks import interval
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.visibility import interval
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
 def sees_nothing(workload: Workload, row: int = 0) -> bool:
@@ -20,7 +19,7 @@ def sees_nothing(workload: Workload, row: int = 0) -> bool:
     return any(span is not None and span[0] == span[1] for span in spans)
 
 
-def in_blind_rows(comparison: Any, workload: Workload) -> bool:
+def in_fully_masked_rows(comparison: Any, workload: Workload) -> bool:
     """Whether the worst element of a `TensorComparison` lies in a row that sees no key; gradients of keys lie in none."""
     is_of_rows = comparison.name in ("out", "dq") and not workload.is_packed
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
@@ -57,23 +56,23 @@ CUDNN_NAN_OF_ONE_TILE = replace(
 )
 
 
-def _rows_without_a_key(workload: Workload, machine: Machine) -> bool:
+def _fully_masked_rows_on_cudnn(workload: Workload, machine: Machine) -> bool:
     on_cudnn = machine.capability == (9, 0) and (2, 9) <= machine.torch_release <= (2, 13) and workload.dtype != "float32"
     return on_cudnn and not workload.is_packed and sees_nothing(workload)
 
 
-CUDNN_BLIND_ROWS = KnownDefect(
+CUDNN_FULLY_MASKED_ROWS = KnownDefect(
     issue="seen on an H200 with torch 2.11, no report found",
     summary="rows that see no key are not zero",
-    applies=_rows_without_a_key,
+    applies=_fully_masked_rows_on_cudnn,
     tensors=("out", "dq", "dk", "dv"),
-    shows=in_blind_rows,
+    shows=in_fully_masked_rows,
 )
 
 
 #: torch gives cuDNN a boolean attn_mask as 0 and -65504: a row without a visible key then sees them all
-SDPA_BLIND_ROWS = replace(
-    CUDNN_BLIND_ROWS, issue="pytorch#177842", summary="-65504 in place of -inf: rows that see no key see them all"
+SDPA_FULLY_MASKED_ROWS = replace(
+    CUDNN_FULLY_MASKED_ROWS, issue="pytorch#177842", summary="-65504 in place of -inf: rows that see no key see them all"
 )
 
 

@@ -6,10 +6,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_attn.backends.backend import Backend, KnownDefect, LibraryBackend
+from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.workload import DTYPES, Workload
+from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.workload import Workload
 
 #: the variants of names that torch.compile follows
 COMPILABLE = ("compile", "max_autotune")

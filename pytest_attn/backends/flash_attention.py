@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document
 
@@ -30,7 +31,7 @@ class FlashAttention(LibraryBackend):
     #: what stands for an open side of a window
     open_side: int | None = -1
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Choose the function that takes the workload's layout."""
         w = inputs.workload
         if w.kv_pages:
@@ -55,7 +56,7 @@ class FlashAttention(LibraryBackend):
             **self.configuration,
         }
 
-    def _packed(self, inputs: Inputs) -> Kernel:
+    def _packed(self, inputs: Inputs) -> AttentionFn:
         function, options = self.source.load().flash_attn_varlen_func, self.options(inputs)
         inputs, kernel_of = without_padding(inputs)
         cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
@@ -66,7 +67,7 @@ class FlashAttention(LibraryBackend):
 
         return kernel_of(as_packed(call, inputs.workload))
 
-    def _paged(self, inputs: Inputs) -> Kernel:
+    def _paged(self, inputs: Inputs) -> AttentionFn:
         name, lengths, table = self.paged_words
         function = getattr(self.source.load(), name)
         options = {**self.options(inputs), lengths: inputs.kv_lens, table: inputs.page_table}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import no_collection, quiet
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variant import Variant
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -38,7 +39,7 @@ class Graphed(Variant):
         """The forward pass only, and the inner backend's reasons."""
         return ["replays the forward pass only"] if backward else super().unsupported_because(workload, machine)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Capture at the first call; every call copies its data in, poisons the output, replays and copies it out."""
         kernel = self.inner.prepare(inputs, backward)
         captured: list[Capture] = []
@@ -70,7 +71,7 @@ class Capture:
     #: how often it calls the kernel
     calls = _WARM_UPS + 1
 
-    def __init__(self, kernel: Kernel, like: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, kernel: AttentionFn, like: tuple[torch.Tensor, ...]) -> None:
         import torch
 
         self.inputs = [torch.zeros_like(t) for t in like]

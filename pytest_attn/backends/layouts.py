@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Document, Window
 from pytest_attn.workloads.workload import Workload
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def in_bshd(kernel: Kernel) -> Kernel:
+def in_bshd(kernel: AttentionFn) -> AttentionFn:
     """Wrap a kernel that takes and returns (batch, rows, heads, dim); only strides change, nothing is copied."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -25,7 +25,7 @@ def in_bshd(kernel: Kernel) -> Kernel:
     return call
 
 
-def as_packed(kernel: Kernel, w: Workload) -> Kernel:
+def as_packed(kernel: AttentionFn, w: Workload) -> AttentionFn:
     """Wrap a kernel of packed sequences, (tokens, heads, dim): a dense batch is handed over as sequences of equal length."""
     if w.is_packed:
         return kernel
@@ -78,7 +78,7 @@ def is_key(inputs: Inputs) -> torch.Tensor | None:
     return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
 
 
-def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[Kernel], Kernel]]:
+def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], AttentionFn]]:
     """Turn padded keys into packed sequences: return the packed inputs, and what wraps their kernel for padded tensors.
 
     Inputs that are not padded come back as they are. Query rows stay as many as they were.
@@ -97,7 +97,7 @@ def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[Kernel], Kernel]]
     assert there is not None
     used = there.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
 
-    def wrap(kernel: Kernel) -> Kernel:
+    def wrap(kernel: AttentionFn) -> AttentionFn:
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             keys, values = (t.transpose(1, 2).flatten(0, 1)[used] for t in (k, v))
             out = kernel(q.transpose(1, 2).flatten(0, 1), keys, values)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pytest_attn.backends.contexts import environment, quiet
+from pytest_attn.backends.versions import installed_version
 
 _IMPORT_SECONDS = 120
 
@@ -53,7 +54,7 @@ class Library:
     def version(self) -> str:
         """Return the installed version, "?" where there is none."""
         name = self._installed()
-        return metadata.version(name) if name else "?"
+        return (installed_version(name) if name else None) or "?"
 
     def missing_because(self) -> str | None:
         """Say that the library is not installed, or which part of it is missing; None where it is. Imports nothing."""
@@ -85,10 +86,7 @@ class Library:
 
 @functools.cache
 def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(metadata.version(distribution))
-    except (metadata.PackageNotFoundError, KeyError):  # KeyError: a folder that an uninstallation left, without a version
-        return False
+    return bool(installed_version(distribution))
 
 
 def _has_file(top: str, rest: str) -> bool:
@@ -115,7 +113,7 @@ def _import_failure(module: str) -> str | None:
             with quiet():
                 importlib.import_module(module)
         except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
-            reason = words(error)
+            reason = describe_error(error)
         else:
             _mark(_mark_of(module, folders))
     return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
@@ -138,6 +136,7 @@ def _mark_of(module: str, folders: list[str]) -> Path:
     return base / "pytest-attn" / "imports" / hashlib.sha256(known.encode()).hexdigest()[:32]
 
 
+@functools.cache
 def _installed_packages() -> list[str]:
     found = []
     for distribution in metadata.distributions():
@@ -164,7 +163,7 @@ def refusal_of_build(error: Exception) -> str | None:
     return None if is_fault or not re.search(r"head|build|support|dtype|fp16", text) else text
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception's type and text in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -234,9 +233,3 @@ def _try_and_mark(module: str) -> None:
     folders = _folders_of(module)
     if not _mark_of(module, folders).exists() and _try_in_child(module) is None:
         _mark(_mark_of(module, folders))
-
-
-def forget() -> None:
-    """Forget what was found; for tests that change what is installed."""
-    _is_installed.cache_clear()
-    _import_failure.cache_clear()

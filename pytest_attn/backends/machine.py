@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.versions import release
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,15 +32,9 @@ class Machine:
         return self.device.partition(":")[0]
 
     @property
-    def torch_release(self) -> tuple[int, int]:
+    def torch_release(self) -> tuple[int, ...]:
         """Torch's major and minor version."""
-        return release(self.torch_version)
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a version string."""
-    numbers = [int(n) for n in re.findall(r"\d+", version)[:2]]
-    return (numbers[0], numbers[1] if len(numbers) > 1 else 0)
+        return release(self.torch_version)[:2]
 
 
 def is_device_name(text: str) -> bool:

@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_attn.backends.backend import Backend, FunctionBackend
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES
 from pytest_attn.backends.compiled import Compiled
-from pytest_attn.backends.configured import Declared, configured, options_of, split
+from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
+from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.graphed import Graphed
+from pytest_attn.backends.subject import CallableSubject, Subject
+from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Workload
 
-#: name -> (module of adapters/, class); the order is the order of tables and of "all"
-_BUILTIN = {
-    "math": ("sdpa", "Math"),
-    "eager": ("eager", "Eager"),
-    "sdpa": ("sdpa", "Automatic"),
-    "sdpa_flash": ("sdpa", "Flash"),
-    "sdpa_efficient": ("sdpa", "Efficient"),
-    "sdpa_cudnn": ("sdpa", "Cudnn"),
-    "sdpa_fa3": ("sdpa_fa", "SdpaFa3"),
-    "sdpa_fa4": ("sdpa_fa", "SdpaFa4"),
-    "varlen": ("varlen", "Varlen"),
-    "kv_cache": ("kv_cache", "KvCache"),
-    "flex": ("flex", "Flex"),
-    "flex_flash": ("flex", "FlexFlash"),
-    "flex_decode": ("flex", "FlexDecode"),
-    "flash2": ("flash2", "Flash2"),
-    "flash2_kvcache": ("flash2", "Flash2KvCache"),
-    "flash3": ("flash3", "Flash3"),
-    "flash4": ("flash4", "Flash4"),
-    "xformers": ("xformers", "Xformers"),
-    "xformers_cutlass": ("xformers", "XformersCutlass"),
-    "te_fused": ("te", "TeFused"),
-    "te_flash": ("te", "TeFlash"),
-    "te_unfused": ("te", "TeUnfused"),
-    "cudnn": ("cudnn", "CudnnFrontend"),
-    "flashinfer_fa2": ("flashinfer", "FlashInferFa2"),
-    "flashinfer_fa3": ("flashinfer", "FlashInferFa3"),
-    "natten": ("natten", "Natten"),
-    "sage": ("sage", "Sage"),
-    "sage_fp16": ("sage", "SageFp16"),
-    "sage_fp8": ("sage", "SageFp8"),
-    "int8_dynamic": ("int8_dynamic", "Int8Dynamic"),
-}
-#: prefix of a name -> (module, class, what follows the colon, what it stands for): "hub:REPO" makes class(REPO)
-_FAMILIES = {
-    "hub": ("hub", "HubKernel", "REPO", "a kernel of the Hugging Face Hub"),
-    "diffusers": ("diffusers", "DiffusersDispatch", "NAME", "what diffusers' dispatcher makes of one of its names"),
-    "transformers": ("transformers", "TransformersDispatch", "NAME", "what transformers makes of one of its names"),
-}
 VARIANTS = ("compile", "max_autotune", "graph")
-#: the names of diffusers, transformers and vLLM for what we have under our own; their dispatchers are other backends
-ALIASES = {
-    # diffusers
-    "native": "sdpa",
-    "_native_math": "math",
-    "_native_flash": "sdpa_flash",
-    "_native_efficient": "sdpa_efficient",
-    "_native_cudnn": "sdpa_cudnn",
-    "flash": "flash2",
-    "flash_varlen": "flash2",
-    "_flash_3": "flash3",
-    "_flash_varlen_3": "flash3",
-    "flash_hub": "hub:kernels-community/flash-attn2@v3",
-    "flash_varlen_hub": "hub:kernels-community/flash-attn2@v3",
-    "_flash_3_hub": "hub:kernels-community/flash-attn3@v1",
-    "_flash_3_varlen_hub": "hub:kernels-community/flash-attn3@v1",
-    "flash_4_hub": "hub:kernels-community/flash-attn4@v0",
-    "aiter_fa2_hub": "hub:kernels-community/aiter-flash-attn-ck@v1",
-    "_sage_qk_int8_pv_fp16_cuda": "sage_fp16",
-    "_sage_qk_int8_pv_fp8_cuda_sm90": "sage_fp8",
-    # transformers
-    "flash_attention_2": "flash2",
-    "flash_attention_3": "flash3",
-    "flash_attention_4": "flash4",
-    "flex_attention": "flex",
-    # vLLM
-    "TORCH_SDPA": "sdpa",
-    "FLEX_ATTENTION": "flex",
-    "FLASH_ATTN": "flash2",
-    "XFORMERS": "xformers",
-    "FLASHINFER": "flashinfer_fa2",  # on Hopper it may choose fa3
-}
 
 
 class Registry:
@@ -92,13 +26,13 @@ class Registry:
     def __init__(self) -> None:
         self._loaders: dict[str, Callable[[], Backend]] = {}
         self._loaded: dict[str, Backend] = {}
-        for name, (module, cls) in _BUILTIN.items():
+        for name, (module, cls) in BUILTIN.items():
             self._loaders[name] = _loader(module, cls)
 
     @property
     def families(self) -> list[tuple[str, str]]:
         """Names with a part that users fill in, as they are shown ("hub:REPO"), and what they stand for."""
-        return [(f"{prefix}:{part}", about) for prefix, (_, _, part, about) in _FAMILIES.items()]
+        return [(f"{prefix}:{part}", about) for prefix, (_, _, part, about) in FAMILIES.items()]
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +43,7 @@ class Registry:
         """Register a backend of your own; raise ValueError where it is none, or its name is taken or not a plain word."""
         if not isinstance(backend, Backend):
             raise ValueError(f"add takes an instance of pytest_attn.Backend, got {backend!r}; add_function takes functions")
+        _require_new_names(backend)
         self._require_free(getattr(backend, "name", None))
         self._loaders[backend.name] = lambda: backend
 
@@ -163,6 +98,33 @@ class Registry:
             self._loaded[name] = backend
         return self._loaded[name]
 
+    def subject(
+        self,
+        target: Callable[..., Any] | Backend | str,
+        name: str | None = None,
+        *,
+        layout: str = "bhsd",
+        precision: str = "flash",
+        returns_lse: bool = False,
+        within: str = "",
+    ) -> Subject:
+        """Return what is tested behind its one type: a backend as it is or by its name, or a callable of (q, k, v).
+
+        name: what reports call a callable. layout, precision, returns_lse: what its test declares; a backend declares them
+        itself. within: the qualified name of that test. Raises ValueError for an unknown backend, TypeError for what is none
+        of the three, and for a name that is none.
+        """
+        if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
+            raise TypeError(f"name must be a text without '|', got {name!r}")
+        if isinstance(target, str):
+            return self[target]
+        if isinstance(target, Backend):
+            _require_new_names(target)
+            return target
+        if not callable(target):
+            raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
+        return CallableSubject(target, name, layout, precision, returns_lse, within)
+
     def canonical(self, name: str) -> str:
         """Return the name that an alias stands for; other names as they are."""
         base, plus, variant = name.partition("+")
@@ -176,16 +138,29 @@ class Registry:
         base, plus, variant = self.canonical(name).partition("+")
         base, label = split(base)
         prefix, colon, rest = base.partition(":")
-        if base not in self._loaders and not (prefix in _FAMILIES and rest):
-            if colon and prefix in _FAMILIES:
-                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{_FAMILIES[prefix][2]}")
+        if base not in self._loaders and not (prefix in FAMILIES and rest):
+            if colon and prefix in FAMILIES:
+                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{FAMILIES[prefix][2]}")
             meant = did_you_mean(base, self._loaders)
             known = ", ".join([*self._loaders, *dict(self.families)])
             raise ValueError(f"unknown backend {base!r};{meant} known: {known}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
         if label:
-            configured(self[base], options_of(label))
+            _configured(self[base], options_of(label))
+
+    def require_tunable(self, name: str) -> None:
+        """Raise ValueError for a backend that is not registered, names a configuration already, or declares none."""
+        self.require(name)
+        plain, label = split(self.canonical(name))
+        if label:
+            raise ValueError(f"{name!r} is one configuration; name the backend alone: {plain}")
+        if not _has_configurations(self[plain.partition("+")[0]]):
+            known = [one for one in self.names if _has_configurations(self[one])]
+            raise ValueError(
+                f"backend {name!r} declares no configurations; those that do: {', '.join(known) or 'none'}."
+                " One of yours does with registry.add_function(name, fn, configurations=...)"
+            )
 
     def is_known(self, name: str) -> bool:
         """Whether `require` would let the name pass."""
@@ -198,12 +173,35 @@ class Registry:
     def _load(self, base: str) -> Backend:
         plain, label = split(base)
         if label:
-            return configured(self[plain], options_of(label))
+            return _configured(self[plain], options_of(label))
         if base in self._loaders:
             return self._loaders[base]()
         prefix, _, rest = base.partition(":")
-        module, cls, *_ = _FAMILIES[prefix]
+        module, cls, *_ = FAMILIES[prefix]
         return _loader(module, cls, rest)()
+
+
+def _require_new_names(backend: Backend) -> None:
+    """Raise ValueError for a backend with a method of a name that is asked for no more."""
+    if hasattr(backend, "dequantised"):
+        raise ValueError(f"backend {backend.name!r}: dequantised is spelled dequantized now; rename the method")
+
+
+def _configured(backend: Backend, options: Options) -> Backend:
+    """Return the backend under options; raise ValueError for an option that it does not have."""
+    known = backend.tunable
+    unknown = [name for name in options if known is not None and name not in known]
+    if unknown and not known:
+        raise ValueError(f"backend {backend.name!r} has no configurations, got {unknown[0]}={options[unknown[0]]}")
+    if unknown:
+        raise ValueError(f"backend {backend.name!r} has no option {unknown[0]!r}; known: {', '.join(sorted(known or ()))}")
+    made = copy.copy(backend)
+    made.name, made.configuration = joined(backend.name, options), dict(options)
+    return made
+
+
+def _has_configurations(backend: Backend) -> bool:
+    return backend.tunable is None or bool(backend.tunable)
 
 
 def _varied(backend: Backend, variant: str) -> Backend:

@@ -45,9 +45,9 @@ class Variant(Backend):
         """The inner backend's."""
         return self.inner.refusal_in(error)
 
-    def dequantised(self, inputs: Inputs) -> Inputs:
+    def dequantized(self, inputs: Inputs) -> Inputs:
         """The inner backend's."""
-        return self.inner.dequantised(inputs)
+        return self.inner.dequantized(inputs)
 
     def precision_on(self, kind: str) -> str:
         """The inner backend's profile."""

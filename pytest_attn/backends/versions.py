@@ -1,65 +1,33 @@
-"""Which software a device is driven with, each by its version."""
+"""Versions: of what is installed, and how two of them compare."""
 
 from __future__ import annotations
 
-import platform
-import re
-import warnings
+import operator
 from importlib import metadata
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pytest_attn.backends.machine import Machine
+from packaging.version import InvalidVersion, Version
 
-
-def versions_of(machine: Machine) -> dict[str, str]:
-    """Return versions by name, without what is not there: of this package, Python, torch, Triton, CUDA or ROCm, the driver."""
-    import torch
-
-    found = {
-        "pytest-attn": own_version(),
-        "python": platform.python_version(),
-        "torch": str(machine.torch_version),
-        "triton": _distribution("triton"),
-    }
-    if machine.kind == "cuda":
-        found |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "driver": _driver()}
-        found["cudnn"] = str(torch.backends.cudnn.version() or "")  # type: ignore[no-untyped-call]
-    return {name: version for name, version in found.items() if version}
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 
 
-def own_version() -> str:
-    """Return the version of this package."""
-    from pytest_attn import __version__
-
-    return __version__
-
-
-def _distribution(name: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None where it is not installed."""
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: a folder that an uninstallation left, without a version
         return None
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, as its kernel module says it, or NVML; None where neither does."""
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it is no version."""
     try:
-        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read())
-    except OSError:
-        found = None
-    return found[1] if found else _driver_by_nvml()
+        return Version(version).release
+    except InvalidVersion:
+        return ()
 
 
-def _driver_by_nvml() -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the package pynvml, which has the same module, warns that it is deprecated
-            import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except Exception:  # no package, no driver, no permission
-        return None
-    return version.decode() if isinstance(version, bytes) else str(version)
+def satisfies(version: str, comparison: str, wanted: str) -> bool:
+    """Whether a version is ">=", "<=", "==", "<" or ">" another, as far as that is written: 2.7.4 is "==" 2.7."""
+    theirs = release(wanted)
+    mine = (*release(version), *(0 for _ in theirs))[: len(theirs)]
+    return bool(_COMPARISONS[comparison](mine, theirs))

@@ -1,146 +1,222 @@
 """The backward pass of exact attention in float64, with the variance of what a kernel may round on its way.
 
 dS_ij = P_ij (dP_ij - D_i), dP = dO v^T, D_i = sum(do_i o_i); dq = scale dS k, dk = scale dS^T q, dv = P^T dO. The formulas of
-the budget are those of `exact.py`.
+the budget are those of `budget.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.correctness.blocks import Block, Chunk
+from pytest_attn.correctness.budget import ForwardRows
 from pytest_attn.correctness.precision import SHARED, SLOPE_UNIT
+from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
+from pytest_attn.correctness.rounding import Rounding
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_attn.correctness.exact import Chunk
-
-
-class Gradients:
-    """The gradients of one chunk of query rows."""
-
-    def __init__(self, chunk: Chunk) -> None:
-        self.chunk = chunk
-
-    def run(self, p: torch.Tensor, out: torch.Tensor, n2: torch.Tensor | None, e2: torch.Tensor | None) -> None:
-        """Form dS from P (n, heads, rows, keys) and out (n, heads, rows, d), and with it the three gradients.
-
-        e2, the rounding of P, is formed again for a part of the rows or keys.
-        """
-        b, keys = self.chunk.block, self.chunk.block.keys
-        if n2 is not None:  # the error of the row's denominator moves all its probabilities together
-            n2 = n2 + p.square().mul_(n2.sum(-1, keepdim=True))
-        dout = b.dout[:, :, self.chunk.rows].double()
-        weighted = dout * out
-        row_sum = weighted.sum(-1, keepdim=True)  # D_i
-        eps2 = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * b.unit2(b.w.v_head_dim))
-        rows = _Rows(self.chunk.q, dout, p, n2, row_sum, eps2, self.chunk.slope, self.chunk.slope_variance, e2)
-        if keys is None:
-            scores = self._score_gradient(rows, self.chunk.v, self.chunk.v2)
-            self._query_gradient(rows, scores)
-            self._key_gradients(rows, scores)
-            return
-        if bool(self.chunk.kept.any()):
-            kept = rows.at_rows(self.chunk.kept)
-            self._query_gradient(kept, self._score_gradient(kept, self.chunk.v, self.chunk.v2))
-        rows = rows.at_keys(keys)
-        if len(keys) < self.chunk.v.shape[2]:
-            of_out = (dout.square() * self.chunk.over_keys(self.chunk.rounding_of_p(p), self.chunk.v2)).sum(-1, keepdim=True)
-            rows = replace(rows, eps2=eps2 + of_out.mul_(SHARED**2))
-        self._key_gradients(rows, self._score_gradient(rows, self.chunk.v[:, :, keys], self.chunk.v2[:, :, keys]))
-
-    def _score_gradient(self, rows: _Rows, v: torch.Tensor, v2: torch.Tensor) -> _ScoreGradient:
-        """Form dS with its variance, and the variance of D with what only the scores tell of it.
-
-        Where only some keys are looked at, what scores add to the variance of D is scaled up to that of all.
-        """
-        b, p, n2, eps2 = self.chunk.block, rows.p, rows.n2, rows.eps2
-        share = SHARED**2 * self.chunk.v.shape[2] / max(1, v.shape[2])
-        e2 = rows.e2 if rows.e2 is not None else self.chunk.rounding_of_p(p)
-        dp = self.chunk.per_key(rows.dout, v)
-        if v.shape[2] == self.chunk.v.shape[2]:  # D comes from the kernel's own o, which carries the rounding of P
-            eps2 = eps2 + _sum_of_products(dp.square(), e2).mul_(share)
-        variance = None  # of dS, beside its own rounding
-        if b.precision.rounds_scores and b.w.dtype != "float32":
-            variance = dp.square().mul_(b.unit**2).mul_(p).mul_(p)
-            eps2 = eps2 + share * variance.sum(-1, keepdim=True)
-        if b.w.dtype == "float32":
-            of_sums = b.unit**2 * (1 + b.w.v_head_dim / 2)
-            variance = _plus(variance, self.chunk.per_key(rows.dout.square() * of_sums, v2).mul_(p).mul_(p))
-        ds = dp.sub_(rows.row_sum)
-        if b.precision.ds_from_rounded_p:
-            variance = _plus(variance, ds.square().mul_(e2))
-        if n2 is not None:
-            moved = ds.square().mul_(n2)  # dS^2 times the score's variance, as n2 = P^2 variance
-            eps2 = eps2 + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n2 has its share of SHARED
-            variance = _plus(variance, moved)
-        ds, weight = ds.mul_(p), p
-        if rows.slope is not None:
-            before = ds.clone()
-            ds, weight = ds.mul_(rows.slope), p * rows.slope
-            variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
-            if b.w.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
-                variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
-            if rows.slope_variance is not None:
-                variance = _plus(variance, before.square().mul_(rows.slope_variance))
-        terms = max(b.segment.lengths)
-        floors = [b.floor / b.scale if b.precision.rounds_scaled_ds else b.floor]
-        if b.precision.rounds_scores:  # dS, and then scale * dS
-            floors.append(b.floor / b.scale)
-        for floor in floors:
-            variance = _plus(variance, self.chunk.rounded_where_seen(ds, p, terms, floor))
-        assert variance is not None
-        return _ScoreGradient(ds, variance, weight, e2, eps2)
-
-    def _query_gradient(self, rows: _Rows, scores: _ScoreGradient) -> None:
-        dq = self.chunk.over_keys(scores.ds, self.chunk.k).mul_(self.chunk.block.scale)
-        drift = self.chunk.over_keys(scores.weight, self.chunk.k).square_().mul_(scores.eps2)
-        tau2 = self.chunk.over_keys(scores.variance, self.chunk.k.square()).add_(drift).mul_(self.chunk.block.scale**2)
-        tau2 += self.chunk.block.rounded(dq, self.chunk.block.segment.lengths[1])
-        self.chunk.store("dq", dq, tau2)
-
-    def _key_gradients(self, rows: _Rows, scores: _ScoreGradient) -> None:
-        keys = self.chunk.block.keys
-        noise = scores.e2 if rows.n2 is None else scores.e2 + rows.n2
-        self.chunk.add("dv", keys, self.chunk.over_rows(rows.p, rows.dout), self.chunk.over_rows(noise, rows.dout.square()))
-        drift = scores.weight.square().mul_(scores.eps2)
-        tau2 = self.chunk.over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.chunk.block.scale**2)
-        self.chunk.add("dk", keys, self.chunk.over_rows(scores.ds, rows.q).mul_(self.chunk.block.scale), tau2)
-
 
 @dataclass
-class _Rows:
-    """What the backward pass needs of some query rows: P with the variance of the scores' noise, D with its variance."""
+class BackwardRows:
+    """What the backward pass needs of some query rows.
+
+    q: (n, heads, rows, head_dim), dout: (n, heads, rows, v_head_dim).
+    row_sum: D_i, row_sum_var: its variance, both (n, heads, rows, 1).
+    p, p_rounding_var: e_ij^2, p_noise_var: n_ij, slope: d(final score) / d(scaled score), slope_var: the variance of that, all
+    (n, heads, rows, keys). None stands for: not formed yet (p_rounding_var), no noise, slope 1, an exact slope.
+    """
 
     q: torch.Tensor
     dout: torch.Tensor
-    p: torch.Tensor
-    n2: torch.Tensor | None
     row_sum: torch.Tensor
-    eps2: torch.Tensor
+    row_sum_var: torch.Tensor
+    p: torch.Tensor
+    p_rounding_var: torch.Tensor | None
+    p_noise_var: torch.Tensor | None
     slope: torch.Tensor | None
-    slope_variance: torch.Tensor | None
-    e2: torch.Tensor | None = None
+    slope_var: torch.Tensor | None
 
-    def at_rows(self, kept: torch.Tensor) -> _Rows:
-        return _Rows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
+    def at_rows(self, kept: torch.Tensor) -> BackwardRows:
+        """Return the rows for which `kept` (rows,) is true."""
+        return BackwardRows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
 
-    def at_keys(self, keys: torch.Tensor) -> _Rows:
-        optional = (self.n2, self.slope, self.slope_variance)
-        n2, slope, slope_variance = (None if t is None else t[..., keys] for t in optional)
-        return replace(self, p=self.p[..., keys], n2=n2, slope=slope, slope_variance=slope_variance, e2=None)
+    def at_keys(self, keys: torch.Tensor) -> BackwardRows:
+        """Return the same rows with these keys (positions) only; e_ij^2 is formed again."""
+        optional = (self.p_noise_var, self.slope, self.slope_var)
+        noise_var, slope, slope_var = (None if t is None else t[..., keys] for t in optional)
+        return replace(self, p=self.p[..., keys], p_rounding_var=None, p_noise_var=noise_var, slope=slope, slope_var=slope_var)
 
 
 @dataclass
-class _ScoreGradient:
-    """dS with respect to the scaled scores, its variance, the weight with which D enters it, e_ij^2, and D's variance."""
+class ScoreGradient:
+    """The gradient of the scaled scores; all are (n, heads, rows, keys) but for row_sum_var (n, heads, rows, 1).
+
+    ds: dS, and variance: its own, without that of D. weight: how much of D enters dS. p_rounding_var: e_ij^2.
+    row_sum_var: D's variance, with what only the scores tell of it.
+    """
 
     ds: torch.Tensor
     variance: torch.Tensor
     weight: torch.Tensor
-    e2: torch.Tensor
-    eps2: torch.Tensor
+    p_rounding_var: torch.Tensor
+    row_sum_var: torch.Tensor
+
+
+class Gradients:
+    """The gradients of one block's chunks, and their variances."""
+
+    def __init__(self, block: Block, rounding: Rounding) -> None:
+        self.workload, self.rounding, self.precision = block.workload, rounding, rounding.precision
+        self.scale = block.workload.softmax_scale
+        self.q_len, self.kv_len = block.segment.lengths
+
+    def rows_of(
+        self,
+        forward: ForwardRows,
+        p_rounding_var: torch.Tensor | None,
+        slope: torch.Tensor | None,
+        slope_var: torch.Tensor | None,
+        chunk: Chunk,
+    ) -> BackwardRows:
+        """Return what the backward pass needs of a chunk's rows, after their forward pass."""
+        p, noise_var = forward.p, forward.p_noise_var
+        if noise_var is not None:  # the error of the row's denominator moves all its probabilities together
+            noise_var = noise_var + p.square().mul_(noise_var.sum(-1, keepdim=True))
+        dout = chunk.block.dout[:, :, chunk.rows].double()
+        weighted = dout * forward.out
+        row_sum = weighted.sum(-1, keepdim=True)
+        unit_squared = self.rounding.unit_squared(self.workload.v_head_dim)
+        row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
+        return BackwardRows(forward.q, dout, row_sum, row_sum_var, p, p_rounding_var, noise_var, slope, slope_var)
+
+    def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
+        """Return D's variance with that of the out it is formed from, of which a sample of the keys tells too little."""
+        of_out = rows.dout.square() * over_keys(self.rounding.of_p(rows.p, self.kv_len), chunk.v_squared)
+        return rows.row_sum_var + of_out.sum(-1, keepdim=True).mul_(SHARED**2)
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def of_scores(self, rows: BackwardRows, v: torch.Tensor, v_squared: torch.Tensor, all_keys: int) -> ScoreGradient:
+        """Form dS of the keys of v (n, kv_heads, keys, v_head_dim), which may be some of `all_keys` that the rows see.
+
+        Where only some keys are looked at, what scores add to the variance of D is scaled up to that of all.
+        """
+        p, keys = rows.p, v.shape[2]
+        share = SHARED**2 * all_keys / max(1, keys)
+        p_rounding_var = self.rounding.of_p(p, self.kv_len) if rows.p_rounding_var is None else rows.p_rounding_var
+        dp = per_key(rows.dout, v)
+        row_sum_var = rows.row_sum_var
+        if keys == all_keys:  # D comes from the kernel's own o, which carries the rounding of P
+            row_sum_var = row_sum_var + _sum_of_products(dp.square(), p_rounding_var).mul_(share)
+        variance = self._variance_of_dp(dp, rows, v_squared)
+        if variance is not None and self.rounding.rounds_scores_to_dtype:
+            row_sum_var = row_sum_var + share * variance.sum(-1, keepdim=True)
+        ds = dp.sub_(rows.row_sum)
+        if self.precision.ds_from_rounded_p:
+            variance = _plus(variance, ds.square().mul_(p_rounding_var))
+        if rows.p_noise_var is not None:
+            moved = ds.square().mul_(rows.p_noise_var)  # dS^2 times the score's variance, as n_ij = P^2 variance
+            row_sum_var = row_sum_var + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n_ij has its share of SHARED
+            variance = _plus(variance, moved)
+        ds, weight, variance = self._through_slope(ds.mul_(p), variance, rows)
+        return ScoreGradient(ds, self._plus_rounding(variance, ds, p), weight, p_rounding_var, row_sum_var)
+
+    def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
+        """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
+        unit = self.rounding.unit
+        if self.rounding.rounds_scores_to_dtype:
+            return dp.square().mul_(unit**2).mul_(rows.p).mul_(rows.p)
+        if self.rounding.is_float32:
+            of_sums = unit**2 * (1 + self.workload.v_head_dim / 2) + 2 * self.rounding.operand_unit**2
+            variance = per_key(rows.dout.square() * of_sums, v_squared)
+            if (cut := self.rounding.of_cut_products(dp)) is not None:
+                variance += cut
+            return variance.mul_(rows.p).mul_(rows.p)
+        return None
+
+    def _through_slope(
+        self, ds: torch.Tensor, variance: torch.Tensor | None, rows: BackwardRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return dS, its weight of D and its variance as softcap and score_mod leave them, in place; what they add, too."""
+        if rows.slope is None:
+            return ds, rows.p, variance
+        before = ds.clone()
+        ds, weight = ds.mul_(rows.slope), rows.p * rows.slope
+        variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
+        if self.workload.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
+            variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
+        if rows.slope_var is not None:
+            variance = _plus(variance, before.square().mul_(rows.slope_var))
+        return ds, weight, variance
+
+    def _plus_rounding(self, variance: torch.Tensor | None, ds: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Return the variance of dS with that of its own roundings to the dtype."""
+        floor = self.rounding.floor
+        floors = [floor / self.scale if self.precision.rounds_scaled_ds else floor]
+        if self.precision.rounds_scores:  # dS, and then scale * dS
+            floors.append(floor / self.scale)
+        for least in floors:
+            variance = _plus(variance, self.rounding.where_seen(ds, p, max(self.q_len, self.kv_len), least))
+        assert variance is not None
+        operands = self.rounding.of_operands(ds)
+        return variance if operands is None else variance.add_(operands)
+
+    # -- queries and keys --------------------------------------------------------------------------------------------
+
+    def of_queries(self, scores: ScoreGradient, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return dq and its variance, both (n, heads, rows, head_dim)."""
+        dq = over_keys(scores.ds, k).mul_(self.scale)
+        drift = over_keys(scores.weight, k).square_().mul_(scores.row_sum_var)
+        variance = over_keys(scores.variance, k.square()).add_(drift).mul_(self.scale**2)
+        variance += self.rounding.of_sum(dq, self.kv_len)
+        return dq, variance
+
+
+class KeyGradients:
+    """dk and dv of one block: sums over its chunks, per query head if a kernel rounds these before it sums them up.
+
+    sums: name -> value and variance, each (n, heads or kv_heads, keys, d).
+    """
+
+    def __init__(self, block: Block, rounding: Rounding) -> None:
+        w, k = block.workload, block.k
+        self.rounding, self.group, self.scale, self.q_len = rounding, w.group, w.softmax_scale, block.segment.lengths[0]
+        self.per_query_head = rounding.precision.sums_rounded_heads and w.group > 1
+        self.heads = w.group * k.shape[1] if self.per_query_head else k.shape[1]
+        keys = k.shape[2] if block.segment.keys is None else len(block.segment.keys)
+        shapes = {name: (k.shape[0], self.heads, keys, dim) for name, dim in (("dk", w.head_dim), ("dv", w.v_head_dim))}
+        self.sums = {name: (k.new_zeros(shape), k.new_zeros(shape)) for name, shape in shapes.items()}
+
+    def add(self, rows: BackwardRows, scores: ScoreGradient, keys: slice) -> None:
+        """Add the share of some query rows to the sums of these keys; overwrites the variance of `scores`."""
+        noise = scores.p_rounding_var if rows.p_noise_var is None else scores.p_rounding_var + rows.p_noise_var
+        self._add("dv", keys, self._over_rows(rows.p, rows.dout), self._over_rows(noise, rows.dout.square()))
+        drift = scores.weight.square().mul_(scores.row_sum_var)
+        variance = self._over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.scale**2)
+        self._add("dk", keys, self._over_rows(scores.ds, rows.q).mul_(self.scale), variance)
+
+    def _over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return over_rows(a, b, self.heads)
+
+    def _add(self, name: str, keys: slice, value: torch.Tensor, variance: torch.Tensor) -> None:
+        for target, source in zip(self.sums[name], (value, variance), strict=True):
+            target[:, :, keys] += source
+
+    def rounded(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield name, value and variance, both (n, kv_heads, keys, d), of each sum once it is rounded."""
+        terms = self.group * self.q_len
+        times = self.rounding.precision.roundings(self.q_len)
+        for name, (value, variance) in self.sums.items():
+            if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
+                variance = variance * (1 + times) + self.rounding.of_result(value, terms) * (times / 3)
+            if self.per_query_head:
+                variance = over_group(variance + self.rounding.of_result(value, terms), self.group)
+                value = over_group(value, self.group)
+            yield name, value, variance + self.rounding.of_sum(value, terms)
 
 
 def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:

@@ -1,7 +1,7 @@
 """How a kernel declares that it rounds: the precision profiles, and the unit roundoffs of each dtype.
 
 An honest attention kernel differs from exact attention only where it rounds. A profile lists those places; the budget
-(`reference.py`) turns them into an expected error per element.
+(`budget.py`, `gradients.py`) turns them into an expected error per element.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ TINY = 2.0**-100
 TENSOR_CORE_UNIT = 2.0**-23
 #: Relative error that a weight exp(lse_a - lse_b) has per unit of lse: lse is a float32.
 LSE_UNIT = 2.0**-24
+#: Relative error of an operand that tensor cores take as tf32: most cut float32 off after 10 bits, which loses 2 ** -11 on
+#: average, and always towards zero.
+TF32_UNIT = 2.0**-11
 #: Absolute error of softcap's derivative 1 - tanh(x)^2, formed in float32.
 SLOPE_UNIT = 2.0**-22
 #: Error of rounding to int8, as a part of the largest value: evenly spread over a step.
@@ -48,6 +51,7 @@ class Precision:
     sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
     exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
     float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32 products.
+    operand_unit: relative error of each operand of a float32 product, where tensor cores multiply in tf32.
 
     For kernels that quantise q, k and v, and are held to exact attention on the quantised values:
 
@@ -67,6 +71,7 @@ class Precision:
     sums_query_blocks: bool = False
     exponential_unit: float = 2.0**-23
     float32_unit: float = UNIT["float32"]
+    operand_unit: float = 0.0
     p_dtype: str | None = None
     p_step: float = 0.0
     v_dtype: str | None = None
@@ -74,7 +79,7 @@ class Precision:
     half_sum_keys: int = 0
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether P has fewer bits than the workload's dtype: a profile for approximate kernels."""
         return bool(self.p_step or self.p_dtype)
 
@@ -113,6 +118,8 @@ PRECISIONS = {
     "cudnn": Precision("cudnn", rounds_scaled_ds=True),
     # whichever of its kernels SDPA chooses
     "sdpa": Precision("sdpa", ds_from_rounded_p=True, rounds_scaled_ds=True, sums_rounded_heads=True, float32_unit=2.0**-23),
+    # float32 kernels whose products are those of tf32 tensor cores: Triton's tl.dot by default, torch with allow_tf32
+    "tf32": Precision("tf32", operand_unit=TF32_UNIT),
     # P in int8 or fp8, for inputs that are quantised values already (as they are after dequantisation): only what a kernel
     # does to P is excused, not what it does to q, k and v
     "int8": Precision("int8", p_step=INT8_STEP),
@@ -128,7 +135,7 @@ PRECISIONS = {
 
 
 #: those of kernels that are exact but for rounding
-EXACT_PRECISIONS = {name: precision for name, precision in PRECISIONS.items() if not precision.is_quantised}
+EXACT_PRECISIONS = {name: precision for name, precision in PRECISIONS.items() if not precision.is_quantized}
 
 
 def precision_named(name: str) -> Precision:

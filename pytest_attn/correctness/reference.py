@@ -3,7 +3,7 @@
 Everything is computed in chunks of heads and query rows, so memory grows with the sequence, not with its square. Long
 workloads are sampled: chosen query rows for out, lse and dq, chosen keys for dk and dv, each of them exact.
 
-The arithmetic, and the budget's formulas, are in `exact.py`.
+How a workload is cut is in `blocks.py`, what is done with each block in `passes.py`, the budget's formulas in `budget.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.exact import TILE, Block, Expected, Segment, chunk_elements
+from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
+from pytest_attn.correctness.expected import Expected
+from pytest_attn.correctness.passes import compute_block
 from pytest_attn.correctness.precision import Precision
-from pytest_attn.workloads.inputs import Inputs, sequence_lengths
-from pytest_attn.workloads.masks import bind
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +91,8 @@ def compute_reference(
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
         for segment in _segments(inputs, w, device, rows, keys):
-            for heads in _head_blocks(segment, device):
-                Block(reference.tensors, segment, heads, precision, backward).run()
+            for batches, kv_heads in head_blocks(segment):
+                compute_block(Block(segment, batches, kv_heads), precision, reference.tensors)
     return reference
 
 
@@ -137,7 +139,7 @@ def _allocate(
     kv_total = sum(w.kv_lens) if w.q_lens and w.kv_lens else w.kv_len
     reference.tensors["out"] = expected(w.heads, q_total, w.v_head_dim, rows)
     lse = reference.tensors["out"].value.new_empty(reference.tensors["out"].value.shape[:3])
-    reference.tensors["lse"] = Expected(lse, lse.new_empty(0), rows)
+    reference.tensors["lse"] = Expected(lse, lse.new_zeros(lse.shape, dtype=torch.float32), rows)
     if backward:
         reference.tensors["dq"] = expected(w.heads, q_total, w.head_dim, rows)
         reference.tensors["dk"] = expected(w.kv_heads, kv_total, w.head_dim, keys)
@@ -151,25 +153,22 @@ def _segments(
     q, k, v, dout = (heads_first(t, w).to(device) for t in (inputs.q, k, v, inputs.dout))
     if not w.is_packed:
         mask_mod = Inputs.mask_mod(_with_workload(inputs, w))
-        yield Segment(w, inputs, q, k, v, dout, mask_mod, 0, rows, keys)
+        yield Segment(w, inputs, q, k, v, dout, mask_mod, rows=rows, keys=keys)
         return
     q_start = kv_start = 0
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
         q_part, kv_part = slice(q_start, q_start + q_len), slice(kv_start, kv_start + kv_len)
-        mask_mod = bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, device) if w.plain_mask else None
         yield Segment(
             w,
             inputs,
-            q[:, :, q_part],
-            k[:, :, kv_part],
-            v[:, :, kv_part],
-            dout[:, :, q_part],
-            mask_mod,
-            batch,
-            None,
-            None,
-            q_start,
-            kv_start,
+            q=q[:, :, q_part],
+            k=k[:, :, kv_part],
+            v=v[:, :, kv_part],
+            dout=dout[:, :, q_part],
+            mask_mod=bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, device) if w.plain_mask else None,
+            first_batch=batch,
+            q_start=q_start,
+            kv_start=kv_start,
         )
         q_start, kv_start = q_start + q_len, kv_start + kv_len
 
@@ -178,21 +177,3 @@ def _with_workload(inputs: Inputs, workload: Workload) -> Inputs:
     import dataclasses
 
     return inputs if workload is inputs.workload else dataclasses.replace(inputs, workload=workload)
-
-
-def _head_blocks(segment: Segment, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yield (batch entries, key heads) that together fit a chunk, or single key heads where one alone does not."""
-    q_len, kv_len = segment.lengths
-    if q_len == 0:
-        return
-    per_head = max(1, segment.workload.group * q_len * kv_len)
-    room = max(1, chunk_elements(device) // per_head)
-    n, heads = segment.k.shape[:2]
-    if room >= heads:
-        step = room // heads
-        for start in range(0, n, step):
-            yield slice(start, min(n, start + step)), slice(0, heads)
-        return
-    for batch in range(n):
-        for start in range(0, heads, room):
-            yield slice(batch, batch + 1), slice(start, min(heads, start + room))

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import RefusedError
-from pytest_attn.correctness.compare import ContractError
+from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.contract import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ def fused(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StridePattern:
     """Which of q, k, v and dout are views, as models hand them over, and which contiguous."""
 
     views: frozenset[str]
@@ -52,14 +52,14 @@ class Memory:
             return tensor.clone()
         return swapped(tensor) if layout == "bhsd" else fused(tensor)
 
-    def words(self, layout: str) -> str:
+    def describe(self, layout: str) -> str:
         """Say how q, k and v lie."""
         how = "transposed views of (batch, row, head, dim) tensors" if layout == "bhsd" else "slices of wider tensors"
         return f"q, k and v are {how}" if "k" in self.views else f"q and v are {how}, k is contiguous"
 
 
-CONTIGUOUS = Memory(frozenset())
+CONTIGUOUS = StridePattern(frozenset())
 #: q, k and v are one projection's, seen by heads
-PROJECTED = Memory(frozenset(("q", "k", "v", "dout")))
+PROJECTED = StridePattern(frozenset(("q", "k", "v", "dout")))
 #: k has been written anew, as rotary embeddings and caches do
-REWRITTEN_KEYS = Memory(frozenset(("q", "v", "dout")))
+REWRITTEN_KEYS = StridePattern(frozenset(("q", "v", "dout")))

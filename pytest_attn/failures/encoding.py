@@ -8,15 +8,8 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.workloads.masks import (
-    BooleanMask,
-    Causal,
-    Document,
-    MaskModMask,
-    Neighborhood,
-    Window,
-    function_label,
-)
+from pytest_attn.workloads.functions import function_label
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

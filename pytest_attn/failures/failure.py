@@ -9,23 +9,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.api import judged_in_words
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import resolve_device
-from pytest_attn.correctness.check import taken_by
-from pytest_attn.correctness.compare import Comparison
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.precision import precision_named
-from pytest_attn.correctness.question import Question, ReferenceCache
 from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.failures.data import inputs_from, reference_from
 from pytest_attn.failures.encoding import UnknownFunctionError, decode_workload
-from pytest_attn.failures.evidence import inputs_from, reference_from
+from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.messages import invariants, mismatch
+from pytest_attn.messages.lines import LABEL_WIDTH, labeled
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
-
-    from pytest_attn.invariants.report import InvariantReport
 
 #: of the folder: a later version that writes another one says so here
 FORMAT = 1
@@ -65,33 +70,39 @@ class Failure:
 
         return inputs_from(self.tensors, self._workload(), torch.device("cpu"))
 
-    def check(self, fn: Callable[..., Any] | Backend | str, device: str | None = None) -> Comparison | InvariantReport:
+    def check(
+        self, fn: Callable[..., Any] | Backend | str, device: str | None = None, name: str | None = None
+    ) -> Comparison | InvariantReport:
         """Judge `fn` on the saved inputs: a callable of (q, k, v) in the test's layout, or a backend's name.
 
         Nothing that was saved is computed again: results are held against the saved reference, with the budgets of the
-        precision that the test or backend had declared. For a backend that declares another precision, or quantises its inputs
+        precision that the test or backend had declared. For a backend that declares another precision, or quantizes its inputs
         in its own way, exact attention is computed on the saved inputs. Where invariants were broken, these are asked again,
         on the saved inputs.
 
-        device: by default the kind on which the failure was seen ("cpu", "cuda", ...).
-        Returns what `pytest_attn.check` or `check_invariants` returns. Raises AssertionError where fn is wrong, with the
-        diagnosis as its text, and ValueError where the workload cannot be rebuilt, the device is not there, or the backend
-        refuses the workload.
+        device: by default the kind on which the failure was seen ("cpu", "cuda", ...). name: what to call a callable, by
+        default its qualified name. Returns what `pytest_attn.check` or `check_invariants` returns. Raises AssertionError
+        where fn is wrong, with the diagnosis as its text, and ValueError where the workload cannot be rebuilt, the device is
+        not there, or the backend refuses the workload.
         """
         __tracebackhide__ = True
-        question = self._question(device or self.environment["machine"]["kind"])
-        command = str(self.environment["command"])
-        judged: Comparison | InvariantReport
-        with taken_by(fn, question) as subject:
-            if broken := self.environment["invariants"]:
-                from pytest_attn.invariants.check import judge_invariants
-
-                judged = judge_invariants(subject, question, broken, None, self._is_thorough, reproduce=command)
-            else:
-                judged = judge(subject, question, ReferenceCache(), reproduce=command)
-        if not judged.passed:
-            raise AssertionError(judged.message)
-        return judged
+        spec, references = self._spec(device or self.environment["machine"]["kind"])
+        subject = spec.subject(Registry(), fn, name)
+        if broken := self.environment["invariants"]:
+            reproduce = self._reproduce(invariants.LABEL_WIDTH)
+            report = judged_in_words(
+                subject,
+                spec,
+                lambda: judge_invariants(subject, spec, references, broken, None, self._is_thorough),
+                reproduce,
+            )
+            if not report.passed:
+                raise AssertionError(f"{invariants.describe(report)}\n{reproduce}")
+            return report
+        comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, references), self._reproduce())
+        if not comparison.passed:
+            raise AssertionError(f"{mismatch.describe(comparison)}\n{self._reproduce()}")
+        return comparison
 
     @property
     def _is_thorough(self) -> bool:
@@ -105,12 +116,15 @@ class Failure:
             )
         return self.workload
 
-    def _question(self, device: str) -> SavedQuestion:
+    def _reproduce(self, width: int = LABEL_WIDTH) -> str:
+        return labeled("reproduce", str(self.environment["command"]), width)
+
+    def _spec(self, device: str) -> tuple[CheckSpec, SavedReferences]:
+        """Return what the run asked, on one distribution, and the saved inputs and references that answer it."""
         asked = self.environment["question"]
         where = resolve_device(device)
         inputs = inputs_from(self.tensors, self._workload(), where)
-        reference = reference_from(self.tensors, inputs, asked["declared"])
-        return SavedQuestion(
+        spec = CheckSpec(
             workload=inputs.workload,
             device=where,
             backward=asked["backward"],
@@ -120,48 +134,32 @@ class Failure:
             returns_lse=asked["returns_lse"],
             seed=asked["seed"],
             limits=asked["limits"],
-            saved=Saved(inputs, reference, asked["declared"], self.environment["kernel"]["name"]),
         )
+        reference = reference_from(self.tensors, inputs, asked["declared"])
+        return spec, SavedReferences(inputs, reference, asked["declared"], self.environment["kernel"]["name"])
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The saved inputs, and the reference with the precision and the kernel that it was computed for."""
+class SavedReferences(ReferenceCache):
+    """Answers with the saved inputs, and with the saved reference of the precision and the kernel that it was computed for."""
 
-    inputs: Inputs
-    reference: Reference | None
-    precision: str
-    kernel: str
+    def __init__(self, inputs: Inputs, reference: Reference | None, precision: str, kernel: str) -> None:
+        super().__init__()
+        self._inputs, self._reference, self._precision, self._kernel = inputs, reference, precision, kernel
 
-    def serves(self, precision: str, subject: object) -> bool:
-        """Whether the reference is what this subject is held against."""
-        if self.reference is None or precision != self.precision:
-            return False
-        if isinstance(subject, Backend) and subject.is_approximate:
-            return self.reference.given is not None and subject.name == self.kernel
-        return self.reference.given is None
-
-
-@dataclass(frozen=True)
-class SavedQuestion(Question):
-    """A question about saved inputs, which answers with the saved reference."""
-
-    saved: Saved | None = None
-
-    def draw(self, distribution: str) -> Inputs:
+    def inputs_of(self, spec: CheckSpec, distribution: str) -> Inputs:
         """Return the saved inputs, which are of the only distribution there is."""
-        assert self.saved is not None
-        return self.saved.inputs
+        return self._inputs
 
-    def reference(self, cache: ReferenceCache, distribution: str | None = None, subject: object = None) -> Reference:
+    def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
         """Return the saved reference where it serves, else one that is computed from the saved inputs."""
-        assert self.saved is not None
-        if self.saved.serves(self.precision, subject):
-            assert self.saved.reference is not None
-            return self.saved.reference
-        if isinstance(subject, Backend) and subject.is_approximate:
-            return super().reference(cache, distribution, subject)
-        return compute_reference(self.saved.inputs, precision_named(self.precision), self.backward)
+        is_approximate = subject is not None and subject.is_approximate
+        if self._reference is not None and spec.precision == self._precision:
+            is_quantized = self._reference.given is not None
+            if is_quantized == is_approximate and (not is_approximate or subject.name == self._kernel):  # type: ignore[union-attr]
+                return self._reference
+        if is_approximate:
+            return super().reference_of(spec, distribution, subject)
+        return compute_reference(self._inputs, precision_named(spec.precision), spec.backward)
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:

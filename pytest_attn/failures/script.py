@@ -12,15 +12,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot."""
+class KernelSource:
+    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
+
+    called: the name that its test gave it, "" where it gave none.
+    """
 
     expression: str
     lines: tuple[str, ...] = ()
     missing: str = ""
+    called: str = ""
+
+    @property
+    def arguments(self) -> str:
+        """What `Failure.check` is given."""
+        return f"{self.expression}, name={self.called!r}" if self.called else self.expression
 
 
-def script(title: str, kernel: Kernel, paths: list[str]) -> str:
+def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
     """Return the text of repro.py. title: comment lines; paths: folders that its imports, and the workload's, need."""
     return "\n".join(
         [
@@ -34,14 +43,14 @@ def script(title: str, kernel: Kernel, paths: list[str]) -> str:
             *[f"sys.path.insert(0, {path!r})" for path in reversed(paths)],
             *kernel.lines,
             *_placeholder(kernel),
-            f"judged = pytest_attn.load_failure(Path(__file__).parent).check({kernel.expression})",
+            f"judged = pytest_attn.load_failure(Path(__file__).parent).check({kernel.arguments})",
             'print(f"right now: {judged.subject} on {judged.workload}")',
             "",
         ]
     )
 
 
-def _placeholder(kernel: Kernel) -> list[str]:
+def _placeholder(kernel: KernelSource) -> list[str]:
     """Return the lines that a user fills in, and that end the script with status 2 until then."""
     if not kernel.missing:
         return []
@@ -53,12 +62,12 @@ def _placeholder(kernel: Kernel) -> list[str]:
     ]
 
 
-def named_backend(name: str) -> Kernel:
+def named_backend(name: str) -> KernelSource:
     """Return a backend that every process knows."""
-    return Kernel(repr(name))
+    return KernelSource(repr(name))
 
 
-def conftest_backend(name: str, path: str) -> Kernel:
+def conftest_backend(name: str, path: str) -> KernelSource:
     """Return a backend that the hook of a conftest registers."""
     lines = (
         "import runpy",
@@ -68,17 +77,20 @@ def conftest_backend(name: str, path: str) -> Kernel:
         "registry = Registry()",
         f'runpy.run_path({path!r})["pytest_attn_backends"](registry)',
     )
-    return Kernel(f"registry[{name!r}]", lines)
+    return KernelSource(f"registry[{name!r}]", lines)
 
 
-def kernel_of(fn: Callable[..., Any], label: str, test: str) -> Kernel:
-    """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place."""
+def kernel_of(fn: Callable[..., Any], label: str, test: str, called: str = "") -> KernelSource:
+    """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place.
+
+    label: what messages call it. called: the name that its test gave it.
+    """
     module, name = _address(fn)
     if module:
-        return Kernel(name, (f"from {module} import {name.partition('.')[0]}", ""))
+        return KernelSource(name, (f"from {module} import {name.partition('.')[0]}", ""), called=called)
     code = getattr(fn, "__code__", None)
     where = f", {code.co_filename}:{code.co_firstlineno}" if code else ""
-    return Kernel("my_kernel", missing=f"the callable of (q, k, v) that {test} checked ({label}{where})")
+    return KernelSource("my_kernel", missing=f"the callable of (q, k, v) that {test} checked ({label}{where})", called=called)
 
 
 def import_root(fn: object) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.invariants.invariant import QUANTISES, Invariant
+from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
@@ -23,7 +23,7 @@ class Algebra(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Quantised values are not linear."""
-        return QUANTISES if probe.is_approximate else None
+        return QUANTIZES if probe.is_approximate else None
 
     def run(self, probe: Probe) -> str:
         """Scale v, then reorder; thoroughly also compute halves of the keys apart."""
@@ -69,7 +69,7 @@ def _is_merged(probe: Probe) -> str:
 
     w, inputs = probe.workload, probe.inputs
     is_plain = w.mask is None and _keys_are_alike(w) and not w.sinks and w.bias is None and w.kv_pages is None
-    if not probe.question.returns_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
+    if not probe.spec.returns_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
         return ""
     halves = []
     for keys in (slice(0, w.kv_len // 2), slice(w.kv_len // 2, None)):

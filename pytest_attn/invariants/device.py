@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import RefusedError
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pytest_attn.invariants.derived import Derived, Variation, replaced
-from pytest_attn.workloads.inputs import Inputs, sequence_lengths
+from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Window
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.exact import Expected
+from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.difference import at_first
-from pytest_attn.invariants.invariant import QUANTISES, Invariant, NotApplicable
+from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs
 
@@ -25,7 +25,7 @@ def _inapplicable_because(probe: Probe) -> str | None:
     if not probe.backward:
         return _FORWARD_ONLY
     if probe.is_approximate:
-        return QUANTISES
+        return QUANTIZES
     return None if probe.is_short else "too many rows and keys to look at every pair"
 
 
@@ -127,7 +127,7 @@ class LseGradient(Invariant):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Backward, with lse, and scores that are scale * q . k but for a constant."""
         w = probe.workload
-        if not probe.question.returns_lse:
+        if not probe.spec.returns_lse:
             return "the kernel returns no lse"
         if w.sinks or w.softcap is not None or w.score_mod is not None:
             return "softcap, sinks and score_mod change what a shift of the keys does"

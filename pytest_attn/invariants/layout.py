@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.backends.backend import RefusedError
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import fused, refusals, swapped
+from pytest_attn.invariants.call import Tensors
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
-from pytest_attn.invariants.probe import Probe, Tensors
+from pytest_attn.invariants.probe import Probe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +126,7 @@ def _expanded(probe: Probe) -> str:
     """Call with all key heads one, of stride 0, and dout one row, against the same values in contiguous tensors."""
     if probe.workload.kv_pages is not None or not probe.is_short:
         return ""
-    axis = 1 if probe.question.layout != "bshd" else 2
+    axis = 1 if probe.spec.layout != "bshd" else 2
     tensors = probe.handed()
 
     def one_head(tensor: Tensor) -> Tensor:

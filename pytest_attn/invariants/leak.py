@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.difference import at_first, difference
-from pytest_attn.invariants.invariant import QUANTISES, Invariant
+from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
-from pytest_attn.workloads.inputs import Inputs, sequence_lengths
-from pytest_attn.workloads.masks import bind
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import sequence_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class Leak(Invariant):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out kernels that mix keys, and workloads whose every pair is too much to write down."""
         if probe.is_approximate:
-            return QUANTISES
+            return QUANTIZES
         return None if probe.is_short else "too many rows and keys to look at every pair"
 
     def run(self, probe: Probe) -> str:
@@ -94,8 +95,8 @@ def _change_hidden_keys(probe: Probe) -> str:
     inputs = probe.inputs
     if inputs.page_table is not None:
         return ""
-    blind = _blind_rows(inputs)
-    if not bool(blind.any()):
+    fully_masked = _fully_masked_rows(inputs)
+    if not bool(fully_masked.any()):
         return ""
     changed = _second_half(inputs)
     late = changed[:, None, None] if inputs.workload.is_packed else changed[:, None, :, None]
@@ -103,7 +104,7 @@ def _change_hidden_keys(probe: Probe) -> str:
     found, base = probe.run(dataclasses.replace(inputs, k=k, v=v)), probe.base
     for name in ("out", "lse", "dq"):
         if name in base:
-            rows = blind if name == "lse" else blind[..., None]
+            rows = fully_masked if name == "lse" else fully_masked[..., None]
             seen, before = (heads_first(t[name], inputs.workload) for t in (found, base))
             if text := difference(name, seen, before, where=rows):
                 return f"the second half of the keys set to 100 or -100, which this row may not see: {text}"
@@ -122,7 +123,7 @@ def _second_half(inputs: Inputs) -> Tensor:
     return torch.cat(parts)
 
 
-def _blind_rows(inputs: Inputs) -> Tensor:
+def _fully_masked_rows(inputs: Inputs) -> Tensor:
     """Return True where a row sees no key of the second half: (batch, heads, q_len), packed (1, heads, tokens)."""
     import torch
 

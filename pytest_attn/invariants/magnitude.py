@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.correctness.precision import precision_named
 from pytest_attn.invariants.derived import TOO_LONG
 from pytest_attn.invariants.difference import Results, at_first
-from pytest_attn.invariants.invariant import QUANTISES, Invariant
+from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 
@@ -31,7 +31,7 @@ class Magnitude(Invariant):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out quantised kernels, and what takes too long."""
         if probe.is_approximate:
-            return QUANTISES
+            return QUANTIZES
         return None if probe.is_short else TOO_LONG
 
     def run(self, probe: Probe) -> str:
@@ -45,7 +45,7 @@ class Magnitude(Invariant):
 
 def _rounds_scores(probe: Probe) -> bool:
     """Whether scores of 10,000 are off by more than the softmax bears, so that out may be any average of values."""
-    precision = precision_named(probe.question.precision)
+    precision = precision_named(probe.spec.precision)
     return precision.rounds_scores or precision.rounds_scaled_query
 
 
@@ -63,7 +63,7 @@ def _no_average(found: Results, inputs: Inputs) -> str:
 
 def _large(probe: Probe) -> Inputs:
     """Scale q and k of N(0, 1) so that scores are some 10,000."""
-    drawn = draw_inputs(probe.workload, "randn", probe.question.seed, probe.device)
+    drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
     wanted = min(_SPREAD / probe.workload.softmax_scale, _LARGEST[probe.workload.dtype] / 4)
     factor = (wanted / probe.workload.head_dim**0.5) ** 0.5
     return dataclasses.replace(drawn, q=drawn.q * factor, k=drawn.k * factor)
@@ -73,7 +73,7 @@ def _shifted(probe: Probe) -> Inputs:
     """Give all keys one large channel, and queries one that moves all scores of a row down, in every third head up."""
     import torch
 
-    drawn = draw_inputs(probe.workload, "randn", probe.question.seed, probe.device)
+    drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
     w = probe.workload
     shift = min(_LARGEST[w.dtype] / 4, 2e5 / w.softmax_scale)
     k, q = drawn.k.clone(), drawn.q.clone()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend, RefusedError
 from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
@@ -32,10 +32,9 @@ class Offsets(Invariant):
 
         if probe.device.type != "cuda":
             return "needs 4 GiB of a CUDA device"
-        if isinstance(probe.subject, Backend):  # one that ends the CUDA context is not shown again and again
-            for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
-                if self.name in defect.invariants:
-                    return f"known defect {defect.issue}: {defect.summary}"
+        for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
+            if self.name in defect.invariants:  # one that ends the CUDA context is not shown again and again
+                return f"known defect {defect.issue}: {defect.summary}"
         free, _ = torch.cuda.mem_get_info(probe.device)
         return None if free > 2 * _FAR * 4 else "the device has too little free memory"
 

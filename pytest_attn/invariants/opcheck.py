@@ -17,7 +17,7 @@ class Opcheck(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Operators only."""
-        return None if _is_operator(probe.subject) else "the kernel is no registered operator"
+        return None if _is_operator(probe.subject.user_function) else "the kernel is no registered operator"
 
     def run(self, probe: Probe) -> str:
         """Run torch's own checks."""
@@ -25,7 +25,7 @@ class Opcheck(Invariant):
 
         tensors = probe.handed()
         given = tuple(t.requires_grad_(probe.backward) for t in (tensors.q, tensors.k, tensors.v))
-        operator: Any = probe.subject
+        operator: Any = probe.subject.user_function
         probe.count.calls += self.calls
         with probe.calling():
             said = torch.library.opcheck(operator, given, raise_exception=False)

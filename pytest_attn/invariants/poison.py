@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend, RefusedError
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
+from pytest_attn.invariants.call import Tensors
 from pytest_attn.invariants.invariant import Invariant
-from pytest_attn.invariants.probe import Probe, Tensors
+from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _poisoned(probe: Probe) -> tuple[Inputs, str]:
 
 def _pads_by_mask(probe: Probe) -> bool:
     """A backend says so; a function may do it."""
-    return not isinstance(probe.subject, Backend) or probe.subject.pads_by_mask(probe.workload)
+    return probe.subject.pads_by_mask(probe.workload)
 
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:

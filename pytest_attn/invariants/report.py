@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Outcome: TypeAlias = Literal["passed", "broken", "not applicable"]
@@ -23,12 +23,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class InvariantReport:
-    """All invariants of one callable on one workload; `message` is the text of a failure, "" where none is broken."""
+    """All invariants of one callable on one workload."""
 
     workload: str
     subject: str
     findings: tuple[Finding, ...]
-    message: str = field(default="", repr=False)
 
     @property
     def passed(self) -> bool:

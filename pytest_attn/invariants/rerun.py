@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_attn.invariants.call import Tensors
 from pytest_attn.invariants.difference import first_difference
 from pytest_attn.invariants.invariant import Invariant
-from pytest_attn.invariants.probe import Probe, Tensors
+from pytest_attn.invariants.probe import Probe
 
 if TYPE_CHECKING:
     from torch import Tensor

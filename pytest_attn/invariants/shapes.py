@@ -36,7 +36,7 @@ class Shapes(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Change one dimension at a time."""
-        w, seed = probe.workload, probe.question.seed
+        w, seed = probe.workload, probe.spec.seed
         made = (Variation(words, draw_inputs(other, "structured", seed, probe.device)) for words, other in _shapes(w))
         return judge_variations(probe, made, self.calls)
 

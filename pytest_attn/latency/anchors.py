@@ -1,7 +1,7 @@
 """Anchors: two frozen operations that are timed beside every kernel, so that a slow machine is told from a slow kernel.
 
-One is bound by arithmetic, one by memory; a CPU has the pace of its core as a third. What they do is written down as text,
-whose hash is kept with every baseline: times beside other anchors cannot be compared.
+One is bound by arithmetic, one by memory; a CPU has a third, the reference loop of its core. What they do is written down as
+text, whose hash is kept with every baseline: times beside other anchors cannot be compared.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_attn.latency.timer import Item
+
 if TYPE_CHECKING:
     import torch
 
 COMPUTE, MEMORY = "compute", "memory"
-#: of a CPU that is timed by one thread; latency/core.py
-PACE = "pace"
+#: of a CPU that is timed by one thread (latency/contention.py), by the key that baselines have for it
+REFERENCE_LOOP = "pace"
 
 
 class Anchor(NamedTuple):
@@ -24,11 +26,6 @@ class Anchor(NamedTuple):
     definition: str
     call: Callable[[], object]
     calls: int = 1
-
-    @property
-    def hash(self) -> str:
-        """The first hexadecimal digits of the SHA-256 of the definition."""
-        return hash_of(self.definition)
 
 
 DEFINITIONS = {
@@ -39,7 +36,7 @@ DEFINITIONS = {
     "cpu": {
         COMPUTE: "torch.mm(a, b, out=c); a, b, c float32 (384, 384), randn, seed 0; v1",
         MEMORY: "target.copy_(source); uint8 (33554432,), zeros; v1",
-        PACE: "sum(range(6000)), the fastest of a measurement; v1",
+        REFERENCE_LOOP: "sum(range(6000)), the fastest of a measurement; v1",
     },
 }
 
@@ -57,8 +54,8 @@ def anchor_hashes(kind: str) -> dict[str, str]:
 def make_anchors(device: torch.device) -> dict[str, Anchor]:
     """Allocate the anchors of a device; their tensors live as long as they do (about 0.6 GB on a GPU).
 
-    A GPU's matrix product is of zeros: it runs at the clock of flash attention, and follows it from one step to the next. Of
-    random numbers it runs at a lower one, and hardly shows these steps.
+    A GPU multiplies zero matrices, so that the anchor runs at the clock of flash attention and follows its steps; random data
+    draws more power, so that the clock is lower and its steps hardly show.
     """
     import torch
 
@@ -77,6 +74,16 @@ def make_anchors(device: torch.device) -> dict[str, Anchor]:
         COMPUTE: Anchor(definitions[COMPUTE], lambda: torch.mm(a, b, out=c), products),
         MEMORY: Anchor(definitions[MEMORY], lambda: target.copy_(source)),
     }
+
+
+def anchor_item(name: str, anchor: Anchor) -> Item:
+    """Return one sample of an anchor."""
+
+    def sample() -> None:
+        for _ in range(anchor.calls):
+            anchor.call()
+
+    return Item(name, lambda: sample, anchor.calls)
 
 
 def _definitions(kind: str) -> dict[str, str]:

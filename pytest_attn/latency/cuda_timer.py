@@ -12,10 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.latency.captures import graphs_of
+from pytest_attn.latency.calls import TimedCall, called, verified
+from pytest_attn.latency.cuda_graphs import graphs_of
+from pytest_attn.latency.device_graph import DeviceGraphError
 from pytest_attn.latency.peak import peak_of
-from pytest_attn.latency.resident import ResidencyError
-from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, called, repeated, verified
+from pytest_attn.latency.sampling import calls_per_sample, choose_mode, replays_per_sample
+from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
 from pytest_attn.latency.work import StaleError, Work
 
 if TYPE_CHECKING:
@@ -23,17 +25,6 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
-_OWN_EVENTS_SECONDS = 250e-6
-#: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
-_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "replay": 0.8e-3, "batched": 0.2e-3}
-_MOST_CALLS: dict[Mode, int] = {"graph": 40, "replay": 40, "batched": 20}
-_FEWEST_CALLS = 4
-#: seconds of a call in a graph from which its samples are several replays, and theirs: causal flash attention scatters by 4 %
-#: from call to call, and the median of few long samples knows more of that than that of many short ones
-_LONG_SECONDS, _LONG_SAMPLE_SECONDS = 100e-6, 2.4e-3
-#: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it
-_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
 _PLACES = 6
 #: MiB that are kept from the allocator in turn, so that it gives a kernel other memory than before
@@ -55,7 +46,7 @@ class CudaTimer(Timer):
         import torch
 
         self.device, self.cold = device, cold
-        self.host = HostTimer(device)
+        self.host_timer = HostTimer(device)
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
         self._flushed = torch.empty(2 * l2, dtype=torch.uint8, device=device) if cold else None
         self._cycles = self._cycles_per_second()
@@ -67,28 +58,19 @@ class CudaTimer(Timer):
         """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
             self._backlogs.clear()
-            looks = [verified(work) for _ in range(2)]
-            is_slow = min(call.done for call in looks) > SLOW_SECONDS
-            self._verify_behind_backlog(work)
-            host = min(call.launched for call in looks) if is_slow else self._launching(work)
-            device = self._estimate(work, host, samples=1 if is_slow else 3)
-            bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * (device or 0.0))
-            bound *= 2.0 if mode not in (None, "host") else 0.5 if mode == "host" else 1.0  # no flapping at the limit
-            if device is None or host > bound:
-                return self._host_plan(work, host)
+            looks = [verified(work) for _ in range(2)]  # whose results stay in memory until all is planned
+            launch, device = self._launch_and_device_time(work, looks)
+            wanted = choose_mode(mode, launch, device)
+            if device is None or wanted == "host":
+                return self.host_timer.plan(work)._replace(launch=launch)
             most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
-            wanted = mode if mode not in (None, "host") else "graph" if device < _OWN_EVENTS_SECONDS else "events"
             if wanted in GRAPHS:
-                calls = _calls_on_own_sets(work, device, wanted, most)
-                kind, graphs = _graphs(work, calls, wanted)
-                if graphs:
-                    replays = _replays_per_sample(calls, device, len(work.sets))
-                    stage = repeated(itertools.cycle(graphs).__next__, replays)
-                    return Plan(kind, calls * replays, device, host, stage, work.refresh)
+                if plan := _plan_in_graphs(work, wanted, launch, device, most):
+                    return plan
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
             renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
-            return Plan("batched" if calls > 1 else "events", calls, device, host, repeated(work.stage, calls), renew)
+            return Plan("batched" if calls > 1 else "events", calls, device, launch, repeated(work.stage, calls), renew)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Enqueue the whole block behind a sleeping device; HostTimer where it would not stay asleep."""
@@ -125,9 +107,6 @@ class CudaTimer(Timer):
             work.stage()()
             return peak_of(work.stage(), self.device)
 
-    def _host_plan(self, work: Work, host: float) -> Plan:
-        return self.host.plan(work)._replace(host=host)
-
     def _move(self, work: Work) -> None:
         """Give the work, and what its kernel allocates, other memory, and its data another sign."""
         import torch
@@ -161,13 +140,23 @@ class CudaTimer(Timer):
             end.synchronize()
         return float(cycles / (begin.elapsed_time(end) * 1e-3))
 
+    def _launch_and_device_time(self, work: Work, looks: Sequence[TimedCall]) -> tuple[float, float | None]:
+        """Return the host's seconds for launching a call, and the device's for it; see `_estimate`.
+
+        A kernel that is slow, as the first calls tell, is called as few times as possible.
+        """
+        is_slow = min(call.done for call in looks) > SLOW_SECONDS
+        self._verify_behind_backlog(work)
+        launch = min(call.launched for call in looks) if is_slow else self._launching(work)
+        return launch, self._estimate(work, launch, samples=1 if is_slow else 3)
+
     def _launching(self, work: Work) -> float:
         """Return the host's seconds for launching one call on an idle device, the median of a few."""
         return median(called(work).launched for _ in range(5))
 
-    def _estimate(self, work: Work, host: float, samples: int) -> float | None:
+    def _estimate(self, work: Work, launch: float, samples: int) -> float | None:
         """Return the device's seconds for one call, None where the device cannot be kept waiting for the host."""
-        if host > _MOST_BACKLOG_SECONDS / 4:
+        if launch > _MOST_BACKLOG_SECONDS / 4:
             return None
         try:
             return median(self.block([Item("estimate", work.stage)] * samples))
@@ -213,30 +202,29 @@ def torch_free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def _plan_in_graphs(work: Work, wanted: Mode, launch: float, device: float, most: int) -> Plan | None:
+    """Return the plan of samples that replay graphs, None where no graph can be had."""
+    calls = _calls_on_own_sets(work, device, wanted, most)
+    mode, graphs = _graphs(work, calls, wanted)
+    if not graphs:
+        return None
+    replays = replays_per_sample(calls, device, len(work.sets))
+    stage = repeated(itertools.cycle(graphs).__next__, replays)
+    return Plan(mode, calls * replays, device, launch, stage, work.refresh)
+
+
 def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
     """Return which graphs can be had, those wanted or those that torch makes, and them; none of one call, or of no capture."""
     if calls == 1:
         return wanted, []
     if wanted == "graph":
-        with suppress(ResidencyError):
-            return "graph", graphs_of(work, calls, _PLACES, are_resident=True)
-    return "replay", graphs_of(work, calls, _PLACES, are_resident=False)
+        with suppress(DeviceGraphError):
+            return "graph", graphs_of(work, calls, _PLACES, on_device=True)
+    return "replay", graphs_of(work, calls, _PLACES, on_device=False)
 
 
 def _calls_on_own_sets(work: Work, seconds: float, mode: Mode, most: int) -> int:
     """Return how many calls share a sample, each on a set of its own where there are so many; at most `most` of both."""
-    calls = min(_calls_per_sample(seconds, mode), most)
+    calls = min(calls_per_sample(seconds, mode), most)
     work.rotate_over(min(_PLACES * calls, most))
     return calls
-
-
-def _replays_per_sample(calls: int, seconds: float, sets: int) -> int:
-    """Return how many replays of a graph share a sample, by the device's time of a call; as many as have their own sets."""
-    return max(1, min(round(_LONG_SAMPLE_SECONDS / (calls * seconds)), sets // calls)) if seconds >= _LONG_SECONDS else 1
-
-
-def _calls_per_sample(seconds: float, mode: Mode) -> int:
-    """Return how many calls share a sample of a mode, by the device's time of one."""
-    if mode == "events":
-        return 1
-    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS[mode] / max(seconds, 1e-9))), _MOST_CALLS[mode])

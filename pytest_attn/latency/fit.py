@@ -15,37 +15,37 @@ SENSITIVITY_SD, _RESIDUAL_VARIANCE = 0.25, 0.003**2
 
 @dataclass(frozen=True)
 class Run:
-    """One process: the p50 of a case, the medians of its anchors, and launching one call on the host, in seconds.
+    """One process: the p50 of a case, the medians of its anchors, and the launch of one call, in seconds.
 
-    host is 0 where the host's clock is what was timed.
+    launch is 0 if the host's clock is what was timed.
     """
 
     p50: float
     anchors: Mapping[str, float]
-    host: float = 0.0
+    launch: float = 0.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The recorded runs of one case: their centre, scatter, and how its p50 follows the anchors. Logarithms of seconds.
+    """The recorded runs of one case: their center, scatter, and how its p50 follows the anchors. Logarithms of seconds.
 
     Anchors without a sensitivity only tell of the machine.
     """
 
     runs: tuple[Run, ...]
     sensitivity: Mapping[str, float]
-    anchor_centres: Mapping[str, float]
+    anchor_centers: Mapping[str, float]
     values: tuple[float, ...]
 
     @property
-    def centre(self) -> float:
+    def center(self) -> float:
         """The mean of the adjusted values."""
         return fmean(self.values)
 
     @property
     def variance(self) -> float:
         """Their sample variance."""
-        return sum((v - self.centre) ** 2 for v in self.values) / max(1, len(self.values) - 1)
+        return sum((v - self.center) ** 2 for v in self.values) / max(1, len(self.values) - 1)
 
     @property
     def degrees(self) -> int:
@@ -60,14 +60,14 @@ class Fit:
     def drift(self, runs: Sequence[Run]) -> dict[str, float]:
         """By how much the anchors have moved since the recording, in logarithms."""
         return {
-            name: fmean(math.log(run.anchors[name]) for run in runs) - centre
-            for name, centre in self.anchor_centres.items()
+            name: fmean(math.log(run.anchors[name]) for run in runs) - center
+            for name, center in self.anchor_centers.items()
             if all(run.anchors.get(name) for run in runs)
         }
 
     def adjusted(self, run: Run) -> float:
         """Return the logarithm of the p50 as it would be on the machine of the recording."""
-        return _adjusted(run, self.sensitivity, self.anchor_centres)
+        return _adjusted(run, self.sensitivity, self.anchor_centers)
 
 
 def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
@@ -78,14 +78,14 @@ def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
     if not runs:
         raise ValueError("a baseline without runs")
     everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
-    centres = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
-    names = [name for name in prior if name in centres]
+    centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
+    names = [name for name in prior if name in centers]
     middle = fmean(math.log(run.p50) for run in runs)
-    x = [[math.log(run.anchors[name]) - centres[name] for name in names] for run in runs]
+    x = [[math.log(run.anchors[name]) - centers[name] for name in names] for run in runs]
     y = [math.log(run.p50) - middle for run in runs]
     slopes = _ridge(x, y, [prior[name] for name in names], _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
     sensitivity = {name: min(1.0, max(0.0, slope)) for name, slope in zip(names, slopes, strict=True)}
-    return Fit(tuple(runs), sensitivity, centres, tuple(_adjusted(run, sensitivity, centres) for run in runs))
+    return Fit(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
 
 
 def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[str, float]:
@@ -98,13 +98,13 @@ def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[st
     return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY)}
 
 
-def _adjusted(run: Run, sensitivity: Mapping[str, float], centres: Mapping[str, float]) -> float:
-    moved = sum(b * (math.log(run.anchors[name]) - centres[name]) for name, b in sensitivity.items() if run.anchors.get(name))
+def _adjusted(run: Run, sensitivity: Mapping[str, float], centers: Mapping[str, float]) -> float:
+    moved = sum(b * (math.log(run.anchors[name]) - centers[name]) for name, b in sensitivity.items() if run.anchors.get(name))
     return math.log(run.p50) - moved
 
 
 def _ridge(x: list[list[float]], y: list[float], prior: list[float], penalty: float) -> list[float]:
-    """Minimise |y - x b|^2 + penalty |b - prior|^2, by the normal equations of at most a few columns."""
+    """Minimize |y - x b|^2 + penalty |b - prior|^2, by the normal equations of at most a few columns."""
     n = len(prior)
     left = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
     right = [sum(row[i] * value for row, value in zip(x, y, strict=True)) + penalty * prior[i] for i in range(n)]

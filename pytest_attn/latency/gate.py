@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from pytest_attn.latency.anchors import PACE
+from pytest_attn.latency.anchors import REFERENCE_LOOP
 from pytest_attn.latency.fit import SENSITIVITY_SD, Fit, Run
 from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantile, t_tail
+from pytest_attn.verdict import Verdict
 
 #: the fewest fresh processes whose runs make a baseline
 FEWEST_RUNS = 10
@@ -26,7 +27,7 @@ SUITE_ALPHA = 0.01
 _SCREEN_ALPHA = 0.02
 _BOUND_ALPHA = 0.05
 #: by how much launching a call may exceed the slowest recorded one: as a factor, and in seconds
-_HOST_RATIO, _HOST_MORE = 2.0, 100e-6
+_LAUNCH_RATIO, _LAUNCH_MORE = 2.0, 100e-6
 #: variance of a case of which nothing else is known, with the weight of so many degrees of freedom
 _DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
 
@@ -62,12 +63,12 @@ def policy_for(kind: str) -> Policy:
 class Decision:
     """What the gate says of one case.
 
-    verdict: "passed", "regressed", "inconclusive" or "no baseline". change: adjusted change of the p50, as a share;
+    verdict: one of those of a latency (verdict.py). change: adjusted change of the p50, as a share;
     interval: its 95 % bounds. detectable: the smallest slowdown that would be found in four of five suites. recorded: the
     median of the baseline's p50s, runs: p50s of the processes that were decided on, in seconds. anchors: their changes.
     """
 
-    verdict: str
+    verdict: Verdict
     reason: str = ""
     change: float | None = None
     interval: tuple[float, float] | None = None
@@ -76,10 +77,12 @@ class Decision:
     runs: tuple[float, ...] = ()
     anchors: Mapping[str, float] | None = None
     is_faster: bool = False
+    cause: str = ""
+    remedy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return builtin types."""
-        return {**asdict(self), "anchors": dict(self.anchors or {})}
+        return {**asdict(self), "verdict": self.verdict.value, "anchors": dict(self.anchors or {})}
 
 
 def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
@@ -91,7 +94,7 @@ def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
 
 
 @dataclass(frozen=True)
-class Terms:
+class GateContext:
     """What runs are held against.
 
     recorded, prior: of the baseline. cases: how many the whole suite decides over. agreed: whether the soft keys of the
@@ -107,56 +110,58 @@ class Terms:
     is_same_device: bool = True
 
 
-def decide(runs: Sequence[Run], terms: Terms) -> Decision:
+def decide(runs: Sequence[Run], context: GateContext) -> Decision:
     """Decide over the runs of fresh processes."""
-    return _decided(_judge(runs, terms), terms)
+    return _decision_from(_figures_of(runs, context), context)
 
 
-def screen(run: Run, terms: Terms) -> tuple[Decision, bool]:
+def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
     """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
 
     They must where the run is slower by as much as can fail, where it is slower for sure and may be by so much, and where it
     does not pass by itself.
     """
-    judged = _judge([run], terms)
-    at_most = judged.change + t_quantile(_SCREEN_ALPHA, judged.degrees) * judged.scatter
-    may_fail = at_most >= judged.can_fail
-    decision = _decided(judged, terms)
-    if decision.verdict == "inconclusive":  # on another device, others of its processes may know no better
-        return decision, terms.is_same_device or may_fail
-    is_slower = judged.tail < _SCREEN_ALPHA and may_fail
-    return decision, judged.change >= judged.can_fail or is_slower or decision.verdict == "regressed"
+    figures = _figures_of([run], context)
+    at_most = figures.change + t_quantile(_SCREEN_ALPHA, figures.degrees) * figures.scatter
+    may_fail = at_most >= figures.can_fail
+    decision = _decision_from(figures, context)
+    if decision.verdict == Verdict.INCONCLUSIVE:  # on another device, others of its processes may know no better
+        return decision, context.is_same_device or may_fail
+    is_slower = figures.tail < _SCREEN_ALPHA and may_fail
+    return decision, figures.change >= figures.can_fail or is_slower or decision.verdict == Verdict.REGRESSED
 
 
-def _decided(judged: _Judged, terms: Terms) -> Decision:
-    runs, recorded, policy = judged.runs, terms.recorded, terms.policy
-    slow = sum(value > recorded.slow for value in judged.values)
-    doubt = _anchor_doubt(judged.drift, recorded, policy, terms.agreed)
+def _decision_from(figures: _Figures, context: GateContext) -> Decision:
+    runs, recorded, policy = figures.runs, context.recorded, context.policy
+    slow_runs = sum(value > recorded.slow for value in figures.values)
+    doubt = _anchor_doubt(figures.drift, recorded, policy, context.agreed)
+    slower = Verdict.INCONCLUSIVE if doubt else Verdict.REGRESSED
     if all(_launches_slower(run, recorded) for run in runs):
-        return judged.decision("inconclusive" if doubt else "regressed", doubt or _launch_words(runs, recorded))
-    is_certain = judged.tail < judged.level and slow >= max(1, len(runs) - 1)
-    if is_certain and judged.change >= judged.least:
-        return judged.decision("inconclusive" if doubt else "regressed", doubt)
-    if doubt and math.expm1(judged.change) >= policy.slowdown:
-        return judged.decision("inconclusive", doubt)
-    if math.expm1(judged.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
-        return judged.decision("passed")
+        return figures.decision(slower, doubt or _describe_launches(runs, recorded))
+    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(runs) - 1)
+    if is_certain and figures.change >= figures.least:
+        return figures.decision(slower, doubt)
+    if doubt and math.expm1(figures.change) >= policy.slowdown:
+        return figures.decision(Verdict.INCONCLUSIVE, doubt)
+    if math.expm1(figures.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
+        return figures.decision(Verdict.PASSED)
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
-    reason += "" if terms.is_same_device else "; not known to be recorded on this very device"
-    return judged.decision("inconclusive", doubt or reason)
+    reason += "" if context.is_same_device else "; not known to be recorded on this very device"
+    return figures.decision(Verdict.INCONCLUSIVE, doubt or reason)
 
 
 def _relevant(slowdown: float, recorded: Fit, policy: Policy) -> float:
     """Return a slowdown, or the share of the recorded time that the floor of seconds is, where that is more."""
-    return max(slowdown, policy.floor / math.exp(recorded.centre))
+    return max(slowdown, policy.floor / math.exp(recorded.center))
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Figures:
     """The figures behind a decision, in logarithms.
 
     least: the smallest change that fails; can_fail: the smallest that can be certain, too. scatter: the standard error of
-    the change between processes, with its degrees of freedom; standard_error: and between devices.
+    the change between processes, with its degrees of freedom; standard_error: and between devices. tail: the probability of
+    such a change by chance; level: below which it is certain. upper: the bound of the change. values: of the runs, adjusted.
     """
 
     change: float
@@ -175,57 +180,58 @@ class _Judged:
     runs: tuple[Run, ...]
     level: float
 
-    def decision(self, verdict: str, reason: str = "") -> Decision:
+    def decision(self, verdict: Verdict, reason: str = "") -> Decision:
         """Put the figures into a decision."""
         reach = t_quantile(0.025, self.degrees_of_error) * self.standard_error
-        times = [run.p50 for run in self.recorded.runs]
         return Decision(
-            verdict,
-            reason,
-            math.expm1(self.change),
-            (math.expm1(self.change - reach), math.expm1(self.change + reach)),
-            self.detectable,
-            median(times),
-            tuple(run.p50 for run in self.runs),
-            {name: math.expm1(d) for name, d in self.drift.items()},
-            is_faster=1 - self.tail < self.level and verdict == "passed",
+            verdict=verdict,
+            reason=reason,
+            change=math.expm1(self.change),
+            interval=(math.expm1(self.change - reach), math.expm1(self.change + reach)),
+            detectable=self.detectable,
+            recorded=median(run.p50 for run in self.recorded.runs),
+            runs=tuple(run.p50 for run in self.runs),
+            anchors={name: math.expm1(moved) for name, moved in self.drift.items()},
+            is_faster=1 - self.tail < self.level and verdict == Verdict.PASSED,
         )
 
 
-def _judge(runs: Sequence[Run], terms: Terms) -> _Judged:
+def _figures_of(runs: Sequence[Run], context: GateContext) -> _Figures:
     if not runs:
         raise ValueError("nothing to decide over: no runs")
-    recorded, policy = terms.recorded, terms.policy
-    variance, degrees = moderated(recorded.variance, recorded.degrees, terms.prior)
+    recorded, policy = context.recorded, context.policy
+    variance, degrees = moderated(recorded.variance, recorded.degrees, context.prior)
     drift = recorded.drift(runs)
-    values = tuple(recorded.adjusted(run) for run in runs)
-    change = fmean(values) - recorded.centre
     doubtful = SENSITIVITY_SD**2 * sum(drift[name] ** 2 for name in recorded.sensitivity if name in drift)
-    baseline_share = 1 / len(recorded.values)
-    level = policy.alpha / max(1, terms.cases)
-    between = 0.0 if terms.is_same_device else policy.between
-    scatter = math.sqrt(variance * (baseline_share + 1 / len(runs)) + doubtful)
+
+    def scatter_of(processes: int) -> float:
+        return math.sqrt(variance * (1 / len(recorded.values) + 1 / processes) + doubtful)
+
+    values = tuple(recorded.adjusted(run) for run in runs)
+    change = fmean(values) - recorded.center
+    level = policy.alpha / max(1, context.cases)
+    between = 0.0 if context.is_same_device else policy.between
+    scatter = scatter_of(len(runs))
     error, degrees_of_error = _with_known(scatter, degrees, between)
-    confirming = math.sqrt(variance * (baseline_share + 1 / policy.runs) + doubtful)
-    later_error, degrees_of_later = _with_known(confirming, degrees, between)
+    later_error, degrees_of_later = _with_known(scatter_of(policy.runs), degrees, between)
     certain, likely = t_quantile(level, degrees_of_later), t_quantile(0.2, degrees_of_later)
     least = math.log1p(_relevant(policy.slowdown, recorded, policy))
-    return _Judged(
-        change,
-        least,
-        max(least, certain * between),
-        scatter,
-        degrees,
-        error,
-        degrees_of_error,
-        t_tail(change / error, degrees_of_error),
-        change + t_quantile(_BOUND_ALPHA, degrees_of_error) * error,
-        math.expm1(max(certain * later_error, least) + likely * later_error),
-        values,
-        drift,
-        recorded,
-        tuple(runs),
-        level,
+    return _Figures(
+        change=change,
+        least=least,
+        can_fail=max(least, certain * between),
+        scatter=scatter,
+        degrees=degrees,
+        standard_error=error,
+        degrees_of_error=degrees_of_error,
+        tail=t_tail(change / error, degrees_of_error),
+        upper=change + t_quantile(_BOUND_ALPHA, degrees_of_error) * error,
+        detectable=math.expm1(max(certain * later_error, least) + likely * later_error),
+        values=values,
+        drift=drift,
+        recorded=recorded,
+        runs=tuple(runs),
+        level=level,
     )
 
 
@@ -240,19 +246,19 @@ def _with_known(error: float, degrees: float, known: float) -> tuple[float, floa
 
 def _launches_slower(run: Run, recorded: Fit) -> bool:
     """Whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
-    slowest = max(r.host for r in recorded.runs)
-    return slowest > 0 and run.host > max(_HOST_RATIO * slowest, slowest + _HOST_MORE)
+    slowest = max(r.launch for r in recorded.runs)
+    return slowest > 0 and run.launch > max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE)
 
 
-def _launch_words(runs: Sequence[Run], recorded: Fit) -> str:
-    now, then = median(run.host for run in runs), max(run.host for run in recorded.runs)
+def _describe_launches(runs: Sequence[Run], recorded: Fit) -> str:
+    now, then = median(run.launch for run in runs), max(run.launch for run in recorded.runs)
     return f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
 
 
 def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:
     """Say which anchor has moved too far for a slowdown to be the kernel's; "" where none has."""
     for name, moved in drift.items():
-        if name == PACE and not agreed:  # of another interpreter, say
+        if name == REFERENCE_LOOP and not agreed:  # of another interpreter, say
             continue
         limit = policy.anchors if agreed else max(0.015, 4 * _scatter(recorded, name))
         if abs(moved) > math.log1p(min(limit, policy.anchors)):
@@ -262,6 +268,6 @@ def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agr
 
 
 def _scatter(recorded: Fit, anchor: str) -> float:
-    centre = recorded.anchor_centres[anchor]
-    squares = [(math.log(run.anchors[anchor]) - centre) ** 2 for run in recorded.runs]
+    center = recorded.anchor_centers[anchor]
+    squares = [(math.log(run.anchors[anchor]) - center) ** 2 for run in recorded.runs]
     return math.sqrt(sum(squares) / max(1, len(squares) - 1))

@@ -84,7 +84,7 @@ def conditions_of(device: torch.device, read: dict[str, Any] | None = None) -> d
         found |= {"triton": _version("triton")}
         found |= {key: (read or {}).get(key) for key in ("driver", "power_limit_w")}
     else:
-        found |= {"blas": _blas(), "system": platform.system(), "interpreter": sys.version}  # whose pace is an anchor
+        found |= {"blas": _blas(), "system": platform.system(), "interpreter": sys.version}  # whose speed is an anchor
     return {key: str(value) for key, value in sorted(found.items()) if value not in (None, "")}
 
 

@@ -57,7 +57,7 @@ def t_quantile(tail: float, degrees: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """Return the regularised incomplete beta function I_x(a, b), by Lentz's continued fraction (DLMF 8.17.22)."""
+    """Return the regularized incomplete beta function I_x(a, b), by Lentz's continued fraction (DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):
@@ -98,14 +98,14 @@ def prior_of(variances: Sequence[float], degrees: float) -> Prior:
         raise ValueError("a prior needs at least one variance")
     floor = max(1e-12, 1e-4 * median(variances))
     logs = [math.log(max(v, floor)) for v in variances]
-    centred = [value - digamma(degrees / 2) + math.log(degrees / 2) for value in logs]
-    centre = sum(centred) / len(centred)
-    spread = sum((c - centre) ** 2 for c in centred) / max(1, len(centred) - 1) - trigamma(degrees / 2)
+    centered = [value - digamma(degrees / 2) + math.log(degrees / 2) for value in logs]
+    center = sum(centered) / len(centered)
+    spread = sum((c - center) ** 2 for c in centered) / max(1, len(centered) - 1) - trigamma(degrees / 2)
     most = 100.0
     if len(variances) < 3:  # too few to say how cases differ
-        return Prior(math.exp(centre), 2.0)
+        return Prior(math.exp(center), 2.0)
     prior_degrees = min(most, 2 * _inverse_trigamma(spread)) if spread > 0 else most
-    return Prior(math.exp(centre + digamma(prior_degrees / 2) - math.log(prior_degrees / 2)), prior_degrees)
+    return Prior(math.exp(center + digamma(prior_degrees / 2) - math.log(prior_degrees / 2)), prior_degrees)
 
 
 def moderated(variance: float, degrees: float, prior: Prior) -> tuple[float, float]:

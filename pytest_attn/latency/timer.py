@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.latency.core import Core
-from pytest_attn.latency.work import StaleError, Work
+from pytest_attn.latency.calls import wait
+from pytest_attn.latency.contention import ContentionMonitor
+from pytest_attn.latency.kept_results import look_for_kept_results
+from pytest_attn.latency.work import Work
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +30,6 @@ GRAPHS: tuple[Mode, ...] = ("graph", "replay")
 Stage: TypeAlias = Callable[[], Callable[[], object]]
 
 _SHORTEST_HOST_SAMPLE = 1e-3
-#: how much longer a call may take after its data changed, in the shortest of a few: 1.4 times, or 10 us, were seen on a CPU
-_KEPT_RATIO, _KEPT_SECONDS, _KEPT_LOOKS = 3.0, 20e-6, 5
 
 
 class Item(NamedTuple):
@@ -41,22 +41,19 @@ class Item(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a work is timed. seconds: the estimate of one call on the device; host: of launching it; renew: between blocks."""
+    """How a work is timed.
+
+    seconds: the estimate of one call on the device; launch: of launching it; renew: between blocks. doubt: what could not be
+    found out about the work.
+    """
 
     mode: Mode
     calls: int
     seconds: float
-    host: float
+    launch: float
     stage: Stage
     renew: Callable[[], None]
-
-
-class Call(NamedTuple):
-    """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done."""
-
-    value: object
-    launched: float
-    done: float
+    doubt: str = ""
 
 
 class Timer(ABC):
@@ -83,11 +80,11 @@ class Timer(ABC):
 class HostTimer(Timer):
     """Wall clock around calls, the device's work included: for CPUs, and for kernels that wait for their device.
 
-    core: of a CPU, which samples are to have to themselves.
+    contention: the monitor of a CPU, which has samples wait until they have the core to themselves.
     """
 
-    def __init__(self, device: torch.device, core: Core | None = None) -> None:
-        self.device, self._core = device, core
+    def __init__(self, device: torch.device, contention: ContentionMonitor | None = None) -> None:
+        self.device, self._contention = device, contention
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Take as many calls as make a sample of a millisecond."""
@@ -98,9 +95,9 @@ class HostTimer(Timer):
                 work.stage()()
             seconds = min(self._one(work.stage()) for _ in range(3))
             calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
-            refuse_kept_results(work, seconds)
+            doubt = look_for_kept_results(work)
             work.rotate_over(2)
-        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh)
+        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh, doubt)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Time each item by itself."""
@@ -108,7 +105,9 @@ class HostTimer(Timer):
             return [self._sample(item) / item.calls for item in items]
 
     def _sample(self, item: Item) -> float:
-        return self._core.undisturbed(item.name, item.stage, self._one) if self._core else self._one(item.stage())
+        if self._contention is None:
+            return self._one(item.stage())
+        return self._contention.undisturbed(item.name, item.stage, self._one)
 
     def _one(self, call: Callable[[], object]) -> float:
         wait(self.device)
@@ -116,40 +115,6 @@ class HostTimer(Timer):
         call()
         wait(self.device)
         return (time.perf_counter_ns() - start) * 1e-9
-
-
-def verified(work: Work) -> Call:
-    """Call a work and look at the result, which must be that of the data as it is; then change the data for the next look."""
-    call = called(work)
-    work.verify("called again after its data changed in place", work.result(call.value))
-    work.refresh()
-    return call
-
-
-def refuse_kept_results(work: Work, seconds: float) -> None:
-    """Raise StaleError where a call takes far longer than the `seconds` that it took again and again on the same data."""
-    verified(work)  # on the same data still
-    limit = _KEPT_RATIO * seconds + _KEPT_SECONDS
-    shortest = verified(work).done
-    for _ in range(_KEPT_LOOKS - 1):
-        if shortest > limit:
-            shortest = min(shortest, verified(work).done)
-    if shortest > limit:
-        known, new = f"{seconds * 1e6:.3g} us", f"{shortest * 1e6:.3g} us"
-        raise StaleError(
-            f"takes {known} on the data of the call before, and {new} on changed data: it keeps what it has computed"
-        )
-
-
-def called(work: Work) -> Call:
-    """Call a work once."""
-    call = work.stage()
-    wait(work.device)
-    begun = time.perf_counter()
-    value = call()
-    launched = time.perf_counter() - begun
-    wait(work.device)
-    return Call(value, launched, time.perf_counter() - begun)
 
 
 def repeated(stage: Stage, calls: int) -> Stage:
@@ -167,13 +132,3 @@ def repeated(stage: Stage, calls: int) -> Stage:
         return all_calls
 
     return stage_all
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all that a device was asked to do."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type in ("xpu", "mps"):
-        getattr(torch, device.type).synchronize()

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,17 @@ DIRECTIONS: tuple[LatencyDirection, ...] = ("forward", "backward", "forward+back
 DISTRIBUTION = "randn"
 #: by how much of its norm an output may differ from what it was before, for order of summation and atomics
 _SAME = 0.05
+
+
+def direction_of(backward: bool | Literal["both"]) -> LatencyDirection:
+    """Return what `backward` asks for. Raises ValueError for anything but False, True and "both"."""
+    if backward is False:
+        return "forward"
+    if backward is True:
+        return "backward"
+    if backward == "both":
+        return "forward+backward"
+    raise ValueError(f'measure: backward must be False, True or "both", got {backward!r}')
 
 
 class StaleError(Exception):
@@ -38,7 +49,7 @@ class Work:
 
     def __init__(
         self,
-        kernel: Callable[..., Any],
+        kernel: AttentionFn,
         tensors: list[torch.Tensor],
         dout: torch.Tensor,
         direction: LatencyDirection,
@@ -151,21 +162,10 @@ def _share(difference: float, norm: float) -> str:
     return f"{difference / norm:.0%} of its norm" if norm else f"{difference:.3g} from zero"
 
 
-def work_of(
-    subject: Callable[..., Any] | Backend,
-    workload: Workload,
-    device: torch.device,
-    direction: LatencyDirection,
-    seed: int = 0,
-    to_layout: Callable[..., Any] = lambda tensor, is_kv=False: tensor,
-) -> Work:
-    """Return the work of a callable, in its layout, or of a backend, prepared for the workload.
-
-    to_layout: turns a tensor of the native layout into the callable's; a backend takes the native one.
-    """
-    inputs = draw_inputs(workload, DISTRIBUTION, seed, device)
-    if isinstance(subject, Backend):
-        kernel = subject.prepare(inputs, backward=direction != "forward")
-        return Work(kernel, [inputs.q, inputs.k, inputs.v], inputs.dout, direction)
-    tensors = [to_layout(inputs.q), to_layout(inputs.k, is_kv=True), to_layout(inputs.v, is_kv=True)]
-    return Work(subject, tensors, to_layout(inputs.dout), direction)
+def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> Work:
+    """Return the work of a subject on the spec's workload, in the layout that it takes."""
+    spec = spec.for_subject(subject)
+    inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
+    kernel = subject.prepare(inputs, backward=direction != "forward")
+    tensors = [spec.in_layout(inputs.q), spec.in_layout(inputs.k, is_kv=True), spec.in_layout(inputs.v, is_kv=True)]
+    return Work(kernel, tensors, spec.in_layout(inputs.dout), direction)

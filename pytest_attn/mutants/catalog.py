@@ -17,14 +17,4 @@ from pytest_attn.mutants.state import STATE
 
 _CLASSES = (MASKS, LENGTHS, HEADS, OPTIONS, LSE, MAGNITUDE, OVERFLOW, MEMORY, STATE, LAYOUT, GRADIENTS)
 
-#: The classes of defects, in the order of the catalog.
-KINDS = tuple(defects.kind for defects in _CLASSES)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for defects in _CLASSES for mutant in defects)
-
-
-def mutant_named(name: str) -> Mutant:
-    """Return a mutant; raise ValueError for an unknown name."""
-    for mutant in MUTANTS:
-        if mutant.name == name:
-            return mutant
-    raise ValueError(f"unknown mutant {name!r}; known: {', '.join(mutant.name for mutant in MUTANTS)}")

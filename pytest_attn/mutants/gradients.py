@@ -6,14 +6,12 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Three, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
 from pytest_attn.mutants.masks import TopLeft
 from pytest_attn.mutants.mutant import Applies, Defects
 from pytest_attn.mutants.reach import (
     all_of,
-    cuts_keys,
-    has_empty_row_in_visited_tile,
-    has_key_tail,
     has_several_heads,
     has_several_row_tiles,
     in_backward,
@@ -22,8 +20,8 @@ from pytest_attn.mutants.reach import (
     is_grouped,
     is_grouped_twice,
     is_padded,
-    shows_tail,
 )
+from pytest_attn.mutants.reach_tiles import cuts_keys, has_fully_masked_row_in_visited_tile, has_key_tail, shows_tail
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +173,7 @@ class _TailNotMaskedAgain(Kernel):
 class _KvLengthIgnored(Kernel):
     """The backward pass sees padded keys."""
 
-    def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Three:
+    def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
         unpadded = dataclasses.replace(call.inputs, kv_lens=None)
         return super().backward(dataclasses.replace(call, inputs=unpadded), out, lse, dout, dlse)
 
@@ -212,7 +210,7 @@ class _ScoreModSlopeMissing(Kernel):
         return s * 0 + 1
 
 
-@GRADIENTS("empty-row-is-nan-in-backward", "PT#125674", "FA#2421", applies=_backward(has_empty_row_in_visited_tile))
+@GRADIENTS("empty-row-is-nan-in-backward", "PT#125674", "FA#2421", applies=_backward(has_fully_masked_row_in_visited_tile))
 class _EmptyRowIsNan(Kernel):
     """P of a row that sees no key is computed again as exp(-inf - -inf)."""
 

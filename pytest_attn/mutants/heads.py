@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Kernel, Sequence, Three, Tile, positions
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import QKV, Sequence, Tile, positions
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides
@@ -86,7 +87,7 @@ class _HeadDimTailNotRead(Kernel):
 class _ValuesReadWithKeysHeadDim(Kernel):
     """Rows of v are taken to lie head_dim apart, as those of k do."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         if v.shape[-1] == k.shape[-1]:
             return q, k, v
         return q, k, read_with_strides(v, contiguous_strides((*v.shape[:-1], k.shape[-1])))

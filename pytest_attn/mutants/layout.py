@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Call, Kernel, Three
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import QKV, Call
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides, written_with_strides
@@ -23,7 +24,7 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
 class _QAssumedContiguous(Kernel):
     """q is read as if it were contiguous."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return _as_if_contiguous(q), k, v
 
 
@@ -31,7 +32,7 @@ class _QAssumedContiguous(Kernel):
 class _VReadWithStridesOfK(Kernel):
     """v is read with the strides of k."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
 
 
@@ -48,7 +49,7 @@ class _OutWrittenWithStridesOfQ(Kernel):
 class _HeadStrideFromBatchStride(Kernel):
     """Heads of k are taken to divide its batch stride, which means nothing in a batch of 1."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         if q.dim() != 4 or k.shape[0] != q.shape[0]:
             return q, k, v
         batch, _, *rest = k.stride()
@@ -59,7 +60,7 @@ class _HeadStrideFromBatchStride(Kernel):
 class _StorageOffsetIgnored(Kernel):
     """k is read from the beginning of its memory, also where it is a slice of it."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, read_with_strides(k, k.stride(), start=0), v
 
 
@@ -67,7 +68,7 @@ class _StorageOffsetIgnored(Kernel):
 class _ExpandedReadAsContiguous(Kernel):
     """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         k, v = (_as_if_contiguous(t) if 0 in t.stride() else t for t in (k, v))
         return q, k, v
 
@@ -76,7 +77,7 @@ class _ExpandedReadAsContiguous(Kernel):
 class _InnermostStrideIgnored(Kernel):
     """The elements of a head's vector are taken to lie side by side."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
 
 
@@ -84,7 +85,7 @@ class _InnermostStrideIgnored(Kernel):
 class _KeysReadAgainWithStridesOfQ(Kernel):
     """The backward pass reads k with the strides of q."""
 
-    def receive_again(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive_again(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
 
 
@@ -106,7 +107,7 @@ class _DqWrittenWithStridesOfQ(Kernel):
 
 
 @LAYOUT("keys-centred-in-place", "SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense)
-class _KeysCentredInPlace(Kernel):
+class _KeysCenteredInPlace(Kernel):
     """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -124,7 +125,7 @@ class _KeysCentredInPlace(Kernel):
 class _KeysTransposedWhereSquare(Kernel):
     """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, k.transpose(1, 2) if k.dim() == 4 and k.shape[1] == k.shape[2] else k, v
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.split import SplitKernel
+from pytest_attn.mutants.honest.tiles import TILE, Call, Extent, Index, Sequence, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
-from pytest_attn.mutants.variants import SplitKernel
-from pytest_attn.workloads.inputs import sequence_lengths
+from pytest_attn.mutants.reach import all_of, is_band, is_grouped, is_packed, is_padded, is_paged
+from pytest_attn.mutants.reach_tiles import has_odd_tiles
 from pytest_attn.workloads.masks import Causal
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,18 +6,12 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.split import SplitKernel
+from pytest_attn.mutants.honest.tiles import Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import (
-    all_of,
-    always,
-    any_of,
-    has_empty_rows,
-    has_row_blind_to_last_tile,
-    has_several_key_tiles,
-    is_half,
-)
-from pytest_attn.mutants.variants import SplitKernel
+from pytest_attn.mutants.reach import all_of, always, any_of, has_several_key_tiles, is_half
+from pytest_attn.mutants.reach_tiles import has_fully_masked_rows, has_row_fully_masked_in_last_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +77,7 @@ class _LseInTheTensorsDtype(Kernel):
         return out, lse.to(seq.call.q.dtype).float()
 
 
-@LSE("lse-of-empty-row-is-nan", "PT#136232", "FA#2706", applies=has_empty_rows)
+@LSE("lse-of-empty-row-is-nan", "PT#136232", "FA#2706", applies=has_fully_masked_rows)
 class _LseOfEmptyRowIsNan(Kernel):
     """A row that sees no key has lse NaN, not -inf."""
 
@@ -112,7 +106,7 @@ class _DenominatorNotRescaled(Kernel):
 
 
 @LSE("rescaled-by-neighbour-row", "FI#3838", applies=has_several_key_tiles)
-class _RescaledByNeighbourRow(Kernel):
+class _RescaledByNeighborRow(Kernel):
     """Values summed so far are rescaled by the factor of the row before."""
 
     def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
@@ -132,7 +126,7 @@ class _RescaledInversely(Kernel):
         return dataclasses.replace(after, acc=after.acc + state.acc * (inverse - factor)[..., None])
 
 
-@LSE("maximum-of-tile-alone", "FA#2082", "FA#2083", applies=has_row_blind_to_last_tile)
+@LSE("maximum-of-tile-alone", "FA#2082", "FA#2083", applies=has_row_fully_masked_in_last_tile)
 class _MaximumOfTileAlone(Kernel):
     """The running maximum is that of the last tile: a row that sees nothing there ends with lse -inf."""
 
@@ -162,7 +156,7 @@ class _MergeWithoutWeights(SplitKernel):
 @LSE(
     "merge-weights-of-first-row",
     "FI#4382",
-    applies=all_of(any_of(has_several_key_tiles, has_empty_rows), lambda w, _: w.q_len > 1),
+    applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w, _: w.q_len > 1),
 )
 class _MergeWeightsOfFirstRow(SplitKernel):
     """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
@@ -173,7 +167,7 @@ class _MergeWeightsOfFirstRow(SplitKernel):
         return Softmax(right.top, right.total, merged.acc / merged.total[..., None] * right.total[..., None])
 
 
-@LSE("merge-of-empty-splits-is-nan", "FA@26d7d92f", "torchtitan#3235", applies=has_empty_rows)
+@LSE("merge-of-empty-splits-is-nan", "FA@26d7d92f", "torchtitan#3235", applies=has_fully_masked_rows)
 class _MergeOfEmptySplitsIsNan(SplitKernel):
     """Where no split has a key for a row, its weights are exp(-inf - -inf)."""
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import Index, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
-    has_edge_before_last_tile,
-    has_empty_row_in_visited_tile,
-    has_empty_rows,
-    has_key_tail,
-    has_left_edge,
-    has_right_edge,
-    has_row_blind_to_a_tile,
     has_several_row_tiles,
-    has_tile_of_one_key,
-    has_unaligned_left_edge,
     is_band,
     is_bottom_right,
     is_custom,
     is_document,
     is_grouped,
     is_top_left,
+)
+from pytest_attn.mutants.reach_tiles import (
+    has_edge_before_last_tile,
+    has_fully_masked_row_in_visited_tile,
+    has_fully_masked_rows,
+    has_key_tail,
+    has_left_edge,
+    has_right_edge,
+    has_row_fully_masked_in_first_tile,
+    has_tile_of_one_key,
+    has_unaligned_left_edge,
     shows_tail,
 )
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskMod, Neighborhood, Window
@@ -198,7 +201,7 @@ class _NeighborhoodOneTokenLarger(Kernel):
         return dataclasses.replace(mask, kernel=(*mask.kernel[:-1], mask.kernel[-1] + 1))
 
 
-@MASKS("empty-row-is-nan", "PT#101967", "PT#103963", "PT#109517", applies=has_empty_rows)
+@MASKS("empty-row-is-nan", "PT#101967", "PT#103963", "PT#109517", applies=has_fully_masked_rows)
 class _EmptyRowIsNan(Kernel):
     """A row that sees no key is divided by its denominator of 0."""
 
@@ -206,7 +209,7 @@ class _EmptyRowIsNan(Kernel):
         return state.acc / state.total[..., None], self.lse(state)
 
 
-@MASKS("empty-row-averages-values", "FI#4267", applies=has_empty_row_in_visited_tile)
+@MASKS("empty-row-averages-values", "FI#4267", applies=has_fully_masked_row_in_visited_tile)
 class _EmptyRowAveragesValues(Kernel):
     """Hidden scores are -1e30, not -inf: where all are hidden, all weigh the same."""
 
@@ -214,8 +217,8 @@ class _EmptyRowAveragesValues(Kernel):
         return s.masked_fill(~self.visible(tile), -1e30)
 
 
-@MASKS("blind-tile-is-nan", "xf#564", "xf#722", "PT#136232", applies=has_row_blind_to_a_tile)
-class _BlindTileIsNan(Kernel):
+@MASKS("blind-tile-is-nan", "xf#564", "xf#722", "PT#136232", applies=has_row_fully_masked_in_first_tile)
+class _FullyMaskedTileIsNan(Kernel):
     """A row that has seen no key yet subtracts -inf from -inf."""
 
     def shift(self, top: Tensor) -> Tensor:

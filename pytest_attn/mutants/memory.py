@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.split import SplitKernel
+from pytest_attn.mutants.honest.tiles import TILE, Call, Sequence, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import (
-    all_of,
-    always,
-    has_empty_rows,
-    has_row_tail,
-    in_backward,
-    is_padded,
-)
-from pytest_attn.mutants.variants import SplitKernel
-from pytest_attn.workloads.inputs import sequence_lengths
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.mutants.reach import all_of, always, has_row_tail, in_backward, is_padded
+from pytest_attn.mutants.reach_tiles import has_fully_masked_rows
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import random
@@ -40,7 +34,7 @@ class _Racing(Kernel):
         return generator.randrange(self.rarity) == 0
 
 
-@MEMORY("last-row-tile-unwritten", "PT#194167", "FI#1533", applies=has_row_tail, deterministic=False)
+@MEMORY("last-row-tile-unwritten", "PT#194167", "FI#1533", applies=has_row_tail)
 class _LastRowTileUnwritten(Kernel):
     """A last tile of rows that is not full is never written: out and lse there are what memory held."""
 
@@ -49,7 +43,7 @@ class _LastRowTileUnwritten(Kernel):
             super().store(seq, rows, out, lse, out_rows, lse_rows)
 
 
-@MEMORY("empty-rows-unwritten", "FI#1533", "FA@a3a257c7", applies=has_empty_rows, deterministic=False)
+@MEMORY("empty-rows-unwritten", "FI#1533", "FA@a3a257c7", applies=has_fully_masked_rows)
 class _EmptyRowsUnwritten(Kernel):
     """Rows that see no key are not written to out."""
 
@@ -59,7 +53,7 @@ class _EmptyRowsUnwritten(Kernel):
         super().store(seq, rows, out, lse, kept, lse_rows)
 
 
-@MEMORY("lse-unwritten", "FI#3838", applies=always, deterministic=False)
+@MEMORY("lse-unwritten", "FI#3838", applies=always)
 class _LseUnwritten(Kernel):
     """lse is never written; the backward pass has one of its own."""
 
@@ -79,7 +73,6 @@ class _LseUnwritten(Kernel):
     "FA#2324",
     "FA#1990",
     applies=all_of(in_backward, is_padded),
-    deterministic=False,
 )
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""
@@ -94,7 +87,7 @@ class _GradientOfPaddingUnwritten(Kernel):
         return memory
 
 
-@MEMORY("split-merged-before-it-is-written", "FA#2229", "FI#1559", applies=always, deterministic=False)
+@MEMORY("split-merged-before-it-is-written", "FA#2229", "FI#1559", applies=always)
 class _SplitMergedBeforeItIsWritten(SplitKernel):
     """The merge reads the last split's place in the workspace before this call's result is there."""
 
@@ -106,7 +99,7 @@ class _SplitMergedBeforeItIsWritten(SplitKernel):
         return [*outs[:-1], out], [*lses[:-1], lse]
 
 
-@MEMORY("share-of-out-lost", "FA#359", "xf#684", "xf#709", applies=always, deterministic=False)
+@MEMORY("share-of-out-lost", "FA#359", "xf#684", "xf#709", applies=always)
 class _ShareOfOutLost(_Racing):
     """Now and then a tile's P v is overwritten by another's."""
 
@@ -114,7 +107,7 @@ class _ShareOfOutLost(_Racing):
         return acc if self.is_late() else super().accumulate(tile, acc, p, v)
 
 
-@MEMORY("values-of-previous-tile", "FA#2229", "FI#1826", "FI#1559", applies=always, deterministic=False)
+@MEMORY("values-of-previous-tile", "FA#2229", "FI#1826", "FI#1559", applies=always)
 class _ValuesOfPreviousTile(_Racing):
     """Now and then a tile is multiplied with the values that the buffer held before: a barrier is missing."""
 
@@ -125,7 +118,7 @@ class _ValuesOfPreviousTile(_Racing):
         return before if self.is_late() and before.shape == loaded.shape else loaded
 
 
-@MEMORY("share-of-dk-lost", "FA@1c41d2b0", "NATTEN#328", applies=in_backward, deterministic=False)
+@MEMORY("share-of-dk-lost", "FA@1c41d2b0", "NATTEN#328", applies=in_backward)
 class _ShareOfDkLost(_Racing):
     """Now and then a tile's share of dk is overwritten by another's."""
 
@@ -134,7 +127,7 @@ class _ShareOfDkLost(_Racing):
         return share * 0 if self.is_late() else share
 
 
-@MEMORY("nan-in-one-of-a-hundred-calls", "torchtitan#3235", applies=always, condition="repeats", deterministic=False)
+@MEMORY("nan-in-one-of-a-hundred-calls", "torchtitan#3235", applies=always, condition="repeats")
 class _NanInOneOfAHundredCalls(_Racing):
     """One call in a hundred has NaN in one row."""
 
@@ -147,7 +140,7 @@ class _NanInOneOfAHundredCalls(_Racing):
         return out, lse
 
 
-@MEMORY("delta-read-before-it-is-written", "FA#2756", applies=in_backward, deterministic=False)
+@MEMORY("delta-read-before-it-is-written", "FA#2756", applies=in_backward)
 class _DeltaReadBeforeItIsWritten(Kernel):
     """The backward pass does not wait for delta: it reads that of the call before."""
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Three, Tile
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
 from pytest_attn.mutants.strides import read_wrapped
-from pytest_attn.workloads.inputs import sequence_lengths
 from pytest_attn.workloads.masks import Mask, MaskMod
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def _tokens_of_keys(w: Workload) -> int:
 class _KeyOffsetWraps(_Wraps):
     """The offset of a key in its tensor is a 32-bit number."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, read_wrapped(k, self.reach), v
 
 
@@ -68,7 +68,7 @@ class _KeyOffsetWraps(_Wraps):
 class _QueryOffsetWraps(_Wraps):
     """The offset of a query in its tensor is a 32-bit number."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return read_wrapped(q, self.reach), k, v
 
 
@@ -174,7 +174,6 @@ class _KeyPositionWraps(Kernel):
     "FI#3125",
     "xf#1054",
     applies=lambda w, _: w.batch * w.heads > BLOCKS,
-    deterministic=False,
 )
 class _GridTooLarge(Kernel):
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.mutants.kernel import Call, Extent, Kernel, Sequence, Three
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.tiles import QKV, Call, Extent, Sequence
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.mutants.strides import read_with_strides
@@ -28,7 +29,7 @@ def _shapes(call: Call) -> tuple[Any, ...]:
     return tuple(call.q.shape), tuple(call.k.shape), tuple(call.v.shape), call.q.dtype
 
 
-@STATE("result-kept-by-address", "KernelBench#82", "FI#4014", applies=always, condition="calls", deterministic=False)
+@STATE("result-kept-by-address", "KernelBench#82", "FI#4014", applies=always, condition="calls")
 class _ResultKeptByAddress(Kernel):
     """A result is returned again where q, k and v lie where they did, whatever their values are now."""
 
@@ -108,7 +109,7 @@ class _PageTableOfFirstCall(Kernel):
 class _StridesOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the strides."""
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         if k.dim() != 4:  # packed sequences: that kernel is compiled apart
             return q, k, v
         strides = self.kept.setdefault(("strides", k.shape), k.stride())
@@ -119,7 +120,7 @@ class _StridesOfFirstCall(Kernel):
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""
 
-    def gradient_sums(self, call: Call) -> Three:
+    def gradient_sums(self, call: Call) -> QKV:
         dq, dk, dv = super().gradient_sums(call)
         return dq, self.kept.setdefault(("dk", _shapes(call)), dk), dv
 

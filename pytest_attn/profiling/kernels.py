@@ -8,20 +8,25 @@ for NATTEN and FlashAttention-3, which could not be run there, the names in thei
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+Category: TypeAlias = Literal[
+    "attention", "matmul", "softmax", "quantisation", "copy", "reduction", "elementwise", "other"
+]  # as tables and JSON show them
+ATTENTION: Category = "attention"
+MATMUL: Category = "matmul"
+SOFTMAX: Category = "softmax"
+COPY: Category = "copy"
+OTHER: Category = "other"
 
 
 class KernelName(NamedTuple):
-    """One kernel in words; architecture is "" where the symbol does not tell, category one of CATEGORIES."""
+    """One kernel in words; architecture is "" where the symbol does not tell."""
 
     framework: str
-    category: str
+    category: Category
     architecture: str
     operation: str
-
-
-ATTENTION, MATMUL, SOFTMAX, COPY, OTHER = "attention", "matmul", "softmax", "copy", "other"
-CATEGORIES = (ATTENTION, MATMUL, SOFTMAX, "quantisation", COPY, "reduction", "elementwise", OTHER)
 
 
 class _Rule(NamedTuple):
@@ -29,7 +34,7 @@ class _Rule(NamedTuple):
 
     pattern: str
     framework: str
-    category: str
+    category: Category
     operation: str
     architecture: str = ""
 

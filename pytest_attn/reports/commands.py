@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pytest_attn.files import write_atomically
 from pytest_attn.reports.columns import room
-from pytest_attn.reports.files import write_whole
 from pytest_attn.reports.records import Record, read_records
 
 
@@ -46,7 +46,7 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
     if any(os.path.realpath(given.output) == os.path.realpath(path) for path in given.files):
         given.error(f"{given.output} is what it would be made of; say another -o")
     try:
-        write_whole(given.output, report_page(records))
+        write_atomically(given.output, report_page(records))
     except OSError as error:
         given.error(f"cannot write {given.output}: {error.strerror}")
     print(f"written to {given.output}")

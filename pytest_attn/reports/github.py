@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_attn.reports.records import WRONG, Record
+from pytest_attn.reports.records import Record, verdict_of
 
-#: how GitHub marks each verdict; those that are missing need no attention
-_LEVELS = {**dict.fromkeys(WRONG, "error"), "inconclusive": "warning", "known defect": "notice"}
 #: GitHub shows ten of each level for a step, and silently drops the others
 _SHOWN = 10
 
@@ -15,7 +13,7 @@ _SHOWN = 10
 def workflow_commands(records: Sequence[Record]) -> Iterator[str]:
     """Yield workflow commands, at most ten of each level, the last of which counts the rest."""
     for level in ("error", "warning", "notice"):
-        marked = [record for record in records if _LEVELS.get(record["verdict"]) == level]
+        marked = [record for record in records if (verdict := verdict_of(record)) and verdict.level == level]
         shown = marked if len(marked) <= _SHOWN else marked[: _SHOWN - 1]
         yield from (_annotation(level, record) for record in shown)
         if len(marked) > len(shown):

@@ -6,33 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from pytest_attn.messages.durations import duration_in_column
 from pytest_attn.reports.columns import aligned, narrowed
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line
+from pytest_attn.verdict import Cause, Tone, Verdict
 
-_MARKUP = {
-    "regressed": {"red": True},
-    "unconfirmed": {"red": True},
-    "unrecorded": {"red": True},
-    "inconclusive": {"yellow": True},
-    "disturbed": {"yellow": True},
-    "raised": {"red": True},
-}
-_WORDS = {
-    "passed": "as fast as recorded",
-    "regressed": "regressed",
-    "inconclusive": "inconclusive",
-    "no baseline": "without a baseline",
-    "unconfirmed": "slower and not confirmed",
-    "recorded": "recorded",
-    "unrecorded": "not recorded",
-    "untimed": "not timed",
-    "raised": "cannot be timed",
-}
-#: how the reason of a case begins that was never recorded; any other says why its baseline cannot be used
-NONE_RECORDED = "none recorded"
-#: what reasons begin with that recording anew mends; others say what to do themselves
-_TO_RECORD = (NONE_RECORDED, "recorded ")
+_MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
+#: in the closing sentence, in this order
+_COUNTED = (
+    *(Verdict.FAST, Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
+    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.RAISED),
+)
+#: what cannot be timed raised, or kept its results
+_COUNTED_AS = {Verdict.RAISED: "cannot be timed"}
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "finds")
 #: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before
@@ -44,8 +31,8 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
 
     width: what a line may have, in characters; columns that it has no room for are left out, or follow below if verbose.
     """
-    timed = [r for r in records if r["latency"].get("p50")]
-    ranked = sorted(timed, key=lambda r: (r["verdict"] not in _MARKUP, not r["reason"]))
+    timed = [r for r in records if latency_of(r).get("p50")]
+    ranked = sorted(timed, key=lambda r: (not _markup(r), not r["reason"]))
     shown = timed if verbose or len(timed) <= _MOST_ROWS else ranked[:_MOST_ROWS]
     if shown:
         table = [("p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
@@ -54,7 +41,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
         shorter = narrowed([*table, *rows], None if verbose else width, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
         right = tuple(at for at, title in enumerate(shorter[0]) if title in _FIGURES)
         for number, line in enumerate(aligned(shorter, right, width)):
-            yield line, {"bold": True} if number == 0 else _MARKUP.get(shown[number - 1]["verdict"], {})
+            yield line, {"bold": True} if number == 0 else _markup(shown[number - 1])
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
     yield from _reasons(records)
@@ -66,28 +53,28 @@ def is_notable(record: Record) -> bool:
 
     It failed or was not decided, or what was recorded for it cannot be used: a damaged file must not look like a pass.
     """
-    has_unusable_baseline = record["verdict"] == "no baseline" and not record["reason"].startswith(NONE_RECORDED)
-    return record["verdict"] in _MARKUP or has_unusable_baseline
+    is_recorded = record["verdict"] == Verdict.NO_BASELINE and record["cause"] != Cause.NONE_RECORDED
+    return bool(_markup(record)) or is_recorded
 
 
-def is_to_be_recorded(reason: str) -> bool:
-    """Whether recording mends that a case has no baseline. Where it does not, the reason says what does."""
-    return reason.startswith(_TO_RECORD)
+def _markup(record: Record) -> dict[str, bool]:
+    verdict = verdict_of(record)
+    return _MARKUP.get(verdict.tone, {}) if verdict else {}
 
 
 def _extra(records: Sequence[Record]) -> tuple[str, ...]:
-    return ("CUPTI",) if any(r["latency"].get("cupti") for r in records) else ()
+    return ("CUPTI",) if any(latency_of(r).get("cupti") for r in records) else ()
 
 
 def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
-    latency = record["latency"]
+    latency = latency_of(record)
     decision = latency.get("decision") or {}
     low, high, _ = latency["interval"]
     change, finds = decision.get("change"), decision.get("detectable")
     calls = f" x{latency['calls']}" if latency["calls"] > 1 else ""
     runs = decision.get("runs") or [latency["p50"]]  # of fresh processes, where these decided
     row: tuple[str, ...] = (
-        in_units(median(runs)),
+        duration_in_column(median(runs)),
         f"{(high - low) / 2 / latency['p50']:.1%}",
         "-" if change is None else f"{change:+.1%}",
         "-" if finds is None else f"{finds:.1%}",
@@ -97,40 +84,35 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
         latency["direction"],
         f"{latency['mode']}{calls}, {latency['l2']}",
     )
-    return (*row, in_units(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
+    return (*row, duration_in_column(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
 
 
 def _reasons(records: Sequence[Record]) -> Iterator[Line]:
     """One line per verdict and reason, with how many cases it holds."""
     found: dict[tuple[str, str], list[str]] = {}
+    markup: dict[str, dict[str, bool]] = {"disturbed": {"yellow": True}}
     for r in records:
-        if r["reason"] and r["verdict"] != "regressed":
+        markup.setdefault(r["verdict"], _markup(r))
+        if r["reason"] and r["verdict"] != Verdict.REGRESSED:
             found.setdefault((r["verdict"], r["reason"]), []).append(f"{r['subject']} on {r['workload']}")
     for r in records:
-        if r["verdict"] in ("no baseline", "passed") and r["latency"].get("disturbances"):
-            reason = "; ".join(r["latency"]["disturbances"])
-            found.setdefault(("disturbed", reason), []).append(f"{r['subject']} on {r['workload']}")
+        disturbances = latency_of(r).get("disturbances")
+        if disturbances and r["verdict"] in (Verdict.NO_BASELINE, Verdict.PASSED):
+            found.setdefault(("disturbed", "; ".join(disturbances)), []).append(f"{r['subject']} on {r['workload']}")
     for (verdict, reason), cases in found.items():
         which = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield f"{verdict:12}  {which}: {reason}", _MARKUP.get(verdict, {})
+        yield f"{verdict:12}  {which}: {reason}", markup[verdict]
 
 
 def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went."""
-    counts = Counter(r["verdict"] for r in records)
-    text = "latency: " + ", ".join(f"{counts[v]:,} {words}" for v, words in _WORDS.items() if counts[v])
-    faster = [r for r in records if (r["latency"].get("decision") or {}).get("is_faster")]
+    counts = Counter(verdict_of(r) for r in records)
+    parts = [f"{counts[v]:,} {_COUNTED_AS.get(v, v.counted)}" for v in _COUNTED if counts[v]]
+    text = "latency: " + ", ".join(parts)
+    faster = [r for r in records if (latency_of(r).get("decision") or {}).get("is_faster")]
     if faster:
         text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
-    elif any(r["verdict"] == "no baseline" and is_to_be_recorded(r["reason"]) for r in records):
-        text += '; record with --attn-update-baselines "first recording"'
-    is_bad = any(counts[v] for v in ("regressed", "unconfirmed", "unrecorded", "raised"))
-    markup = {"red": True} if is_bad else {"green": True} if counts["passed"] else {}
-    return text, markup
-
-
-def in_units(seconds: float) -> str:
-    """Return a time with its unit, aligned by the decimal point within a unit."""
-    if seconds < 1e-4:
-        return f"{seconds * 1e6:.2f} us"
-    return f"{seconds * 1e3:.4f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.2f} ms"
+    elif remedy := next((r["remedy"] for r in records if r["remedy"]), ""):
+        text += f"; record with {remedy}"
+    is_bad = any(v is not None and v.is_wrong for v in counts)
+    return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}

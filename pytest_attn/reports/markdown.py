@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from pytest_attn.messages.durations import duration_in_column
 from pytest_attn.reports.latency import closing as closing_of_latencies
-from pytest_attn.reports.latency import in_units
-from pytest_attn.reports.records import DOUBTFUL, WRONG, Record
+from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
 
 #: GitHub takes a summary of at most 1 MiB
@@ -21,9 +21,9 @@ def markdown_summary(records: Sequence[Record]) -> str:
     parts = chain(
         ["## Attention", ""],
         _sentences(records),
-        _table("Wrong", [r for r in records if r["verdict"] in WRONG]),
-        _table("In doubt", [r for r in records if r["verdict"] in DOUBTFUL]),
-        _latencies([r for r in records if r["latency"] and r["latency"].get("p50")]),
+        _table("Wrong", [r for r in records if (verdict := verdict_of(r)) and verdict.is_wrong]),
+        _table("In doubt", [r for r in records if (verdict := verdict_of(r)) and verdict.is_doubtful]),
+        _latencies([r for r in records if latency_of(r) and latency_of(r).get("p50")]),
         _machines(records),
     )
     return "\n".join(parts) + "\n"
@@ -72,7 +72,7 @@ def _latencies(records: Sequence[Record]) -> Iterator[str]:
         change = _change(r)
         shown = "" if change is None else f"{change:+.1%}"
         whose = (_code(r["subject"]), _code(r["workload"]), r["direction"], r["verdict"])
-        yield _row(in_units(r["latency"]["p50"]), shown, *whose)
+        yield _row(duration_in_column(latency_of(r)["p50"]), shown, *whose)
     yield from _rest(records)
     yield from ("</details>", "")
 
@@ -88,7 +88,7 @@ def _rest(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _change(record: Record) -> float | None:
-    decision = record["latency"].get("decision") or {}
+    decision = latency_of(record).get("decision") or {}
     change: float | None = decision.get("change")
     return change
 

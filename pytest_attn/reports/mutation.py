@@ -8,7 +8,8 @@ from typing import Any
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.terminal import Line
 
-Record = Mapping[str, Any]
+#: one mutant under one test, as session/mutants.py leaves it
+MutantRecord = Mapping[str, Any]
 _CONDITIONS = {
     "magnitude": 'inputs="outlier" or "large" in the marker',
     "poison": "attn.check_invariants",
@@ -22,9 +23,9 @@ _CONDITIONS = {
 }
 
 
-def mutation_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
+def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator[Line]:
     """Yield killed and reached mutants by test and by class, the survivors with what would kill them, and the score."""
-    reached: dict[str, Record] = {}
+    reached: dict[str, MutantRecord] = {}
     killers: dict[str, set[str]] = {}
     by_test: dict[str, dict[str, bool]] = {}
     for record in records:
@@ -50,7 +51,7 @@ def mutation_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]
     yield text, {"green": not survivors, "yellow": bool(survivors)}
 
 
-def _of_kind(kind: str, reached: Mapping[str, Record], killers: Mapping[str, set[str]]) -> tuple[int, int]:
+def _of_kind(kind: str, reached: Mapping[str, MutantRecord], killers: Mapping[str, set[str]]) -> tuple[int, int]:
     names = [name for name, record in reached.items() if record["kind"] == kind]
     return sum(name in killers for name in names), len(names)
 

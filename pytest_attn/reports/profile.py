@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_attn.messages.durations import duration
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record
 from pytest_attn.reports.terminal import Line
@@ -12,6 +13,7 @@ from pytest_attn.reports.terminal import Line
 _HEADER = ("framework", "category", "arch", "operation", "calls", "time", "share")
 _MOST_ROWS = 12
 _INDENT = "  "
+_MILLISECONDS_FROM = 1e-3
 
 
 def profile_tables(records: Sequence[Record], width: int | None = None) -> Iterator[Line]:
@@ -51,7 +53,7 @@ def _rows(profile: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _figures(launches: Sequence[Mapping[str, Any]], total: float) -> tuple[str, str, str]:
     seconds = _seconds(launches)
-    return str(sum(launch["calls"] for launch in launches)), duration(seconds), f"{seconds / total:.1%}"
+    return str(sum(launch["calls"] for launch in launches)), duration(seconds, _MILLISECONDS_FROM), f"{seconds / total:.1%}"
 
 
 def _seconds(launches: Sequence[Mapping[str, Any]]) -> float:
@@ -62,7 +64,7 @@ def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]
     seconds = profile["seconds"]
     if not seconds:
         return "no kernel was launched"
-    parts = [f"total {duration(seconds)}"]
+    parts = [f"total {duration(seconds, _MILLISECONDS_FROM)}"]
     copies = _seconds([launch for launch in profile["launches"] if launch["category"] == "copy"])
     if copies:
         parts.append(f"{copies / seconds:.0%} of it copies and transposes")
@@ -74,11 +76,3 @@ def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]
     if profile["roofline"] is not None:
         parts.append(f"{profile['roofline'] / seconds:.0%} of the roofline")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Write a time with four digits, in the unit that fits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.4g} {unit}"
-    return ""

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_attn.backends.configured import options_of, split
-from pytest_attn.reports.rank import Candidate, Line, Ranking, Standing
+from pytest_attn.reports.candidates import Candidate
+from pytest_attn.reports.rank import Ranking, RankingLine, Standing
 from pytest_attn.reports.ties import ALPHA, BETWEEN_PROCESSES, DEGREES, FEWEST_PROCESSES
 
 #: of the JSON; a field may be added without a new version, never changed or left out
@@ -72,7 +73,7 @@ def to_python(ranking: Ranking) -> str:
     return "\n".join(parts)
 
 
-def _doubt(line: Line) -> str:
+def _doubt(line: RankingLine) -> str:
     """Write a comment; ascii(), as for constants, so that no name ends its line."""
     names = ", ".join(one.name for one in line.rivals_in_doubt)
     return "# " + ascii(f"{line.workload} {line.direction}: not compared, as disturbed: {names}")[1:-1]
@@ -109,11 +110,11 @@ def _machines(ranking: Ranking) -> list[Mapping[str, Any]]:
     return found
 
 
-def _all(line: Line) -> Sequence[Candidate]:
+def _all(line: RankingLine) -> Sequence[Candidate]:
     return (*line.exact.ranked, *line.approximate.ranked)
 
 
-def _line(line: Line, ranking: Ranking) -> dict[str, Any]:
+def _line(line: RankingLine, ranking: Ranking) -> dict[str, Any]:
     return {
         "workload": line.workload,
         "shape": line.shape,

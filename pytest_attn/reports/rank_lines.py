@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pytest_attn.backends.configured import split
+from pytest_attn.messages.durations import duration_in_column
+from pytest_attn.reports.candidates import Candidate
 from pytest_attn.reports.columns import aligned
-from pytest_attn.reports.latency import in_units
-from pytest_attn.reports.rank import Candidate, Line, Ranking, Standing
-from pytest_attn.reports.terminal import Line as Text
-from pytest_attn.reports.terminal import count
+from pytest_attn.reports.rank import Ranking, RankingLine, Standing
+from pytest_attn.reports.terminal import Line, count
 
 WIDTH = 80
 _PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "f+b"}
@@ -22,7 +22,7 @@ _RED = {"red": True}
 _INDENT = "  "
 
 
-def rank_summary(ranking: Ranking, verbose: bool, width: int | None = None) -> Iterator[Text]:
+def rank_summary(ranking: Ranking, verbose: bool, width: int | None = None) -> Iterator[Line]:
     """Yield the lines of the section "attention rank"; one sentence where nothing was timed.
 
     width: what the rows of the tables of -v may have, in characters; others have 80.
@@ -56,7 +56,7 @@ def nothing_timed(ranking: Ranking) -> str:
     )
 
 
-def machine_name(line: Line) -> str:
+def machine_name(line: RankingLine) -> str:
     """Return what distinguishes the machine of a line for a reader."""
     return f"{line.machine.get('name', '?')} ({line.machine.get('device', '?')}, torch {line.machine.get('torch', '?')})"
 
@@ -64,7 +64,7 @@ def machine_name(line: Line) -> str:
 # -- without -v --------------------------------------------------------------------------------------------------------
 
 
-def _short(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
+def _short(ranking: Ranking, lines: Sequence[RankingLine]) -> Iterator[Line]:
     gain = "gain" if ranking.tuned else "ahead"
     first = "configuration" if ranking.tuned else "fastest"
     table: list[tuple[str, ...]] = [("workload", "", first, "p50", "+-", gain, "ties", "front")]
@@ -80,11 +80,11 @@ def _short(ranking: Ranking, lines: Sequence[Line]) -> Iterator[Text]:
 _NONE = "none is right"
 
 
-def _has_faults(line: Line) -> bool:
+def _has_faults(line: RankingLine) -> bool:
     return any(one.excluded != "skipped" for one in line.excluded)
 
 
-def _short_row(ranking: Ranking, line: Line, standing: Standing) -> tuple[str, ...]:
+def _short_row(ranking: Ranking, line: RankingLine, standing: Standing) -> tuple[str, ...]:
     fastest = standing.fastest
     where = (line.workload, _PASSES[line.direction])
     if fastest is None or fastest.timed is None:
@@ -94,7 +94,7 @@ def _short_row(ranking: Ranking, line: Line, standing: Standing) -> tuple[str, .
     return (
         *where,
         shown[0] + (" approx." if fastest.is_approximate else ""),
-        in_units(fastest.timed.p50),
+        duration_in_column(fastest.timed.p50),
         f"{(high - low) / 2 / fastest.timed.p50:.1%}",
         _gain(ranking, standing) if ranking.tuned else _factor(standing.ahead),
         ", ".join(shown[1:]) or "-",
@@ -157,7 +157,7 @@ def _cut_list(text: str, limit: int) -> str:
     return f"+{len(names)}"
 
 
-def _reasons(ranking: Ranking) -> Iterator[Text]:
+def _reasons(ranking: Ranking) -> Iterator[Line]:
     """One line per reason for which candidates are not ranked, the backends' faults first."""
     found: dict[tuple[str, str], list[Candidate]] = {}
     for line in ranking.lines:
@@ -179,7 +179,7 @@ def _markup(excluded: str) -> dict[str, bool]:
 # -- with -v -----------------------------------------------------------------------------------------------------------
 
 
-def _full(ranking: Ranking, lines: Sequence[Line], width: int | None) -> Iterator[Text]:
+def _full(ranking: Ranking, lines: Sequence[RankingLine], width: int | None) -> Iterator[Line]:
     what = "configuration" if ranking.tuned else "backend"
     head = ("", what, "p50", "+-", "takes", "relative L2", "memory", "front", "")
     for line in lines:
@@ -201,7 +201,7 @@ def _rows(ranking: Ranking, standing: Standing) -> Iterator[tuple[str, ...]]:
         yield (
             place,
             _shown(one, ranking),
-            in_units(one.timed.p50),
+            duration_in_column(one.timed.p50),
             f"{(high - low) / 2 / one.timed.p50:.1%}",
             "-" if one is standing.fastest else _factor(standing.times_as_long(one)),
             "-" if one.error is None else f"{one.error:.1e}",
@@ -211,7 +211,7 @@ def _rows(ranking: Ranking, standing: Standing) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _closing(ranking: Ranking, verbose: bool) -> Iterator[Text]:
+def _closing(ranking: Ranking, verbose: bool) -> Iterator[Line]:
     """Say who is fastest how often, and what a tie is."""
     counts = Counter(_shown(one, ranking) for line in ranking.timed if (one := line.exact.fastest))
     winners = ", ".join(f"{name} {number}" for name, number in counts.most_common())

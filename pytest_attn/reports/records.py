@@ -1,4 +1,4 @@
-"""The record of one judgement: its fields, and the file of --attn-json, one JSON object per line.
+"""The record of one judgment: its fields, and the file of --attn-json, one JSON object per line.
 
 A line is whole or not there: it is written in one piece as soon as its test is done. Numbers that JSON has no word for are
 the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again when read.
@@ -6,83 +6,145 @@ the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again whe
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
-Record = Mapping[str, Any]
+from pytest_attn.verdict import Cause, Verdict
+
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
 
-#: name, type in JSON, meaning
-FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("schema", "integer", "version of this table; a field may be added without a new version, never changed or left out"),
-    ("date", "string", "when the test was done: ISO 8601, UTC"),
-    ("test", "string", "pytest's id of the test"),
-    ("line", "integer", "of its file, counted from 1"),
-    ("question", "string", "what was asked: check, invariants or latency"),
-    (
-        "verdict",
-        "string",
+
+class Record(TypedDict):
+    """One judgment, of builtin types only, so that it travels from an xdist worker on a test report.
+
+    This is the one definition of a record, each field with its meaning: the lines of --attn-json, what reports read, and the
+    table of the documentation follow it.
+    """
+
+    schema: Annotated[int, "version of this table; a field may be added without a new version, never changed or left out"]
+    date: Annotated[str, "when the test was done: ISO 8601, UTC"]
+    test: Annotated[str, "pytest's id of the test"]
+    line: Annotated[int, "of its file, counted from 1"]
+    question: Annotated[str, "what was asked: check, invariants or latency"]
+    verdict: Annotated[
+        str,
         "of a check: passed, mismatch, known defect, expected, skipped, raised; of invariants: held, broken, known defect,"
         " expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline, recorded, unrecorded,"
         " unconfirmed, untimed, raised",
-    ),
-    ("reason", "string", "why: of a skip, defect or failure, in one line"),
-    ("workload", "string", "id of the workload"),
-    ("name", "string", "its name in the catalog, whatever its dtype; empty where it has none"),
-    ("group", "string", "the group of that name"),
-    ("aliases", "array of strings", "other names of the same workload"),
-    (
-        "shape",
-        "object",
+    ]
+    reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
+    cause: Annotated[
+        str,
+        "the reason in a word that programs may go by, empty where there is none; of no baseline: none recorded, recorded"
+        " otherwise, another protocol, another shape, unusable file; of a check that passed: defect not shown",
+    ]
+    remedy: Annotated[str, "the options that mend it, to be added to the command; empty where none do"]
+    source: Annotated[str, "where the workload is from: fuzz, where --attn-fuzz drew it, else empty"]
+    workload: Annotated[str, "id of the workload"]
+    name: Annotated[str, "its name in the catalog, whatever its dtype; empty where it has none"]
+    group: Annotated[str, "the group of that name"]
+    aliases: Annotated[Sequence[str], "other names of the same workload"]
+    shape: Annotated[
+        dict[str, Any],
         "id, batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype, mask; flops and bytes (both objects:"
         " forward, backward)",
-    ),
-    ("subject", "string", "name of the backend or callable, with its variant"),
-    ("tags", "object", "family (the library), backend (without variant), compile (none, compile, max_autotune or graph)"),
-    ("version", "string", "of the library; empty for a callable"),
-    ("direction", "string", "forward, backward or forward+backward (that, of a check: out and gradients)"),
-    ("backward", "boolean", "whether gradients were asked for"),
-    ("tensor", "string", "of all tensors and input distributions, the one closest to its limits, or furthest over them"),
-    ("distribution", "string", "its input distribution"),
-    ("z_element", "number or null", "its largest residual over an element, in budgets (limit 8)"),
-    ("z_row", "number or null", "the largest RMS over a row (limit 4)"),
-    ("z_head", "number or null", "the largest RMS over a head (limit 1.5)"),
-    (
-        "tensors",
-        "array of objects",
+    ]
+    subject: Annotated[str, "name of the backend or callable, with its variant"]
+    tags: Annotated[
+        dict[str, Any], "family (the library), backend (without variant), compile (none, compile, max_autotune or graph)"
+    ]
+    version: Annotated[str, "of the library; empty for a callable"]
+    direction: Annotated[str, "forward, backward or forward+backward (that, of a check: out and gradients)"]
+    backward: Annotated[bool, "whether gradients were asked for"]
+    tensor: Annotated[str, "of all tensors and input distributions, the one closest to its limits, or furthest over them"]
+    distribution: Annotated[str, "its input distribution"]
+    z_element: Annotated[float | None, "its largest residual over an element, in budgets (limit 8)"]
+    z_row: Annotated[float | None, "the largest RMS over a row (limit 4)"]
+    z_head: Annotated[float | None, "the largest RMS over a head (limit 1.5)"]
+    tensors: Annotated[
+        Sequence[dict[str, Any]],
         "every tensor and distribution: name, distribution, passed, z_element, z_row, z_head, absmax, mean_abs, mse,"
         " relative_l2, cosine, worst (index), found, exact, budget, wrong_positions (elements that are NaN or infinite"
         " and should not be, or should be and are not)",
-    ),
-    ("is_sampled", "boolean", "whether only some rows and keys of a long workload were compared"),
-    ("is_approximate", "boolean", "whether the kernel quantises, and was held to its quantised inputs"),
-    ("compile_seconds", "number or null", "what the first calls of a compiled kernel took"),
-    ("graph_breaks", "integer", "of torch.compile"),
-    (
-        "profiles",
-        "array of objects",
+    ]
+    is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
+    is_approximate: Annotated[bool, "whether the kernel quantises, and was held to its quantised inputs"]
+    compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]
+    graph_breaks: Annotated[int, "of torch.compile"]
+    profiles: Annotated[
+        Sequence[dict[str, Any]],
         "with --attn-profile: direction, launches (symbol, words, seconds), peak_memory, flops, roofline (seconds)",
-    ),
-    (
-        "latency",
-        "object or null",
+    ]
+    latency: Annotated[
+        dict[str, Any] | None,
         "workload, subject, direction, verdict, key (of its baseline), p50 (seconds), interval"
         " (low, high, confidence), samples (with --attn-json-samples), blocks, spent (seconds), mode, calls, l2, host"
         " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, decision"
         " (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
-    ),
-    ("machine", "object", "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"),
-    ("seconds", "number", "how long the test took, all its questions together"),
-    ("command", "string", "what to type to run this case again"),
-)
+    ]
+    machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
+    seconds: Annotated[float, "how long the test took, all its questions together"]
+    command: Annotated[str, "what to type to run this case again"]
 
-#: verdicts that fail a test, and those that someone should look at
-WRONG = ("mismatch", "broken", "raised", "regressed", "unconfirmed", "unrecorded")
-DOUBTFUL = ("inconclusive", "known defect")
+
+#: type in Python -> type in JSON, what JSON's reader gives, and the value of a field that nobody filled in
+_TYPES: dict[Any, tuple[str, tuple[type, ...], Any]] = {
+    str: ("string", (str,), ""),
+    bool: ("boolean", (bool,), False),
+    int: ("integer", (int,), 0),
+    float: ("number", (int, float, str), 0.0),
+    float | None: ("number or null", (int, float, str, type(None)), None),
+    dict[str, Any]: ("object", (dict,), {}),
+    dict[str, Any] | None: ("object or null", (dict, type(None)), None),
+    Sequence[str]: ("array of strings", (list, tuple), ()),
+    Sequence[dict[str, Any]]: ("array of objects", (list, tuple), ()),
+}
+_HINTS = {name: get_args(hint) for name, hint in get_type_hints(Record, include_extras=True).items()}
+#: name, type in JSON, meaning
+FIELDS: tuple[tuple[str, str, str], ...] = tuple((name, _TYPES[kind][0], text) for name, (kind, text) in _HINTS.items())
+_KINDS = {name: accepted for name, accepted, _ in _TYPES.values()}
+
+
+def new_record(**known: Any) -> Record:
+    """Return a record of the fields that are known; the others are empty. Raises TypeError for a field that there is not."""
+    if unknown := known.keys() - _HINTS.keys():
+        raise TypeError(f"a record has no field {', '.join(sorted(unknown))}")
+    return cast(Record, {**_empty(), **known})
+
+
+def changed(record: Record, **changes: Any) -> Record:
+    """Return a record with other values in some fields. Raises TypeError for a field that there is not."""
+    return new_record(**{**record, **changes})
+
+
+def _empty() -> dict[str, Any]:
+    """Return a value for each field that says nothing, none of them shared with another record."""
+    return {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items()} | {"schema": SCHEMA}
+
+
+def latency_of(record: Record) -> dict[str, Any]:
+    """Return what a record says of a time, nothing where it is of a check."""
+    return record["latency"] or {}
+
+
+def verdict_of(record: Record) -> Verdict | None:
+    """Return the verdict of a record as a report shows it; None for one that is newer than this version.
+
+    JSON's "passed" is told apart: an approximate kernel, a time, and a known defect that did not show.
+    """
+    verdict = Verdict.named(record["verdict"])
+    if verdict is not Verdict.PASSED:
+        return verdict
+    if record["question"] == "latency":
+        return Verdict.FAST
+    if record["cause"] == Cause.DEFECT_NOT_SHOWN:
+        return Verdict.UNEXPECTED
+    return Verdict.APPROXIMATE if record["is_approximate"] else Verdict.PASSED
 
 
 class RecordWriter:
@@ -108,7 +170,7 @@ class RecordWriter:
 
 def to_line(record: Record, with_samples: bool = False) -> str:
     """Return a record as one line of strict JSON, its fields in the order of `FIELDS`."""
-    complete = {"schema": SCHEMA, **record}
+    complete: dict[str, Any] = {"schema": SCHEMA, **record}
     latency = complete.get("latency")
     if latency and not with_samples:
         complete["latency"] = {key: value for key, value in latency.items() if key != "samples"}
@@ -116,8 +178,8 @@ def to_line(record: Record, with_samples: bool = False) -> str:
     return json.dumps(_named(ordered), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-def read_records(*paths: str | Path) -> list[dict[str, Any]]:
-    """Return the records of one or more files of --attn-json, in their order.
+def read_records(*paths: str | Path) -> list[Record]:
+    """Return the records of one or more files of --attn-json, in their order; fields that a file lacks are empty.
 
     The last line of a run that was killed may be cut short, and is left out. Raises ValueError, with file and line, for
     anything else that is no record, or is of a newer schema.
@@ -135,7 +197,7 @@ def read_records(*paths: str | Path) -> list[dict[str, Any]]:
     return found
 
 
-def _read(line: str, where: str, is_cut: bool) -> dict[str, Any] | None:
+def _read(line: str, where: str, is_cut: bool) -> Record | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -150,23 +212,25 @@ def _read(line: str, where: str, is_cut: bool) -> dict[str, Any] | None:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
             raise ValueError(f"{where}: has {found}, expected {kind}; is it a line that --attn-json wrote?")
-    return {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
+    known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
+    return cast(Record, {**_empty(), **known, **_of_older_lines(record)})
+
+
+def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `cause`, `source` and `reason` would be in a line that was written before the first two were."""
+    if "cause" in record:
+        return {}
+    reason, is_check = str(record.get("reason", "")), record["question"] == "check"
+    fields = {"reason": reason.removeprefix("known defect ")} if record["verdict"] == Verdict.KNOWN_DEFECT else {}
+    if record.get("name") == "fuzz":
+        fields["source"] = "fuzz"
+    elif is_check and record["verdict"] == Verdict.PASSED and reason:
+        fields["cause"] = Cause.DEFECT_NOT_SHOWN.value
+    return fields
 
 
 #: without which a record says nothing
 _REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
-_NONE = type(None)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float, str),
-    "number or null": (int, float, str, _NONE),
-    "object": (dict,),
-    "object or null": (dict, _NONE),
-    "array of strings": (list,),
-    "array of objects": (list,),
-}
 _TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 

@@ -6,16 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pytest_attn.reports.records import Record
+from pytest_attn.verdict import Verdict
 
-#: how a cell says what became of its cases, the gravest first
-_WORDS = {
-    "mismatch": "wrong",
-    "raised": "raised",
-    "known defect": "known defect",
-    "expected": "wrong as expected",
-    "passed": "right",
-    "skipped": "refused",
-}
+#: how a cell says what became of its cases, the gravest first; a skip is a refusal here
+_SHOWN = (Verdict.MISMATCH, Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.PASSED, Verdict.SKIPPED)
+_WORDS = {verdict: verdict.word for verdict in _SHOWN} | {Verdict.SKIPPED: "refused"}
 
 
 def support_page(records: Sequence[Record], groups: Mapping[str, str], title: str) -> str:
@@ -51,7 +46,7 @@ def _reasons(records: Sequence[Record]) -> list[str]:
         for record in records:
             if record["verdict"] == verdict and record["reason"]:
                 reasons.setdefault(record["subject"], Counter())[record["reason"]] += 1
-        if reasons and verdict != "passed":
+        if reasons and verdict is not Verdict.PASSED:
             lines += ["", f"## {word.capitalize()} because"]
             for backend, counts in reasons.items():
                 lines += ["", f"`{backend}`:", ""]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from pytest_attn.reports.columns import aligned
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import Record, verdict_of
+from pytest_attn.verdict import Tone, Verdict
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
@@ -15,7 +16,14 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 #: reasons that --attn-list prints, those of most cases first
 _MOST_OBSTACLES = 20
 #: of these, --attn-save-failures keeps the tensors
-_KEPT = {"mismatch", "broken"}
+_KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
+#: how a terminal shows the tone of a verdict
+_MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
+#: in a closing sentence, what is right first
+_COUNTED = (
+    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.RAISED),
+    *(Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.SKIPPED),
+)
 
 
 def summary(records: Sequence[Record], verbose: bool, width: int | None = None, are_saved: bool = False) -> Iterator[Line]:
@@ -50,7 +58,8 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
         for r in ran
     ]
     for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
-        yield line, {"bold": True} if number == 0 else {"red": True} if ran[number - 1]["verdict"] == "mismatch" else {}
+        is_wrong = number > 0 and ran[number - 1]["verdict"] == Verdict.MISMATCH
+        yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
 
 
 def _levels(record: Record) -> tuple[str, str, str]:
@@ -61,21 +70,16 @@ def _levels(record: Record) -> tuple[str, str, str]:
 
 
 def _problems(records: Sequence[Record]) -> Iterator[Line]:
+    """One line per case that is wrong or to be looked at, and per item of --attn-fuzz."""
     for r in records:
-        direction = " backward" if r["backward"] else ""
-        case = f"{r['subject']} on {r['workload']}{direction}"
-        if r["verdict"] == "mismatch":
-            yield f"mismatch      {case}: {r['reason']}", {"red": True}
-        elif r["verdict"] == "broken":
-            yield f"broken        {case}: {r['reason']}", {"red": True}
-        elif r["verdict"] == "raised":
-            yield f"raised        {case}: {r['reason']}", {"red": True}
-        elif r["verdict"] == "known defect":
-            yield f"known defect  {case}: {r['reason'].removeprefix('known defect ')}", {"yellow": True}
-        elif r["verdict"] == "passed" and r["name"] == "fuzz":
-            yield f"fuzzed        {case}: {r['reason']}", {}
-        elif r["reason"] and r["verdict"] == "passed":
+        case = f"{r['subject']} on {r['workload']}{' backward' if r['backward'] else ''}"
+        verdict = verdict_of(r)
+        if verdict is Verdict.UNEXPECTED:
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
+        elif verdict is not None and (verdict.is_wrong or verdict.is_doubtful):
+            yield f"{r['verdict']:12}  {case}: {r['reason']}", _MARKUP[verdict.tone]
+        elif r["source"] == "fuzz" and verdict is not None and verdict.tone is Tone.GOOD:
+            yield f"fuzzed        {case}: {r['reason']}", {}
 
 
 def _compilations(records: Sequence[Record]) -> Iterator[Line]:
@@ -85,7 +89,7 @@ def _compilations(records: Sequence[Record]) -> Iterator[Line]:
         if r["compile_seconds"] is not None:
             compiled.setdefault(r["subject"], []).append(r)
     for name, cases in compiled.items():
-        seconds = sorted(r["compile_seconds"] for r in cases)
+        seconds = sorted(r["compile_seconds"] or 0.0 for r in cases)
         breaks = max(r["graph_breaks"] for r in cases)
         times = f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most"
         yield f"compiled      {name}: {count(len(cases), 'case')}, {times}, {count(breaks, 'graph break')} at most", {}
@@ -93,10 +97,10 @@ def _compilations(records: Sequence[Record]) -> Iterator[Line]:
 
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:
     """One line per reason for which nothing of a backend ran at all; refused workloads are only counted."""
-    ran = {r["subject"] for r in records if r["verdict"] != "skipped"}
+    ran = {r["subject"] for r in records if r["verdict"] != Verdict.SKIPPED}
     reasons: dict[str, list[str]] = {}
     for r in records:
-        if r["verdict"] == "skipped" and r["subject"] not in ran and r["subject"] != "-":
+        if r["verdict"] == Verdict.SKIPPED and r["subject"] not in ran and r["subject"] != "-":
             names = reasons.setdefault(r["reason"], [])
             if r["subject"] not in names:
                 names.append(r["subject"])
@@ -113,43 +117,32 @@ def _next(records: Sequence[Record], are_saved: bool) -> str:
     verdicts = {r["verdict"] for r in records}
     if verdicts & _KEPT:
         return "" if are_saved else "; --lf --attn-save-failures=failures keeps the tensors"
-    return "; -rs lists the reasons of skips" if "skipped" in verdicts else ""
+    return "; -rs lists the reasons of skips" if Verdict.SKIPPED in verdicts else ""
 
 
 def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went, of checks and invariants."""
-    counts = Counter("approximate" if r["verdict"] == "passed" and r["is_approximate"] else r["verdict"] for r in records)
-    backends = {r["subject"] for r in records if r["verdict"] != "skipped"}
-    workloads = {r["workload"] for r in records if r["verdict"] != "skipped"}
-    parts = [f"{counts[v]:,} {text}" for v, text in _WORDS.items() if counts[v]]
-    good = [r for r in records if r["verdict"] == "passed" and r["z_element"] is not None and not r["is_approximate"]]
-    text = ", ".join(parts)
+    counts = Counter(_as_counted(r) for r in records)
+    backends = {r["subject"] for r in records if r["verdict"] != Verdict.SKIPPED}
+    workloads = {r["workload"] for r in records if r["verdict"] != Verdict.SKIPPED}
+    text = ", ".join(f"{counts[v]:,} {v.counted}" for v in _COUNTED if counts[v])
     if backends:
         text += f"; {count(len(backends), 'kernel')} on {count(len(workloads), 'workload')}"
-    if good:
-        worst = max(good, key=lambda r: r["z_element"])
-        text += f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
-    markup = (
-        {"red": True}
-        if counts["mismatch"] or counts["broken"] or counts["raised"]
-        else {"green": True}
-        if counts["passed"] or counts["approximate"] or counts["held"]
-        else {}
-    )
-    return text, markup
+    exact = [r for r in records if r["verdict"] == Verdict.PASSED and not r["is_approximate"]]
+    if good := [(r["z_element"], r) for r in exact if r["z_element"] is not None]:
+        z, worst = max(good, key=lambda one: one[0])
+        text += f", largest passing z {z:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
+    found = {v for v in counts if v is not None}
+    tone = Tone.BAD if any(v.is_wrong for v in found) else Tone.GOOD if any(v.tone is Tone.GOOD for v in found) else Tone.NONE
+    return text, _MARKUP[tone]
 
 
-_WORDS = {
-    "passed": "right",
-    "approximate": "right as approximate",
-    "held": "with all invariants",
-    "mismatch": "wrong",
-    "broken": "with a broken invariant",
-    "raised": "raised",
-    "known defect": "known defects",
-    "expected": "wrong as expected",
-    "skipped": "skipped",
-}
+def _as_counted(record: Record) -> Verdict | None:
+    """Return the verdict as which a record counts: a defect that did not show has a line of its own."""
+    verdict = verdict_of(record)
+    if verdict is not Verdict.UNEXPECTED:
+        return verdict
+    return Verdict.APPROXIMATE if record["is_approximate"] else Verdict.PASSED
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

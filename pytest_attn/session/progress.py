@@ -14,7 +14,6 @@ from unicodedata import east_asian_width
 import pytest
 
 from pytest_attn.reports.columns import terminal_width
-from pytest_attn.session.fresh import is_fresh_process
 
 #: how long something takes before it is worth a word, in seconds
 SILENT_SECONDS = 3.0
@@ -32,13 +31,13 @@ class PassingText:
     -s, where tests print for themselves.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, is_child: bool = False) -> None:
         """Open the terminal; a config whose output is not captured yet."""
         self._config = config
         self._lock = Lock()  # texts come from a thread as well
         self._taken_back = ""  # what must be written for the text to be gone
         #: the terminal under a descriptor of our own: pytest's leads into a file while a test runs
-        self._terminal = _terminal_of(config)
+        self._terminal = None if is_child else _terminal_of(config)
         if self._terminal is not None:
             config.add_cleanup(self.close)
 
@@ -96,7 +95,7 @@ def _terminal_of(config: pytest.Config) -> int | None:
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     has_logs = config.pluginmanager.hasplugin("logging") and config.getini("log_cli")
     is_shared = config.getoption("capture", "no") != "fd" or has_logs  # tests or their logs write as well
-    is_ours = not hasattr(config, "workerinput") and not is_fresh_process()
+    is_ours = not hasattr(config, "workerinput")
     is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is pytest.TerminalReporter  # no bars of others
     if not (is_terminal and is_ours and is_plain) or is_shared:
         return None
@@ -114,12 +113,12 @@ def _columns(text: str) -> int:
 class Progress:
     """Says what is going on, for how long, and how much longer it will take: once a second, until it is done."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        """Open the terminal; a config whose output is not captured yet."""
-        self.line = PassingText(config)
+    def __init__(self, config: pytest.Config, is_child: bool = False) -> None:
+        """Open the terminal; a config whose output is not captured yet. is_child: whether another process waits for it."""
+        self.line = PassingText(config, is_child)
         self._config = config
         self._doing: list[Callable[[], str]] = []  # the innermost is shown
-        self._seconds: dict[str, float] = {}  # what took long in this run
+        self._seconds: dict[tuple[str, str], float] = {}  # what took long in this run
         self._earlier: dict[str, float] | None = None  # and in those before
 
     @contextmanager
@@ -131,12 +130,12 @@ class Progress:
         begun = time.monotonic()
         expected = self._expected(doing, on)
 
-        def words() -> str:
+        def describe() -> str:
             elapsed = time.monotonic() - begun
             left = _left(expected - elapsed) if expected is not None else ""
             return f"{doing} on {on}, {clock(elapsed)}{left}" if elapsed >= SILENT_SECONDS else ""
 
-        with self._shown(words):
+        with self._shown(describe):
             yield
         if (elapsed := time.monotonic() - begun) >= SILENT_SECONDS:
             self._remember(doing, on, elapsed)
@@ -151,20 +150,20 @@ class Progress:
             nonlocal at, done
             at, done = time.monotonic(), number
 
-        def words() -> str:
+        def describe() -> str:
             left = _left((at - begun) / done * total - (time.monotonic() - begun)) if done else ""
             return f"{doing} {min(done + 1, total)} of {total}{left}"
 
-        with self._shown(words):
+        with self._shown(describe):
             yield step
 
     @contextmanager
-    def _shown(self, words: Callable[[], str]) -> Iterator[None]:
+    def _shown(self, describe: Callable[[], str]) -> Iterator[None]:
         if not self.line.is_watched:
             yield
             return
         ended = Event()
-        self._doing.append(words)
+        self._doing.append(describe)
         thread = Thread(target=self._tick, args=(ended,), daemon=True) if len(self._doing) == 1 else None
         if thread:
             thread.start()
@@ -174,7 +173,7 @@ class Progress:
             ended.set()
             if thread:
                 thread.join()
-            self._doing.remove(words)
+            self._doing.remove(describe)
             self.line.clear()
 
     def _tick(self, ended: Event) -> None:
@@ -189,18 +188,19 @@ class Progress:
             earlier = cache.get(_CACHE_KEY, {}) if cache else {}
             is_ours = isinstance(earlier, dict) and all(isinstance(seconds, float) for seconds in earlier.values())
             self._earlier = earlier if is_ours else {}
-        exactly = self._seconds.get(f"{doing} on {on}", self._earlier.get(f"{doing} on {on}"))
-        alike = [seconds for name, seconds in self._seconds.items() if name.startswith(f"{doing} on ")]
+        exactly = self._seconds.get((doing, on), self._earlier.get(f"{doing} on {on}"))
+        alike = [seconds for (what, _), seconds in self._seconds.items() if what == doing]
         return exactly if exactly is not None else statistics.median(alike) if alike else None
 
     def _remember(self, doing: str, on: str, seconds: float) -> None:
         if not self._seconds:
             self._config.add_cleanup(self._save)
-        self._seconds[f"{doing} on {on}"] = round(seconds, 1)
+        self._seconds[doing, on] = round(seconds, 1)
 
     def _save(self) -> None:
         if cache := getattr(self._config, "cache", None):
-            cache.set(_CACHE_KEY, {**(self._earlier or {}), **self._seconds})
+            mine = {f"{doing} on {on}": seconds for (doing, on), seconds in self._seconds.items()}
+            cache.set(_CACHE_KEY, {**(self._earlier or {}), **mine})
 
 
 def _left(seconds: float) -> str:

@@ -10,17 +10,16 @@ from pytest_attn.reports.columns import room
 from pytest_attn.reports.rank import Ranking, rank
 from pytest_attn.reports.rank_files import to_json, to_python
 from pytest_attn.reports.rank_lines import nothing_timed, rank_summary
-from pytest_attn.session.fresh import is_fresh_process
-from pytest_attn.session.outputs import write_whole
-from pytest_attn.session.store import AttentionSession
+from pytest_attn.session.output import write_whole
+from pytest_attn.session.session import AttentionSession
 
 
 def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
     """Print the section, or one sentence where nothing was timed, and write the files that were asked for."""
-    if is_fresh_process():
+    if session.child is not None:
         return
     tuned = session.settings.tune
-    ranking = rank(session.records, session.registry.canonical(tuned) if tuned else "")
+    ranking = rank(session.results.records, session.registrations.registry.canonical(tuned) if tuned else "")
     _print(ranking, session, config, reporter)
     stem = session.settings.rank_to
     if not stem:

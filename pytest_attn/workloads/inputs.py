@@ -1,36 +1,19 @@
-"""The tensors of a workload: seeded, the same for every backend, process, device and torch version.
-
-Values come from a counter-based generator (SplitMix64 of the element's index, then the normal quantile), not from torch's
-own, whose streams differ between CPU and CUDA and whose CPU stream is too slow for a billion elements.
-"""
+"""The tensors of a workload: seeded, the same for every backend, process, device and torch version."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_attn.workloads.masks import MaskMod, bind, interval
+from pytest_attn.workloads.distributions import distribution_names, draw_qkv
+from pytest_attn.workloads.generator import Draw
+from pytest_attn.workloads.masks import MaskMod
+from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
-
-DISTRIBUTIONS = {
-    "structured": "randn with a mean per value head and needles: rows whose query points at one key, on the diagonal,"
-    " the first or last key it may see, and the first it may not",
-    "flat": "0.1 randn: a nearly uniform softmax",
-    "randn": "standard normal",
-    "peaky": "3 randn: softmax near one-hot",
-    "flux": "randn times a random whole number from 1 to 4, as the Flux benchmark draws",
-    "outlier": "one channel with keys near 30 and queries so that logits, and lse, lie near +120 or -120",
-    "onehot": "randn q and k; each value row is a unit vector, so that out shows the probabilities",
-    "large": "200 randn q and k: logits up to some 50,000",
-}
-DEFAULT_DISTRIBUTIONS = ("structured", "flat")
-_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -81,18 +64,6 @@ class Inputs:
         return k, v
 
 
-def distribution_names(names: object) -> tuple[str, ...]:
-    """Return checked names of input distributions; None gives the default pair. Raises ValueError for an unknown name."""
-    if names is None:
-        return DEFAULT_DISTRIBUTIONS
-    chosen = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
-    unknown = [name for name in chosen if name not in DISTRIBUTIONS]
-    if unknown or not chosen:
-        what = f"unknown input distribution {unknown[0]!r}" if unknown else "no input distribution named"
-        raise ValueError(f"{what}; known: {', '.join(DISTRIBUTIONS)}")
-    return chosen
-
-
 def draw_inputs(
     workload: Workload, distribution: str = "structured", seed: int = 0, device: torch.device | str = "cpu"
 ) -> Inputs:
@@ -104,8 +75,8 @@ def draw_inputs(
     w = workload
     dense_q = (1, w.heads, sum(w.q_lens)) if w.q_lens else (w.batch, w.heads, w.q_len)
     dense_k = (1, w.kv_heads, sum(w.kv_lens)) if w.q_lens and w.kv_lens else (w.batch, w.kv_heads, w.kv_len)
-    draw = _Draw(f"{w.name or w.shape_id}/{seed}", getattr(torch, w.dtype), device)
-    q, k, v = _SHAPERS[distribution](draw, w, (*dense_q, w.head_dim), (*dense_k, w.head_dim), (*dense_k, w.v_head_dim))
+    draw = Draw(f"{w.name or w.shape_id}/{seed}", getattr(torch, w.dtype), device)
+    q, k, v = draw_qkv(distribution, draw, w, (*dense_q, w.head_dim), (*dense_k, w.head_dim), (*dense_k, w.v_head_dim))
     dout = draw.normal("dout", (*dense_q, w.v_head_dim))
     extra = _auxiliary(draw, w, device)
     if w.is_packed:
@@ -115,7 +86,7 @@ def draw_inputs(
     return Inputs(w, device, q, k, v, dout, **extra)
 
 
-def _auxiliary(draw: _Draw, w: Workload, device: torch.device) -> dict[str, torch.Tensor]:
+def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, torch.Tensor]:
     import torch
 
     made: dict[str, torch.Tensor] = {}
@@ -149,162 +120,3 @@ def _into_pages(dense: torch.Tensor, table: torch.Tensor, size: int) -> torch.Te
     pool = dense.new_zeros(pages.shape)
     pool[table.flatten().long()] = pages
     return pool
-
-
-class _Draw:
-    """Random tensors that depend on a key, a tensor's name and an element's index, and on nothing else."""
-
-    def __init__(self, key: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.key, self.dtype, self.device = key, dtype, device
-
-    def bits(self, name: str, count: int, start: int = 0) -> torch.Tensor:
-        """Return `count` 64-bit integers (int64), elements start .. start + count of the stream `name`."""
-        import torch
-
-        digest = hashlib.sha256(f"{self.key}/{name}".encode()).digest()
-        offset = int.from_bytes(digest[:8], "little", signed=True)
-        z = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=self._device64)
-        z = z.mul_(_signed(0x9E3779B97F4A7C15)).add_(offset)
-        z = z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-        z = z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
-        return z.bitwise_xor_(_shift_right(z, 31))
-
-    def normal(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
-        """Return standard normal values times `scale`, rounded to the dtype."""
-        import torch
-
-        out = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
-        chunk = _CHUNK if self.device.type == "cpu" else _CHUNK << 6
-        for start in range(0, out.numel(), chunk):
-            part = out[start : start + chunk]
-            uniform = _shift_right(self.bits(name, part.numel(), start), 11).to(torch.float64)
-            uniform = uniform.add_(0.5).mul_(2.0**-52).sub_(1.0)
-            part.copy_(uniform.erfinv_().mul_(math.sqrt(2) * scale))
-        return out.view(shape)
-
-    def whole(self, name: str, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
-        """Return whole numbers from low to high, both included, in the dtype."""
-        return (self.bits(name, math.prod(shape)).remainder(high - low + 1) + low).view(shape).to(self.device, self.dtype)
-
-    @property
-    def _device64(self) -> torch.device:
-        import torch
-
-        return torch.device("cpu") if self.device.type == "mps" else self.device  # MPS has no float64
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 as if it were unsigned."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-# -- the distributions: each takes the draw, the workload and the dense shapes of q, k, v ---------------------------------
-
-Shape = tuple[int, ...]
-
-
-def _scaled(factor: float, draw: _Draw, q: Shape, k: Shape, v: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draw.normal("q", q, factor), draw.normal("k", k, factor), draw.normal("v", v, factor)
-
-
-def _randn(draw: _Draw, _w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _scaled(1.0, draw, *shapes)
-
-
-def _flat(draw: _Draw, _w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _scaled(0.1, draw, *shapes)
-
-
-def _peaky(draw: _Draw, _w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _scaled(3.0, draw, *shapes)
-
-
-def _flux(draw: _Draw, _w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = _scaled(1.0, draw, *shapes)
-    return tuple(t * draw.whole(f"{n}-factor", s, 1, 4) for n, t, s in zip("qkv", (q, k, v), shapes, strict=True))  # type: ignore[return-value]
-
-
-def _large(draw: _Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draw.normal("q", q, 200.0), draw.normal("k", k, 200.0), draw.normal("v", v)
-
-
-def _onehot(draw: _Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    import torch
-
-    values = torch.zeros(v, dtype=draw.dtype, device=draw.device)
-    keys = torch.arange(v[-2], device=draw.device)
-    values[..., keys, keys % v[-1]] = 1
-    return draw.normal("q", q), draw.normal("k", k), values
-
-
-def _outlier(draw: _Draw, w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = _scaled(1.0, draw, *shapes)
-    k[..., 0] += 30
-    sign = 1 - 2 * (draw.bits("sign", w.heads) & 1).to(q)
-    sign[0] = -1  # at least one head has lse far below -88, where exp(lse) underflows in float32
-    q[..., 0] = (sign * 120 / (30 * w.softmax_scale))[:, None]
-    return q, k, v
-
-
-def _structured(draw: _Draw, w: Workload, *shapes: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = _scaled(1.0, draw, *shapes)
-    v += draw.whole("v-mean", (v.shape[0], v.shape[1], 1, 1), -4, 4) / 2
-    _plant_needles(w, q, k)
-    return q, k, v
-
-
-def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Point every second query at one key, so that seeing that key, or not, changes the row beyond any rounding."""
-    import torch
-
-    q_start = k_start = 0
-    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
-        lane = 0 if w.is_packed else batch
-        rows = torch.arange(0, q_len, 2)
-        targets = torch.tensor([_needle_target(w, int(row), q_len, kv_len) for row in rows])
-        rows, targets = rows[targets >= 0], targets[targets >= 0]
-        if len(rows):
-            keys = k[lane, :, (targets + k_start).to(k.device)].repeat_interleave(w.group, dim=0).double()
-            height = math.log(kv_len + 1) + 1  # gives the needle most of the row's weight
-            aimed = keys * (height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
-            at = (rows + q_start).to(q.device)
-            q[lane, :, at] = (aimed + 0.25 * q[lane, :, at].double()).to(q.dtype)
-        if w.is_packed:
-            q_start, k_start = q_start + q_len, k_start + kv_len
-
-
-def _needle_target(w: Workload, row: int, q_len: int, kv_len: int) -> int:
-    """Choose the key that this row's query points at, -1 for none: a different edge of the mask for each kind of row."""
-    if kv_len == 0:
-        return -1
-    span = interval(w.plain_mask, row, q_len, kv_len)
-    diagonal = min(max(row + kv_len - q_len, 0), kv_len - 1)
-    if span is None:
-        return (diagonal, kv_len - 1, 0, (row * 7919) % kv_len)[row // 2 % 4]
-    first, end = span
-    edges = (diagonal, end - 1, first, end, first - 1, kv_len - 1)
-    target = edges[row // 2 % len(edges)]
-    return target if 0 <= target < kv_len else diagonal
-
-
-def sequence_lengths(w: Workload) -> list[tuple[int, int]]:
-    """Return (q_len, kv_len) of each batch entry."""
-    q_lens = w.q_lens or (w.q_len,) * w.batch
-    kv_lens = w.kv_lens or (w.kv_len,) * w.batch
-    return list(zip(q_lens, kv_lens, strict=True))
-
-
-_SHAPERS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
-    "structured": _structured,
-    "flat": _flat,
-    "randn": _randn,
-    "peaky": _peaky,
-    "flux": _flux,
-    "outlier": _outlier,
-    "onehot": _onehot,
-    "large": _large,
-}

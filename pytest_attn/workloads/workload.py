@@ -8,30 +8,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pytest_attn.workloads.masks import (
-    BooleanMask,
-    Document,
-    Mask,
-    Neighborhood,
-    ScoreMod,
-    as_mask,
+from pytest_attn.workloads.fields import (
+    DTYPES,
     as_tuple,
-    function_label,
-    require_parameters,
+    dtype_name,
+    require_bias,
+    require_count,
+    require_flag,
+    require_positive_or_none,
     short_lengths,
-    visible_pairs,
 )
+from pytest_attn.workloads.functions import function_label, require_parameters
+from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
+from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Direction: TypeAlias = Literal["forward", "backward"]
 
-#: dtype names -> (short name for ids, bytes per element)
-DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
 #: in which a callable may take and return tensors: torch's, flash-attention's, and that of packed sequences
 LAYOUTS = ("bhsd", "bshd", "thd")
-BIAS_DIMENSIONS = ("b", "h", "q", "k")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Workload:
         self._settle("kv_heads", self.heads)
         self._settle("v_head_dim", self.head_dim)
         for field in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim"):
-            self._require_count(field)
+            require_count(field, getattr(self, field))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"Workload: heads must be a multiple of kv_heads, got heads={self.heads} and kv_heads={self.kv_heads}"
@@ -98,8 +95,7 @@ class Workload:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "mask", as_mask(self.mask))
         for field in ("alibi", "sinks"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"Workload: {field} must be True or False, got {getattr(self, field)!r}")
+            require_flag(field, getattr(self, field))
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
         if isinstance(self.kv_pages, int) and not isinstance(self.kv_pages, bool):
@@ -144,24 +140,11 @@ class Workload:
             if max(lengths) > longest:
                 raise ValueError(f"Workload: {field} must not exceed {longest}, got {lengths!r}")
 
-    def _require_count(self, field: str) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"Workload: {field} must be a whole number >= 1, got {value!r}")
-
     def _check_score(self) -> None:
         for field in ("softcap", "scale"):
-            value = getattr(self, field)
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"Workload: {field} must be a finite number > 0 or None, got {value!r}")
-        if self.bias is not None and (
-            not isinstance(self.bias, str)
-            or not self.bias
-            or [d for d in BIAS_DIMENSIONS if d in self.bias] != list(self.bias)
-        ):
-            raise ValueError(
-                f"Workload: bias must name the dimensions it varies over, a part of 'bhqk' in this order, got {self.bias!r}"
-            )
+            require_positive_or_none(field, getattr(self, field))
+        if self.bias is not None:
+            require_bias(self.bias)
         if self.score_mod is not None:
             if not callable(self.score_mod):
                 raise ValueError(f"Workload: score_mod must be a function, got {self.score_mod!r}")
@@ -259,10 +242,9 @@ class Workload:
 
     def pairs(self) -> int:
         """Count the visible (query, key) pairs of one head over the batch; function masks count as full rectangles."""
-        lengths = zip(self.q_lens or (self.q_len,) * self.batch, self.kv_lens or (self.kv_len,) * self.batch, strict=True)
         counted: dict[tuple[int, int], int] = {}
         total = 0
-        for pair in lengths:
+        for pair in sequence_lengths(self):
             if pair not in counted:
                 counted[pair] = visible_pairs(self.plain_mask, *pair)
             total += counted[pair]
@@ -291,13 +273,8 @@ class Workload:
         return 2 * (q + kv) + 2 * out + lse
 
 
-def dtype_name(dtype: object) -> str:
-    """Return the full name of a dtype given as "bf16", "bfloat16" or torch.bfloat16; raise ValueError otherwise."""
-    text = str(dtype).removeprefix("torch.")
-    for name, (short, _) in DTYPES.items():
-        if text in (name, short):
-            return name
-    if text == "half":
-        return "float16"
-    known = ", ".join(f"{name} ({short})" for name, (short, _) in DTYPES.items())
-    raise ValueError(f"unknown dtype {text!r}; known: {known}")
+def sequence_lengths(w: Workload) -> list[tuple[int, int]]:
+    """Return (q_len, kv_len) of each batch entry."""
+    q_lens = w.q_lens or (w.q_len,) * w.batch
+    kv_lens = w.kv_lens or (w.kv_len,) * w.batch
+    return list(zip(q_lens, kv_lens, strict=True))

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 def install(monkeypatch, folder, files, distribution, version="1.0"):
     """Install fake modules into `folder`: files maps a path in site-packages to a file of this folder or to source text.
 
-    They are imported without being tried in a child process first, which tests/test_library.py is about.
+    They are imported without being tried in a child process first, which tests/backends/test_library.py is about.
     """
     monkeypatch.setattr(library, "_try_in_child", lambda module: None)
     for path, source in files.items():
@@ -36,7 +36,7 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
     for name in [n for n in sys.modules if n.split(".")[0] in tops]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    library.forget()
+    forget()
 
 
 def uninstall(files):
@@ -44,4 +44,11 @@ def uninstall(files):
     tops = {Path(path).parts[0].removesuffix(".py") for path in files}
     for name in [n for n in sys.modules if n.split(".")[0] in tops]:
         del sys.modules[name]
-    library.forget()
+    forget()
+
+
+def forget():
+    """Forget what was found of installed libraries."""
+    library._is_installed.cache_clear()
+    library._import_failure.cache_clear()
+    library._installed_packages.cache_clear()

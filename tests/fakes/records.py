@@ -2,6 +2,8 @@
 
 import random
 
+from pytest_attn.reports.records import new_record
+
 HOSTILE = "</script><img src=x onerror=window.hacked=1><!--<script>\u2028'\"&amp;$title `${1}`"
 GPU = {
     "name": "NVIDIA H200",
@@ -58,40 +60,26 @@ def record(question, verdict, workload, backend, direction, machine=GPU, **more)
     (workload_id, group, shape), (subject, _, family, version) = workload, backend
     base, _, variant = subject.partition("+")
     test = f"test_{question}.py::test_{direction.replace('+', '_')}[{workload_id}-{subject}]"
-    return {
-        "schema": 1,
+    known = {
         "date": "2026-11-21T19:34:22+00:00",
         "test": test,
         "question": question,
         "verdict": verdict,
-        "reason": "",
         "workload": workload_id,
         "name": workload_id,
         "group": group,
-        "aliases": [],
         "shape": shape,
         "subject": subject,
         "tags": {"family": family, "backend": base, "compile": variant or "none"},
         "version": version,
         "direction": direction,
         "backward": "backward" in direction,
-        "tensor": "",
-        "distribution": "",
-        "z_element": None,
-        "z_row": None,
-        "z_head": None,
-        "tensors": [],
-        "is_sampled": False,
-        "is_approximate": False,
         "compile_seconds": 4.2 if variant == "compile" else None,
-        "graph_breaks": 0,
-        "profiles": [],
-        "latency": None,
         "machine": machine,
         "seconds": 0.41,
         "command": f"pytest '{test}' --attn-backends={subject} --attn-device=cuda:0",
-        **more,
     }
+    return new_record(**{**known, **more})
 
 
 def check(verdict, workload, backend, direction, draw, **more):

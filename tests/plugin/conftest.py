@@ -5,16 +5,25 @@ that are marked slow.
 """
 
 import getpass
+import json
 import os
 import pkgutil
+import subprocess
+import sys
 import tempfile
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
+from fakes.benchmark import CONFTEST
+from fakes.timed import CLOCK, KERNEL
 
 import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
+from pytest_attn.latency import gate, protocol
+from pytest_attn.session import processes, tuning
+from pytest_attn.timing import recording
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
 # Workload class would not be an instance of the first: so everything is loaded here, once.
@@ -100,3 +109,126 @@ def test_kernel({fixtures}):
         )
 
     return write
+
+
+@pytest.fixture
+def real_processes():
+    """Let the fresh processes of a timed story be processes; asked for by name."""
+
+
+@pytest.fixture
+def _fresh_processes(request, pytester, monkeypatch):
+    """Let the fresh processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
+
+    They are given the command line and the environment of a process, and what they import of the story is imported anew.
+    """
+    if "real_processes" in request.fixturenames:
+        return
+
+    def run(command, env, **_):
+        assert command[:3] == [sys.executable, "-m", "pytest"]
+        own = [
+            name
+            for name, module in sys.modules.items()
+            if (getattr(module, "__file__", "") or "").startswith(str(pytester.path))
+        ]
+        with monkeypatch.context() as patch:
+            for name in own:
+                patch.delitem(sys.modules, name)
+            for name in os.environ.keys() - env.keys():
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            done = pytester.runpytest_inprocess(*command[3:])
+        return SimpleNamespace(returncode=done.ret, stdout=f"{done.stdout}\n{done.stderr}")
+
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
+
+
+@pytest.fixture
+def clock_of_a_conftest(monkeypatch, _fresh_processes):
+    """Put back what a story's conftest changes in the package, so that times are what it says."""
+    policies = dict(gate.POLICIES)
+    stopwatch = ((protocol.Stopwatch, "measure"), (protocol.Stopwatch, "__init__"))
+    for owner, name in (*stopwatch, (recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (tuning, "SILENT_SECONDS")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    protocol.stopwatch_of.cache_clear()
+    yield
+    gate.POLICIES.update(policies)
+    protocol.stopwatch_of.cache_clear()
+
+
+@pytest.fixture
+def project(pytester, monkeypatch, clock_of_a_conftest):
+    """A folder with a kernel's test and a clock; returns a function that runs pytest there with another time."""
+    pytester.makeconftest(CLOCK)
+    pytester.makepyfile(test_mine=KERNEL)
+    for name in ("TIMES", "ANCHOR", "MEMORY", "HOT", "HOT_IN", "MODES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*args, in_process=True, **environment):
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            start = pytester.runpytest_inprocess if in_process and "-n" not in args else pytester.runpytest_subprocess
+            return start("-p", "no:cacheprovider", *args)
+
+    return run
+
+
+#: the text of each file that was recorded, by its name
+_RECORDED: dict[str, str] = {}
+
+
+@pytest.fixture
+def recorded(project, pytester):
+    """The same, after baselines were recorded at 100 us."""
+    folder = pytester.path / "baselines"
+    if not _RECORDED:  # once, for all stories
+        project("--attn-update-baselines=first recording").assert_outcomes(passed=1)
+        _RECORDED.update({path.name: path.read_text() for path in folder.iterdir()})
+    folder.mkdir(exist_ok=True)
+    for name, text in _RECORDED.items():
+        (folder / name).write_text(text)
+    return project
+
+
+@pytest.fixture
+def baseline_file(pytester):
+    """Return a function that finds the one file of baselines."""
+
+    def find():
+        (path,) = (pytester.path / "baselines").iterdir()
+        return path
+
+    return find
+
+
+@pytest.fixture
+def bench(pytester, monkeypatch):
+    """Write a test file, and run it without pytest-attn itself; a warning is an error, and so is one in the summary."""
+    pytester.makeini("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
+    pytester.makeconftest(CONFTEST)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # machine_info's own tests give it one
+
+    def run(*args, source=None, in_process=True, rc=0, **outcomes):
+        if source is not None:
+            pytester.makepyfile(source)
+        start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
+        result = start("-p", "no:attn", "-p", "no:cacheprovider", *args)
+        assert result.ret == rc
+        result.assert_outcomes(**{"warnings": 0, "deselected": 0, **outcomes})
+        return result
+
+    return run
+
+
+@pytest.fixture
+def report(bench, pytester):
+    """Run a test file with --benchmark-json, and return what it says, by the test's name."""
+
+    def run(source, *args, **outcomes):
+        bench("--benchmark-json=out.json", *args, source=source, **outcomes)
+        return {b["name"]: b for b in json.loads((pytester.path / "out.json").read_text())["benchmarks"]}
+
+    return run

@@ -3,14 +3,15 @@
 import re
 
 import pytest
+from covering import pairwise_workloads
 
 from pytest_attn import BooleanMask
 from pytest_attn.backends.registry import VARIANTS, Registry
-from pytest_attn.session.parametrize import CaseParameter, case_id
+from pytest_attn.session.items import CaseParameter, case_id
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.pairs import pairwise_workloads
-from pytest_attn.workloads.workload import DTYPES, Workload
+from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.workload import Workload
 
 PLAIN = re.compile(r"[A-Za-z0-9._+=:-]+")
 MARKED = """
@@ -122,11 +123,21 @@ import pytest
 
 @pytest.mark.attention("smoke-half", "smoke-full", device="cpu")
 def test_case(attn, attn_backend):
-    assert attn.workload.name != "smoke-full" or attn_backend.name != "eager"
+    attn.check(attn_backend)
+    case = attn.workload.name, attn_backend.name
+    if case == ("smoke-full", "eager"):
+        raise AssertionError(f"not this one: {', '.join(case)}")
 """
     )
     backends = "--attn-backends=math,eager"
-    pytester.runpytest_subprocess(backends, *options).assert_outcomes(passed=3, failed=1)
-    result = pytester.runpytest_subprocess(backends, "--lf", "-v", *again)
-    result.assert_outcomes(failed=1)
-    assert "smoke-full-eager" in result.stdout.str()
+
+    def run(*arguments):
+        start = pytester.runpytest_subprocess if "-n" in arguments else pytester.runpytest_inprocess
+        result = start(backends, *arguments)
+        assert re.findall(r"^E +AssertionError: (.*)", result.stdout.str(), re.MULTILINE) == [
+            "not this one: smoke-full, eager"
+        ]
+        return result
+
+    run(*options).assert_outcomes(passed=3, failed=1)
+    run("--lf", "-v", *again).assert_outcomes(failed=1)

@@ -118,11 +118,11 @@ def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pyt
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         def test_stand_in(request):
-            from pytest_attn.session.store import SESSION
+            from pytest_attn.session.session import SESSION
 
             session = request.config.stash[SESSION]
-            assert "test_reads_past_the_end[smoke-full] lost it" in session.lost
-            session._devices["auto"] = torch.device("cuda")
+            assert "test_reads_past_the_end[smoke-full] lost it" in session.cuda.lost_because
+            session.machines._devices["auto"] = torch.device("cuda")
 
         @pytest.mark.attention("smoke-full")
         def test_innocent(attn):

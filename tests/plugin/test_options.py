@@ -2,6 +2,7 @@ import os
 import re
 
 import pytest
+import torch
 
 BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}
 
@@ -52,9 +53,12 @@ def test_workloads_choose_where_a_marker_names_none(run, kernel_test):
 
 
 def test_dtypes_replace_a_workloads_own_and_narrow_a_markers(run, kernel_test):
-    kernel_test("assert attn.workload.dtype in ('float16', 'float32')")
+    kernel_test("attn.check(sdpa); assert attn.workload.dtype in ('float16', 'float32')")
     run("--attn-dtypes=fp16,float32", "-v").assert_outcomes(passed=2)
-    kernel_test("assert attn.workload.dtype == 'float16'", marker='Workload(32), dtypes=["bf16", "fp16"], device="cpu"')
+    kernel_test(
+        "attn.check(sdpa); assert attn.workload.dtype == 'float16'",
+        marker='Workload(32), dtypes=["bf16", "fp16"], device="cpu"',
+    )
     run("--attn-dtypes=fp16").assert_outcomes(passed=1)
 
 
@@ -64,7 +68,7 @@ def test_the_seed_draws_other_inputs(run, kernel_test):
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_strict_limits_reach_the_judgement(run, kernel_test):
+def test_strict_limits_reach_the_judgment(run, kernel_test):
     kernel_test("attn.check(lambda q, k, v: q)")
     result = run("--attn-limits=strict")
     result.stdout.fnmatch_lines(["*over an element, limit 6*", "*reproduce*--attn-limits=strict*"])
@@ -152,7 +156,7 @@ def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
 def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_test):
     body = "print('group', request.node.get_closest_marker('xdist_group').args[0])"
     kernel_test(body, marker='"smoke-full", "smoke-half", device="cpu"', fixtures="request, attn, attn_backend")
-    result = pytester.runpytest_subprocess("-n", "2", "--dist", "loadgroup", "-rP", "--attn-backends=math,eager")
+    result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup", "-rP", "--attn-backends=math,eager")
     groups = re.findall(r"^group (.+)$", result.stdout.str(), re.MULTILINE)
     # a name with "]" would be none to xdist
     assert sorted(groups) == 2 * ["test_kernel-smoke-full"] + 2 * ["test_kernel-smoke-half-fp16"]
@@ -164,10 +168,35 @@ def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
     result.stdout.fnmatch_lines(["*reproduce  pytest '*::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
 
 
-def test_xdist_workers_share_the_cores_of_a_cpu(pytester, kernel_test, monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "cores", "threads", "given"),
+    [("2", 8, 8, [4]), ("3", 8, 8, [2]), ("16", 8, 8, [1]), ("2", 64, 8, [8]), ("1", 8, 8, []), (None, 8, 8, [])],
+)
+def test_xdist_workers_share_the_cores_of_a_cpu(pytester, kernel_test, monkeypatch, workers, cores, threads, given):
+    set_to = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    kernel_test("print(f'{torch.get_num_threads()} threads')")
+    if workers:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
+    kernel_test("attn.check(sdpa)")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+    assert set_to == given
+
+
+def test_workers_whose_threads_somebody_chose_keep_them(pytester, kernel_test, monkeypatch):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: pytest.fail("the threads were changed"))
+    kernel_test("attn.check(sdpa)")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
+def test_xdist_says_how_many_workers_there_are(pytester, kernel_test, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    kernel_test("attn.check(sdpa); print(f'{torch.get_num_threads()} threads')")
     threads = max(1, os.cpu_count() // 2)
     pytester.runpytest_subprocess("-n", "2", "-rP").stdout.fnmatch_lines([f"{threads} threads"])
 

@@ -35,9 +35,10 @@ OPTIONS = ("--attn-backends=math", "-p", "no:cacheprovider")
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
-def test_a_line_for_each_judgement_with_every_field(pytester, workers):
+def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS, *workers)
+    start = pytester.runpytest_subprocess if workers else pytester.runpytest_inprocess
+    result = start("--attn-json=run.jsonl", *OPTIONS, *workers)
     result.assert_outcomes(passed=4, failed=2)
     records = {(r["test"].partition("::")[2], r["question"]): r for r in read_records(pytester.path / "run.jsonl")}
     assert len(records) == 6
@@ -50,7 +51,7 @@ def test_a_line_for_each_judgement_with_every_field(pytester, workers):
     wrong = records["test_wrong[smoke-full]", "check"]
     assert (wrong["verdict"], wrong["direction"]) == ("mismatch", "forward+backward")
     assert {t["name"] for t in wrong["tensors"]} == {"out", "dq", "dk", "dv"}
-    assert wrong["command"].startswith("pytest 'test_a_line_for_each_judgement_with_every_field.py::test_wrong[smoke-full]'")
+    assert wrong["command"].startswith("pytest 'test_a_line_for_each_judgment_with_every_field.py::test_wrong[smoke-full]'")
     assert wrong["line"] == 11
     assert records["test_raises[smoke-full]", "check"]["reason"] == "RuntimeError: no kernel"
     math = records["test_backends[smoke-full-math]", "check"]
@@ -92,30 +93,30 @@ def test_aliases_name_the_same_workload(pytester):
     pytester.makeconftest(
         """
         import pytest
-        from pytest_attn.session.facts import facts_of
-        from pytest_attn.session.store import SESSION
+        from pytest_attn.cases.records import facts_of
+        from pytest_attn.session.session import SESSION
 
         def pytest_collection_finish(session):
             attention = session.config.stash[SESSION]
-            (workload,) = attention.catalog.select("flux-L128")
+            (workload,) = attention.registrations.catalog.select("flux-L128")
             print(facts_of(attention, workload, "sdpa", "cpu"))
         """
     )
-    result = pytester.runpytest_subprocess("-s", *OPTIONS)
+    result = pytester.runpytest_inprocess("-s", *OPTIONS)
     result.stdout.fnmatch_lines(["*'group': 'flux', 'aliases': ('cuda_attn_L128_bfloat16',)*"])
 
 
 @pytest.mark.parametrize("text", ["run.txt", "nowhere/run.jsonl", "."])
 def test_a_file_that_cannot_be_written_is_a_usage_error(pytester, text):
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess(f"--attn-json={text}")
+    result = pytester.runpytest_inprocess(f"--attn-json={text}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --attn-json: must be a file NAME.jsonl in a folder that exists, got '{text}'"])
 
 
 def test_a_summary_in_markdown(pytester):
     pytester.makepyfile(TESTS)
-    pytester.runpytest_subprocess("--attn-summary=run.md", *OPTIONS)
+    pytester.runpytest_inprocess("--attn-summary=run.md", *OPTIONS)
     text = (pytester.path / "run.md").read_text()
     assert "### Wrong" in text
     assert "| mismatch |" in text
@@ -127,7 +128,7 @@ def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkey
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
     (pytester.path / "step.md").write_text("# Another step\n")
-    result = pytester.runpytest_subprocess(*OPTIONS)
+    result = pytester.runpytest_inprocess(*OPTIONS)
     result.stdout.fnmatch_lines(
         ["::error file=test_a_job_of_github*.py,line=11,title=mismatch%3A * on smoke-full::*%0Apytest *"]
     )
@@ -138,7 +139,7 @@ def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkey
 def test_nothing_is_annotated_elsewhere(pytester, monkeypatch):
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     pytester.makepyfile(TESTS)
-    assert "::error" not in pytester.runpytest_subprocess(*OPTIONS).stdout.str()
+    assert "::error" not in pytester.runpytest_inprocess(*OPTIONS).stdout.str()
 
 
 def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
@@ -151,6 +152,10 @@ def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
             for record in getattr(report, "attn", ()):
                 assert type(record["machine"]["torch"]) is str
                 json.dumps(record)
+                print("travelled:", record["verdict"])
         """
     )
-    pytester.runpytest_subprocess(*OPTIONS).assert_outcomes(passed=4, failed=2)
+    result = pytester.runpytest_inprocess("-s", *OPTIONS)
+    result.assert_outcomes(passed=4, failed=2)
+    travelled = [line.partition("travelled: ")[2] for line in result.outlines if "travelled: " in line]
+    assert travelled == ["passed", "passed", "mismatch", "raised", "passed", "held"]

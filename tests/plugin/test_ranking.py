@@ -7,14 +7,15 @@ import re
 import pytest
 from fakes.terminal import as_seen, between_tests, on_a_terminal
 
-from pytest_attn.session.fresh import _without_dropped
+from pytest_attn.session.processes import _without_dropped
 
 CONFTEST = """
 import dataclasses, json, os
-import pytest_attn.latency.gate as gate, pytest_attn.session.recording as recording
-from pytest_attn.latency.protocol import Latency, Stopwatch
+import pytest_attn.latency.gate as gate, pytest_attn.timing.recording as recording
+from pytest_attn.latency.protocol import Stopwatch
+from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.fresh import is_fresh_process
+from pytest_attn.session.child import Child
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 recording.FEWEST_RUNS = 3
@@ -22,17 +23,17 @@ gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
 TIMES = json.loads(os.environ.get("TIMES", "{}"))
 
 def measure(self, work, workload, subject, mode=None, seconds=None):
-    p50 = TIMES.get(subject + ("/fresh" if is_fresh_process() else ""), TIMES.get(subject, 100)) * 1e-6
+    p50 = TIMES.get(subject + ("/fresh" if Child.of_this_process() is not None else ""), TIMES.get(subject, 100)) * 1e-6
     interval = median_interval([p50 * 0.999, p50 * 1.001] * 3)
     return Latency(workload, subject, work.direction, p50, interval, samples=(p50,) * 6, blocks=6, mode="host", calls=1,
-                   l2="warm", host=p50, anchors={"compute": 1e-3, "memory": 2e-3}, memory=1000, threads=1)
+                   l2="warm", launch=p50, anchors={"compute": 1e-3, "memory": 2e-3}, memory=1000, threads=1)
 
 class Silent:
     def conditions(self):
         return {}
 
 Stopwatch.measure = measure
-Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "guard", Silent())
+Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "monitor", Silent())
 
 def fast(q, k, v, workload):
     return sdpa(q, k, v)
@@ -81,14 +82,15 @@ TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
 
 
 @pytest.fixture
-def project(pytester, monkeypatch):
+def project(pytester, monkeypatch, clock_of_a_conftest):
     """A folder with backends, a test and a clock; returns a function that runs pytest there."""
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_it=TEST)
 
     def run(*args, **times):
         monkeypatch.setenv("TIMES", json.dumps({**TIMES, **times}))
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
+        start = pytester.runpytest_subprocess if "-n" in args else pytester.runpytest_inprocess
+        return start("-p", "no:cacheprovider", *args)
 
     return run
 
@@ -195,12 +197,13 @@ def test_configurations_are_checked_timed_and_written(project, pytester):
     }
     assert command.endswith("--attn-backends=tiled@BLOCK=48 --attn-device=cpu")
     arguments = command.replace("'", "").split()[1:]
-    project(*arguments, **TUNED).assert_outcomes(failed=1)
+    again = project(*arguments, **TUNED)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["E * mismatch: out of tiled@BLOCK=48: *"])
     named = project("--attn-backends=tiled@BLOCK=16", "-k", "test_named")  # whose marker names the backend
     named.assert_outcomes(passed=1, deselected=1)
 
 
-@pytest.mark.slow
 def test_fresh_processes_know_the_configurations(project, pytester):
     """The default has a baseline and looks slower; its confirmation runs in processes that name it by its id."""
     recorded = project("--attn-tune=tiled", "-k", "test_both and not 48", "--attn-update-baselines=first", **TUNED)

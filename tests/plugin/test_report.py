@@ -14,7 +14,7 @@ def data_of(path):
     return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)[1])
 
 
-def test_the_page_has_every_judgement_of_the_run(run, kernel_test, pytester):
+def test_the_page_has_every_judgment_of_the_run(run, kernel_test, pytester):
     kernel_test("attn.check(attn_backend)", marker=MARKER, fixtures="attn, attn_backend")
     pytester.makepyfile(
         test_wrong="""
@@ -30,7 +30,7 @@ def test_wrong(attn):
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     data = data_of(pytester.path / "page.html")
     assert [machine["sentence"] for machine in data["machines"]] == [
-        "1 of 4 judgements went wrong: 1 wrong. The rest: 2 right, 1 skipped."
+        "1 of 4 judgments went wrong: 1 wrong. The rest: 2 right, 1 skipped."
     ]
     names = [subject["name"] for subject in data["subjects"]]
     assert [name for name in names if "lambda" not in name] == ["math", "sdpa", "flash3"], "the order of the registry"

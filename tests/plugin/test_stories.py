@@ -1,5 +1,6 @@
 """What users type and what they see when all is well, and when their kernel is wrong."""
 
+import json
 import re
 
 import pytest
@@ -13,7 +14,7 @@ def test_a_right_kernel_passes_and_the_summary_says_so(run, kernel_test):
         [
             r"attn: --attn-backends=available --attn-device=auto --attn-seed=0",
             r"=+ attention =+",
-            r"1 right; 1 kernel on 1 workload, largest passing z \d\.\d \(lambda-\w+, out, h2-s32-d32\)",
+            r"1 right; 1 kernel on 1 workload, largest passing z \d\.\d \(lambda\[sdpa\], out, h2-s32-d32\)",
         ]
     )
 
@@ -26,14 +27,14 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
     result.stdout.fnmatch_lines(
         [
             ">*attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True))",
-            "E*AssertionError: mismatch: out of lambda-*: z * over an element, limit 8 (h2-s32-d32, inputs structured)",
+            "E*AssertionError: mismatch: out of *lambda*: z * over an element, limit 8 (h2-s32-d32, inputs structured)",
             "E*  worst      out[[]0, *] = *, exact *, budget *",
             "E*  levels     element * (limit 8), row * (4), head * (1.5); * of 2,048 elements over",
             "E*  where      rows *; all 2 heads",
             "E*  figures    absmax *, mean abs *, mse *, relative L2 *, cosine *, slope *",
             "E*  suggests   it equals attention with a causal mask that nobody asked for (z * there)",
             "E*  reproduce  pytest '*.py::test_kernel[[]h2-s32-d32[]]' --attn-device=cpu",
-            "mismatch      lambda-* on h2-s32-d32: out z * over an element, limit 8 (inputs structured)",
+            "mismatch      *lambda* on h2-s32-d32: out z * over an element, limit 8 (inputs structured)",
             "1 wrong; 1 kernel on 1 workload; --lf --attn-save-failures=failures keeps the tensors",
         ]
     )
@@ -41,6 +42,7 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
     command = re.search(r"reproduce  pytest '([^']+)' (\S+)", result.stdout.str())
     again = pytester.runpytest_inprocess("-p", "no:cacheprovider", command[1], command[2])
     again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["E*  suggests   it equals attention with a causal mask that nobody asked for (z * there)"])
 
 
 def test_one_item_per_backend_and_verbose_rows(run, kernel_test):
@@ -235,7 +237,7 @@ def test_quiet_runs_say_nothing_when_all_is_right(run, kernel_test):
     quiet = run("-q").stdout.str()
     assert "= attention =" not in quiet
     kernel_test("attn.check(lambda q, k, v: q)")
-    assert "mismatch      lambda" in run("-q").stdout.str()
+    assert "mismatch      test_kernel.lambda" in run("-q").stdout.str()
     assert "= attention =" not in run("--no-summary").stdout.str()
 
 
@@ -265,3 +267,29 @@ def test_strict_pytest_and_warnings_as_errors(run, kernel_test):
     kernel_test('attn.check("sdpa")')
     options = ["--strict-markers", "--strict-config", "-W", "error", "-W", "ignore:Benchmarks are automatically disabled"]
     run(*options).assert_outcomes(passed=1)
+
+
+def test_two_callables_that_would_be_called_alike_are_numbered(run, kernel_test, pytester):
+    """Else the second would be the first to whoever reads records: in a ranking, or in the reports of a code host."""
+    kernel_test(
+        "with pytest.raises(AssertionError):\n    attn.check(lambda q, k, v: sdpa(q, k, v) * 2)\n"
+        "right = lambda q, k, v: sdpa(q, k, v)\nattn.check(right)\nattn.check(right)"
+    )
+    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
+    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+    first, second, again = (record["subject"] for record in records)
+    assert second == again == f"{first} #2"
+
+
+def test_a_callable_that_is_gone_gives_its_number_to_no_other(run, kernel_test, pytester):
+    kernel_test("for _ in range(12):\n    attn.check(lambda q, k, v: sdpa(q, k, v))")
+    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
+    subjects = [json.loads(line)["subject"] for line in (pytester.path / "run.jsonl").read_text().splitlines()]
+    assert len(set(subjects)) == 12
+
+
+def test_a_callable_with_the_name_of_a_backend_is_none(run, kernel_test, pytester):
+    kernel_test("attn.check(sdpa, name='math')")
+    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
+    record = json.loads((pytester.path / "run.jsonl").read_text())
+    assert (record["subject"], record["tags"]["family"], record["version"]) == ("math", "callable", "")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.registry import Registry
-from pytest_attn.reports.terminal import aligned
+from pytest_attn.reports.columns import aligned
 
 DOCS = Path(__file__).parents[2] / "docs"
 

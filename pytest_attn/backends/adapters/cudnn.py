@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUDNN_BLIND_ROWS, CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE
+from pytest_attn.backends.cudnn_graphs import Graph, backward_graph, forward_graph
+from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS, CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class CudnnFrontend(LibraryBackend):
     variants = ("graph",)
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
-    known_defects = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_BLIND_ROWS)
+    known_defects = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_FULLY_MASKED_ROWS)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right", "window")),
         features=frozenset(("bias", "scale", "grouped heads", "padded", "backward")),
@@ -57,7 +58,7 @@ class CudnnFrontend(LibraryBackend):
         sums = 4 * w.batch * w.heads * (w.q_len + 2 * w.kv_len) * max(w.head_dim, w.v_head_dim)
         return bias + (sums if backward else 0)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return sdpa, with sdpa_backward as its gradient where that is asked for."""
         attention = _Attention(inputs, backward)
         return _differentiable(attention) if backward else attention.inference
@@ -70,7 +71,7 @@ class _Attention:
         self.workload, self.device, self.training = inputs.workload, inputs.device, training
         self.cudnn, self.handle = _SOURCE.load(), _handle(str(inputs.device))
         self.auxiliary = _auxiliary(inputs)
-        self.graphs: dict[object, _Graph] = {}
+        self.graphs: dict[object, Graph] = {}
 
     def inference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return out."""
@@ -79,15 +80,15 @@ class _Attention:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return out, and for training stats, the logsumexp of each row."""
         given = {"q": q.detach(), "k": k.detach(), "v": v.detach(), **self.auxiliary}
-        return self._run(_forward_graph, given, _results(given, self.training))
+        return self._run(forward_graph, given, _results(given, self.training))
 
     def backward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return dq, dk and dv."""
         given = {**given, **self.auxiliary}
-        return self._run(_backward_graph, given, _gradients(given))
+        return self._run(backward_graph, given, _gradients(given))
 
     def _run(
-        self, build: Callable[..., _Graph], given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
+        self, build: Callable[..., Graph], given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         import torch
 
@@ -101,101 +102,6 @@ class _Attention:
             self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
             self.graphs[layout].execute(self.handle, data)
         return made
-
-
-class _Graph:
-    """One graph of cuDNN: its tensors by name, described by torch tensors of the same layout."""
-
-    def __init__(self, cudnn: Any, handle: Any, given: dict[str, torch.Tensor]) -> None:
-        self.cudnn = cudnn
-        self.native = cudnn.pygraph(
-            io_data_type=self._data_type(given["q"]),
-            intermediate_data_type=cudnn.data_type.FLOAT,
-            compute_data_type=cudnn.data_type.FLOAT,
-            handle=handle,
-        )
-        self.tensors = {
-            name: self.native.tensor(name=name, dim=list(t.shape), stride=list(t.stride()), data_type=self._data_type(t))
-            for name, t in given.items()
-        }
-
-    def returns(self, outputs: dict[str, Any], made: dict[str, torch.Tensor]) -> _Graph:
-        """Write the outputs into tensors like `made`."""
-        for name, like in made.items():
-            output = outputs[name].set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride()))
-            self.tensors[name] = output.set_data_type(self._data_type(like))
-        return self
-
-    def check(self) -> None:
-        """Raise cudnnGraphNotSupportedError where no kernel supports the graph."""
-        modes = self.cudnn.heur_mode
-        self.native.validate()
-        self.native.build_operation_graph()
-        self.native.create_execution_plans([modes.A, modes.FALLBACK])
-        self.native.check_support()
-
-    def plan(self, device: torch.device) -> None:
-        """Choose the kernel and set its workspace aside."""
-        import torch
-
-        self.check()
-        self.native.build_plans()
-        self.workspace = torch.empty(max(1, self.native.get_workspace_size()), dtype=torch.uint8, device=device)
-
-    def execute(self, handle: Any, data: dict[str, torch.Tensor]) -> None:
-        """Run it on data by name."""
-        self.native.execute({self.tensors[name]: t for name, t in data.items()}, self.workspace, handle=handle)
-
-    def _data_type(self, tensor: torch.Tensor) -> Any:
-        name = str(tensor.dtype).removeprefix("torch.")
-        return getattr(self.cudnn.data_type, _DATA_TYPES[name])
-
-
-_DATA_TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF", "float32": "FLOAT", "int32": "INT32"}
-
-
-def _forward_graph(
-    cudnn: Any, handle: Any, w: Workload, given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
-) -> _Graph:
-    graph = _Graph(cudnn, handle, given)
-    q, k, v = (graph.tensors[name] for name in "qkv")
-    out, stats = graph.native.sdpa(q=q, k=k, v=v, generate_stats="stats" in made, **_options(graph, w))
-    return graph.returns({"out": out, "stats": stats}, made)
-
-
-def _backward_graph(
-    cudnn: Any, handle: Any, w: Workload, given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
-) -> _Graph:
-    graph = _Graph(cudnn, handle, given)
-    operands = {name: graph.tensors[name] for name in ("q", "k", "v", "stats")}
-    o, d_o = graph.tensors["out"], graph.tensors["dout"]
-    gradients = graph.native.sdpa_backward(**operands, o=o, dO=d_o, **_options(graph, w))
-    return graph.returns(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), made)
-
-
-def _options(graph: _Graph, w: Workload) -> dict[str, Any]:
-    """Return the arguments that say scale, bias, padding and mask. cuDNN's own default for the scale is 1."""
-    options: dict[str, Any] = {"attn_scale": w.softmax_scale}
-    if w.bias:
-        options["bias"] = graph.tensors["bias"]
-    if w.kv_lens is not None:
-        options |= {
-            "use_padding_mask": True,
-            "seq_len_q": graph.tensors["q_lens"],
-            "seq_len_kv": graph.tensors["kv_lens"],
-        }
-    mask = w.plain_mask
-    if not isinstance(mask, Causal | Window):
-        return options
-    left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
-    square = w.q_len == w.kv_len and w.kv_lens is None
-    top_left = square or (isinstance(mask, Causal) and not mask.bottom_right)
-    alignments = graph.cudnn.diagonal_alignment
-    return options | {
-        "diagonal_alignment": alignments.TOP_LEFT if top_left else alignments.BOTTOM_RIGHT,
-        "diagonal_band_left_bound": None if left is None else left + 1,  # hides the keys at or before row - bound
-        "diagonal_band_right_bound": right,  # hides the keys after row + bound
-    }
 
 
 def _auxiliary(inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -229,7 +135,7 @@ def _gradients(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"d{name}": new(given[name]) for name in "qkv"}
 
 
-def _differentiable(attention: _Attention) -> Kernel:
+def _differentiable(attention: _Attention) -> AttentionFn:
     import torch
 
     class Function(torch.autograd.Function):
@@ -264,10 +170,10 @@ def _not_supported_because(w: Workload, device: str, backward: bool) -> str | No
     cudnn, handle = _SOURCE.load(), _handle(device)
     given = _like_inputs(w)
     made = _results(given, backward)
-    graphs = [(_forward_graph, given, made)]
+    graphs = [(forward_graph, given, made)]
     if backward:
         given = given | made | {"dout": made["out"]}
-        graphs.append((_backward_graph, given, _gradients(given)))
+        graphs.append((backward_graph, given, _gradients(given)))
     with torch.cuda.device(torch.device(device)):
         try:
             for build, described, outputs in graphs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, KnownDefect
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
 from pytest_attn.backends.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
-from pytest_attn.backends.library import Library, words
+from pytest_attn.backends.library import Library, describe_error
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -75,7 +76,7 @@ class DiffusersDispatch(Dispatcher):
             return ["FlexAttention does not support backward on CPU"]
         return super().native_refusals(workload, machine, backward)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Close over the flags and the mask."""
         dispatch, w = self.source.load(), inputs.workload
         options: dict[str, Any] = {"scale": w.scale, "enable_gqa": w.group > 1}
@@ -99,4 +100,4 @@ class DiffusersDispatch(Dispatcher):
             with dispatch.attention_backend(self.dispatched):
                 return None
         except Exception as error:  # of diffusers, of the Hub, or of a kernel's own import
-            return words(error)
+            return describe_error(error)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend, Kernel, scores_bytes
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -34,7 +36,7 @@ class Eager(Backend):
         """The scores, four times."""
         return scores_bytes(workload, backward, copies=4)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Write out mask, bias and ALiBi once."""
         import torch
 
@@ -95,5 +97,5 @@ def _probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Te
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    blind = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    fully_masked = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(fully_masked, 0).softmax(-1).masked_fill(fully_masked, 0)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.flash_attention import FlashAttention
 from pytest_attn.backends.layouts import in_bshd, not_decoding_because
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -75,7 +75,7 @@ class Flash2KvCache(Flash2):
         reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
         return not_decoding_because(workload) or ([reason] if reason else [])
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Fill the cache with the prompt, all keys before the first query's own."""
         import torch
 

@@ -6,16 +6,19 @@ import shutil
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import in_blind_rows, sees_nothing
+from pytest_attn.backends.defects import in_fully_masked_rows, sees_nothing
 from pytest_attn.backends.dense import index_tensors
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.inputs import Inputs, sequence_lengths
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, bind
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask
+from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +78,11 @@ class FlashInferFa2(LibraryBackend):
         mask = workload.batch * workload.q_len * workload.kv_len if _needs_custom_mask(workload) else 0
         return _WORKSPACE + _INDICES + 2 * mask
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Plan the workload; each call only runs the plan."""
         return self._paged(inputs) if inputs.workload.kv_pages else self._ragged(inputs)
 
-    def _ragged(self, inputs: Inputs) -> Kernel:
+    def _ragged(self, inputs: Inputs) -> AttentionFn:
         options = _options(inputs)
         inputs, kernel_of = without_padding(inputs)
         w = inputs.workload
@@ -92,7 +95,7 @@ class FlashInferFa2(LibraryBackend):
 
         return kernel_of(as_packed(call, w))
 
-    def _paged(self, inputs: Inputs) -> Kernel:
+    def _paged(self, inputs: Inputs) -> AttentionFn:
         import torch
 
         w = inputs.workload
@@ -108,7 +111,7 @@ class FlashInferFa2(LibraryBackend):
         return call
 
 
-def _rows_without_a_key(workload: Workload, machine: Machine) -> bool:
+def _has_fully_masked_rows(workload: Workload, machine: Machine) -> bool:
     return sees_nothing(workload)
 
 
@@ -128,9 +131,9 @@ class FlashInferFa3(FlashInferFa2):
         KnownDefect(
             issue="seen on an H200 with flashinfer 0.5.3, no report found",
             summary="rows that see no key are left unwritten",
-            applies=_rows_without_a_key,
+            applies=_has_fully_masked_rows,
             tensors=("out",),
-            shows=in_blind_rows,
+            shows=in_fully_masked_rows,
         ),
     )
 

@@ -9,15 +9,17 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel, needs_cuda
+from pytest_attn.backends.backend import Backend, needs_cuda
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.compiled import compilation_of, compile_kernel
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4
-from pytest_attn.backends.machine import Machine, release
+from pytest_attn.backends.flex_mods import BLOCK, block_mask_of, score_mod_of, with_key_of_sink
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.versions import release
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import MaskMod, ScoreMod, bind
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ _ALL_BUT_PAGES = Capabilities(
 )
 #: More rows of one key head do not fit its tile: inductor finds "no choices" (seen with 256 and 508, torch 2.11).
 _MOST_DECODE_ROWS = 128
-#: Rows and keys of one block of a block mask.
-_BLOCK = 128
 #: BLOCK_M, BLOCK_N, num_stages, num_warps of the forward pass: inductor's own candidates (template_heuristics/triton.py,
 #: torch 2.13) and narrower ones for large head dimensions. All divide the blocks of a mask.
 _FORWARD = (
@@ -106,11 +106,11 @@ class Flex(Backend):
             reasons.append("needs a head dimension of at least 16")
         return reasons
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Build the block mask; the kernel is compiled at its first call."""
         return self._compiled(inputs, "TRITON")
 
-    def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = _BLOCK) -> Kernel:
+    def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = BLOCK) -> AttentionFn:
         kernel_options = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
         kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
         packed, sinks = inputs.workload.is_packed, inputs.sinks is not None
@@ -121,7 +121,7 @@ class Flex(Backend):
             if packed:  # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
                 q, k, v = (t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v))
             if sinks:
-                k, v = _with_one_more_key(k), _with_one_more_key(v)
+                k, v = with_key_of_sink(k), with_key_of_sink(v)
             out: torch.Tensor = kernel(q, k, v)
             return out[0].transpose(0, 1) if packed else out
 
@@ -159,7 +159,7 @@ class FlexDecode(Flex):
             reasons.append(f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows")
         return reasons
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
         return self._compiled(inputs, "TRITON_DECODE")
 
@@ -213,23 +213,23 @@ class FlexFlash(Flex):
         mixed = re.search(r"Type mismatch, store (\w+) .*element type (\w+)", str(error))
         return f"its compiler stores no {mixed[1]} index of a mask_mod as {mixed[2]}" if mixed else None
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
         import torch
 
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
-        return self._compiled(inputs, "FLASH", 2 * _BLOCK if on_blackwell else _BLOCK)
+        return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
 
 
 def _has_block_mask(w: Workload) -> bool:
     return w.mask is not None or w.kv_lens is not None
 
 
-def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> Kernel:
+def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> AttentionFn:
     from torch.nn.attention.flex_attention import flex_attention
 
     w = inputs.workload
-    score_mod, block_mask = _score_mod(inputs), _block_mask(inputs, block_rows)
+    score_mod, block_mask = score_mod_of(inputs), block_mask_of(inputs, block_rows)
     scale, grouped = w.scale, w.group > 1
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -247,99 +247,3 @@ def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:
     if release(torch.__version__) >= (2, 10):
         return {"BACKEND": name}
     return {"FORCE_USE_FLEX_ATTENTION": True} if name == "TRITON" else {}
-
-
-def _with_one_more_key(tensor: torch.Tensor) -> torch.Tensor:
-    """Append a key of zeros, whose score the score_mod replaces by the sink's logit and whose value adds nothing."""
-    import torch.nn.functional as F
-
-    return F.pad(tensor, (0, 0, 0, 1))
-
-
-def _score_mod(inputs: Inputs) -> ScoreMod | None:
-    """Chain softcap, bias, ALiBi and the workload's own score_mod, in the workload's order; None where there is none."""
-    import torch
-
-    w = inputs.workload
-    sinks = inputs.sinks
-    if w.softcap is None and inputs.bias is None and not w.alibi and w.score_mod is None and sinks is None:
-        return None
-    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
-    softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
-    bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
-    kv_lens, offset = inputs.kv_lens, w.kv_len - w.q_len
-
-    def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        raw_kv = kv
-        if sinks is not None:
-            kv = torch.clamp(kv, max=keys - 1)
-        if softcap is not None:
-            score = torch.tanh(score / softcap) * softcap
-        if bias is not None:
-            score = score + bias[b, h, q, kv]
-        if slopes is not None:
-            shift = offset if kv_lens is None else kv_lens[b] - w.q_len
-            score = score - slopes[h] * (q + shift - kv).abs()
-        if own is not None:
-            score = own(score, b, h, q, kv)
-        return score if sinks is None else torch.where(raw_kv == keys, sinks[h].to(score.dtype), score)
-
-    return score_mod
-
-
-def _block_mask(inputs: Inputs, block_rows: int) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    w = inputs.workload
-    mask_mod = _packed_mask(inputs) if w.is_packed else inputs.mask_mod()
-    if mask_mod is None:
-        return None
-    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
-    if inputs.sinks is not None:
-        mask_mod, keys = _showing_the_sink(mask_mod, keys), keys + 1
-    per_batch = w.kv_lens is not None or not _is_structural(w)
-    batch = w.batch if per_batch and not w.is_packed else None
-    heads = None if _is_structural(w) else w.heads
-    rows = inputs.q.shape[0] if w.is_packed else w.q_len
-    return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device), BLOCK_SIZE=(block_rows, _BLOCK))
-
-
-def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
-    import torch
-
-    def shown(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
-
-    return shown
-
-
-def _is_structural(w: Workload) -> bool:
-    """Whether the mask depends on positions only, not on batch and head, so that one block mask serves all."""
-    from pytest_attn.workloads.masks import BooleanMask, MaskModMask
-
-    return not isinstance(w.mask, BooleanMask | MaskModMask)
-
-
-def _packed_mask(inputs: Inputs) -> MaskMod:
-    """Tokens see their own sequence only, and there what the mask shows, in positions of the sequence."""
-    import torch
-
-    w = inputs.workload
-    assert inputs.cu_seqlens is not None
-    assert inputs.cu_seqlens_kv is not None
-    starts_q, starts_kv = inputs.cu_seqlens.long(), inputs.cu_seqlens_kv.long()
-    lengths_q, lengths_kv = starts_q.diff(), starts_kv.diff()
-    sequence_q = torch.repeat_interleave(lengths_q)
-    sequence_kv = torch.repeat_interleave(lengths_kv)
-    inner = None
-    if w.plain_mask is not None:
-        inner = bind(w.plain_mask, w.batch, w.heads, 0, 0, lengths_kv - lengths_q, inputs.device)
-
-    def same_sequence(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        mine, theirs = sequence_q[q], sequence_kv[kv]
-        visible: torch.Tensor = mine == theirs
-        if inner is None:
-            return visible
-        return visible & inner(mine, h, q - starts_q[mine], kv - starts_kv[theirs])
-
-    return same_sequence

@@ -8,11 +8,12 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library, refusal_of_build, words
+from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document, Window
 from pytest_attn.workloads.workload import Workload
@@ -87,14 +88,14 @@ class HubKernel(LibraryBackend):
         function = getattr(self._loaded, _DENSE, None) or getattr(self._loaded, _PACKED, None)
         return "flash2" if function and "dropout_p" in inspect.signature(function).parameters else "flash"
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Choose the function that takes the workload's layout."""
         if _goes_packed(inputs.workload) or self._dense_name == _PACKED:
             inputs, kernel_of = without_padding(inputs)
             return kernel_of(as_packed(self._packed(inputs), inputs.workload))
         return in_bshd(_bare(getattr(self._module, _DENSE), inputs.workload, alibi_slopes=inputs.alibi_slopes))
 
-    def _packed(self, inputs: Inputs) -> Kernel:
+    def _packed(self, inputs: Inputs) -> AttentionFn:
         cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
         return _bare(
             getattr(self._module, _PACKED),
@@ -125,7 +126,7 @@ class HubKernel(LibraryBackend):
         try:
             module: ModuleType = kernels.get_kernel(self.repo, **chosen)
         except Exception as error:  # of the Hub, or of the kernel's own import
-            return f"{self.repo} cannot be loaded: {words(error)}{self._advice()}"
+            return f"{self.repo} cannot be loaded: {describe_error(error)}{self._advice()}"
         if not (hasattr(module, _DENSE) or hasattr(module, _PACKED)):
             exported = [name for name in dir(module) if not name.startswith("_")]
             return f"{self.repo} has neither {_DENSE} nor {_PACKED}; it exports {', '.join(exported) or 'nothing'}"
@@ -151,7 +152,7 @@ class HubKernel(LibraryBackend):
         except (RuntimeError, AssertionError) as error:
             if refusal_of_build(error) is None:
                 raise
-            return [f"refuses one token: {words(error)}"]
+            return [f"refuses one token: {describe_error(error)}"]
         return ["its output carries no gradient"] if backward and not out.requires_grad else []
 
 
@@ -170,7 +171,7 @@ def _needed_parameters(w: Workload) -> list[str]:
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def _bare(function: Any, w: Workload, **tensors: Any) -> Kernel:
+def _bare(function: Any, w: Workload, **tensors: Any) -> AttentionFn:
     """Return `function` of q, k and v alone, with the workload's options in its own words."""
     known = inspect.signature(function).parameters
     options = {name: value for name, value in tensors.items() if value is not None}

@@ -12,11 +12,13 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend, Kernel, scores_bytes
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import is_key
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -50,25 +52,25 @@ class Int8Dynamic(Backend):
         """The scores in float64 and float32, with temporaries."""
         return scores_bytes(workload, backward, copies=8)
 
-    def dequantised(self, inputs: Inputs) -> Inputs:
+    def dequantized(self, inputs: Inputs) -> Inputs:
         """Return whole numbers times their scales, which is what the products see."""
         own = _without_padding(inputs.v, inputs)
         q, k, v = (
             steps.float() * scale
-            for steps, scale in (quantised(inputs.q, _ROW), quantised(inputs.k, _ROW), quantised(own, _COLUMN))
+            for steps, scale in (quantized(inputs.q, _ROW), quantized(inputs.k, _ROW), quantized(own, _COLUMN))
         )
         return dataclasses.replace(inputs, q=q, k=k, v=v)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Write out the mask once."""
         visible = boolean_mask(inputs)
         scale, group = inputs.workload.softmax_scale, inputs.workload.group
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q_steps, q_scale = quantised(q, _ROW)
-            k_steps, k_scale = (t.repeat_interleave(group, 1) for t in quantised(k, _ROW))
+            q_steps, q_scale = quantized(q, _ROW)
+            k_steps, k_scale = (t.repeat_interleave(group, 1) for t in quantized(k, _ROW))
             own = _without_padding(v, inputs)
-            v_steps, v_scale = (t.repeat_interleave(group, 1) for t in quantised(own, _COLUMN))
+            v_steps, v_scale = (t.repeat_interleave(group, 1) for t in quantized(own, _COLUMN))
             scores = (q_steps @ k_steps.transpose(-1, -2)).float() * (q_scale * scale) * k_scale.transpose(-1, -2)
             if visible is not None:
                 scores = scores.masked_fill(~visible, -math.inf)
@@ -87,7 +89,7 @@ def _without_padding(v: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return v if there is None else v.masked_fill(~there[:, None, :, None], 0)
 
 
-def quantised(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (steps, scale) with x near steps * scale: whole numbers from -127 to 127, in float64, and a float32 per `dim`.
 
     Halves go to the even number.

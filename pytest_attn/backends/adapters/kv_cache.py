@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import not_decoding_because
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload
@@ -49,7 +50,7 @@ class KvCache(Backend):
             reasons.append("has no packed or padded sequences and no changes of the score")
         return reasons
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Fill the cache with the prompt, all keys before the first query's own."""
         import torch
         import torch.nn.functional as F

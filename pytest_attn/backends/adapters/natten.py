@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, LibraryBackend, scores_bytes
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.compiled import unlimited_recompiles
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Neighborhood
 from pytest_attn.workloads.workload import Workload
@@ -98,6 +100,11 @@ class Natten(LibraryBackend):
         self.source.load()
         return _refusals_of_all_kernels(workload, mask, machine, backward)
 
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return its words where this build lacks the kernel that its selection chose."""
+        words = " ".join(str(error).split())
+        return words if "kernel dispatch failed" in words else None
+
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Without libnatten the scores, in float32, and the indices that its mask is made of."""
         if _LIBNATTEN.missing_because() is None:
@@ -105,7 +112,7 @@ class Natten(LibraryBackend):
         indices = 8 * workload.q_len * workload.kv_len
         return scores_bytes(workload, backward, copies=5) + 8 * indices
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Lay the tokens out in the mask's shape, heads behind it."""
         w = inputs.workload
         mask = w.plain_mask

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, half_precision_only
+from pytest_attn.backends.backend import LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.versions import release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -33,7 +36,7 @@ _TIE = 2.0**-14  # Triton divides by div.full.f32, which is off by up to 2 ulp: 
 
 
 def _is_first() -> bool:
-    return _SAGE.version().startswith("1.")
+    return release(_SAGE.version())[:1] == (1,)
 
 
 def _counts_padding(workload: Workload, machine: Machine) -> bool:
@@ -90,7 +93,7 @@ class Sage(LibraryBackend):
         """Return the profile of the version that is installed."""
         return self.precision if _is_first() else SageFp8.precision
 
-    def dequantised(self, inputs: Inputs) -> Inputs:
+    def dequantized(self, inputs: Inputs) -> Inputs:
         """Repeat the quantisation of 1.0.6; for 2.x see `SageFp8`."""
         if not _is_first():
             return _without_mean(inputs)
@@ -99,7 +102,7 @@ class Sage(LibraryBackend):
         k = _in_int8_steps(_smoothed(inputs.k).float(), _KEYS_PER_BLOCK)
         return dataclasses.replace(inputs, q=q, k=k, v=_through_half(inputs.v))
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Hand over the caller's own tensors, so that a change in place shows."""
         return _calling("sageattn", inputs)
 
@@ -124,11 +127,11 @@ class SageFp16(LibraryBackend):
             return f"needs sageattention >= 2.0, {_SAGE.version()} is installed"
         return reason or _without_kernels(machine, self.architectures)
 
-    def dequantised(self, inputs: Inputs) -> Inputs:
+    def dequantized(self, inputs: Inputs) -> Inputs:
         """Take the mean from k, as the library does, and bring v to float16; int8's steps are left to the budget."""
         return dataclasses.replace(_without_mean(inputs), v=_through_half(inputs.v))
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Call the kernel by its name."""
         return _calling(self.function(inputs.device), inputs, pv_accum_dtype=self.sums)
 
@@ -145,7 +148,7 @@ class SageFp8(SageFp16):
     architectures = _FP8_ARCHITECTURES
     sums = "fp32+fp32"
 
-    def dequantised(self, inputs: Inputs) -> Inputs:
+    def dequantized(self, inputs: Inputs) -> Inputs:
         """Take the mean from k; the steps of int8 and fp8 are left to the budget."""
         return _without_mean(inputs)
 
@@ -157,7 +160,7 @@ class SageFp8(SageFp16):
         return "sageattn_qk_int8_pv_fp8_cuda_sm90" if is_hopper else "sageattn_qk_int8_pv_fp8_cuda"
 
 
-def _calling(name: str, inputs: Inputs, **options: str) -> Kernel:
+def _calling(name: str, inputs: Inputs, **options: str) -> AttentionFn:
     function, w = getattr(_SAGE.load(), name), inputs.workload
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel, KnownDefect, half_precision_only, scores_bytes
+from pytest_attn.backends.backend import Backend, half_precision_only
 from pytest_attn.backends.capabilities import MASKS, Capabilities
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
     CUTLASS_OFFSETS,
     CUTLASS_SHARED_HEAD,
-    SDPA_BLIND_ROWS,
+    SDPA_FULLY_MASKED_ROWS,
     SDPA_LARGE_SCORES,
 )
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -38,7 +41,7 @@ _MASK_TENSOR = Capabilities(
 )
 
 
-_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, SDPA_BLIND_ROWS, SDPA_LARGE_SCORES)
+_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, SDPA_FULLY_MASKED_ROWS, SDPA_LARGE_SCORES)
 
 
 class Automatic(Backend):
@@ -74,7 +77,7 @@ class Automatic(Backend):
         """A dense mask, where the workload needs one."""
         return workload.batch * workload.heads * workload.q_len * workload.kv_len * 2 if needs_dense_mask(workload) else 0
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Build the mask once; the kernel is selected around each call and restored after it."""
         import torch.nn.functional as F
 

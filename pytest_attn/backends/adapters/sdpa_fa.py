@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -42,15 +43,15 @@ class SdpaFa3(LibraryBackend):
         return super().broken_because() or _not_activated_because(self.implementation)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Try torch's hook with one token: it calls private functions, which change between releases of the library."""
-        failure = _failure_of_one_token(self.implementation, machine.device, backward)
+        """Try torch's hook with one token like the workload's: a build may lack a head dimension, a release what is called."""
+        failure = _failure_of_one_token(self.implementation, machine.device, backward, workload.head_dim, workload.dtype)
         if failure is None:
             return []
         torch_version = machine.torch_version.partition("+")[0]
         hook = f"torch {torch_version}'s {self.implementation} hook"
         return [f"{hook} fails with {self.library} {self.version()}: {failure}"]
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Activate around each call, and around its backward pass where there is one."""
         w = inputs.workload
         causal, scale, grouped = w.mask is not None, w.scale, w.group > 1
@@ -95,7 +96,7 @@ def _activated(implementation: str) -> Iterator[None]:
             restore_flash_attention_impl()
 
 
-def _sdpa(causal: bool, scale: float | None, grouped: bool) -> Kernel:
+def _sdpa(causal: bool, scale: float | None, grouped: bool) -> AttentionFn:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -106,7 +107,7 @@ def _sdpa(causal: bool, scale: float | None, grouped: bool) -> Kernel:
     return call
 
 
-def _activating(implementation: str, attention: Kernel, backward: bool) -> Kernel:
+def _activating(implementation: str, attention: AttentionFn, backward: bool) -> AttentionFn:
     """Activate around the forward pass, and again around the backward pass, which autograd runs after the call returned."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -125,7 +126,7 @@ def _activating(implementation: str, attention: Kernel, backward: bool) -> Kerne
     return _own_graph(forward, gradients)
 
 
-def _own_graph(forward: Kernel, gradients: Callable[..., Any]) -> Kernel:
+def _own_graph(forward: AttentionFn, gradients: Callable[..., Any]) -> AttentionFn:
     """Return `forward` as one autograd node, whose backward pass is `gradients` over a graph of its own."""
     import torch
 
@@ -153,10 +154,11 @@ def _not_activated_because(implementation: str) -> str | None:
 
 
 @cache
-def _failure_of_one_token(implementation: str, device: str, backward: bool) -> str | None:
+def _failure_of_one_token(implementation: str, device: str, backward: bool, head_dim: int, dtype: str) -> str | None:
     import torch
 
-    q, k, v = (torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=backward) for _ in range(3))
+    of = {"dtype": getattr(torch, dtype), "device": device, "requires_grad": backward}
+    q, k, v = (torch.zeros(1, 1, 1, head_dim, **of) for _ in range(3))
     kernel = _activating(implementation, _sdpa(causal=False, scale=None, grouped=False), backward)
     try:
         out = kernel(q, k, v)

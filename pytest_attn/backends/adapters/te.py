@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,30 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend, scores_bytes
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import environment
-from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, sees_nothing
-from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4, refused_by_compiler
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.transformer_engine import (
+    call_options,
+    fully_masked_rows_refused,
+    goes_in_sequence,
+    listening,
+    module_of,
+    module_options,
+    needs_tensor,
+    restored,
+    unfilled_inputs,
+)
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Causal, Document, Window
+from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -77,10 +89,10 @@ class TransformerEngine(LibraryBackend):
             return reasons
         te = self.source.load()
         known = inspect.signature(te.DotProductAttention).parameters
-        missing = [option for option in _module_options(workload) if option not in known]
+        missing = [option for option in module_options(workload) if option not in known]
         if missing:
             return [f"this release has no {missing[0]}"]
-        return self._not_selected_because(te, _unfilled(workload, machine.device), backward)
+        return self._not_selected_because(te, unfilled_inputs(workload, machine.device), backward)
 
     def unsaid(self, w: Workload, machine: Machine) -> list[str]:
         """List what its arguments cannot say of a workload, or say in another sense."""
@@ -88,26 +100,26 @@ class TransformerEngine(LibraryBackend):
         reasons = []
         if isinstance(w.mask, Window) and (w.mask.left is None) != (w.mask.right is None) and w.mask != Window(None, 0):
             reasons.append("takes no window that is open on one side")
-        if w.is_packed and _needs_tensor(w):
+        if w.is_packed and needs_tensor(w):
             reasons.append("takes no mask of its own for packed sequences")
         return reasons
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Make the module and its arguments once."""
         return self._kernel(inputs, backward, [])
 
-    def _kernel(self, inputs: Inputs, backward: bool, said: list[str]) -> Kernel:
+    def _kernel(self, inputs: Inputs, backward: bool, said: list[str]) -> AttentionFn:
         """Return the callable; what the module logs while it is called goes to `said`."""
         te, w = self.source.load(), inputs.workload
-        in_sequence = _in_sequence(w)
-        kernel_of: Callable[[Kernel], Kernel] = in_bshd
+        in_sequence = goes_in_sequence(w)
+        kernel_of: Callable[[AttentionFn], AttentionFn] = in_bshd
         if in_sequence:
             inputs, kernel_of = without_padding(inputs)
-        module, options = _module(te, inputs, backward), _options(inputs, in_sequence)
+        module, options = module_of(te, inputs, backward), call_options(inputs, in_sequence)
         remembered: dict[str, Any] = {}
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with self._selected(te, remembered), _listening(te, said):
+            with self._selected(te, remembered), listening(te, said):
                 out: torch.Tensor = module(*self.as_taken(q, k, v), **options)
             return out.view(*out.shape[:-1], w.heads, w.v_head_dim)
 
@@ -122,7 +134,7 @@ class TransformerEngine(LibraryBackend):
         """Allow this kernel only, with what the module remembered of its own last selection instead of another's."""
         selection = te._attention_backends
         allowed = {name: str(int(kernel == self.kernel)) for kernel, name in _KERNELS.items()}
-        with environment(allowed), _restored(selection), _restored(te.dot_product_attention._alibi_cache):
+        with environment(allowed), restored(selection), restored(te.dot_product_attention._alibi_cache):
             selection.update(remembered or {"attention_params": None})
             yield
             remembered.update(selection)
@@ -257,159 +269,15 @@ class TeUnfused(TransformerEngine):
             reasons.append(f"would round the scores with a bias to {w.dtype}")
         if w.dtype != "float32" and w.softcap is not None:
             reasons.append(f"would round each step of softcap to {w.dtype}")
-        if w.alibi and (_in_sequence(w) or w.kv_lens is not None):
+        if w.alibi and (goes_in_sequence(w) or w.kv_lens is not None):
             reasons.append("takes no ALiBi for packed or padded sequences")
         if w.alibi and w.mask == Causal() and w.q_len != w.kv_len:
             reasons.append("aligns ALiBi top-left with such a mask")
-        return reasons or _rows_without_a_key(w, machine.device)
+        return reasons or fully_masked_rows_refused(w, machine.device)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """The scores, four times."""
         return scores_bytes(workload, backward, copies=4)
-
-
-# -- how a workload is said -------------------------------------------------------------------------------------------
-
-
-def _needs_tensor(w: Workload) -> bool:
-    """Whether no type of mask says it: a mask given as a tensor or function, or what sequences end to end cannot have."""
-    if isinstance(w.mask, Document):
-        return w.kv_lens is not None or w.bias is not None
-    return not isinstance(w.mask, Causal | Window | None) or bool(w.bias and w.kv_lens)
-
-
-def _in_sequence(w: Workload) -> bool:
-    """Whether the tokens go in end to end: packed sequences, documents, and padded keys with the padding left out."""
-    return not _needs_tensor(w) and (w.kv_lens is not None or isinstance(w.mask, Document))
-
-
-def _module_options(w: Workload) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_gqa_groups": w.kv_heads, "attention_type": "cross", "softmax_scale": w.softmax_scale}
-    if w.softcap is not None:
-        options["softcap"] = w.softcap
-    if w.sinks:
-        options["softmax_type"] = "learnable"
-    return options
-
-
-def _module(te: ModuleType, inputs: Inputs, backward: bool) -> Any:
-    import torch
-
-    w = inputs.workload
-    module = te.DotProductAttention(w.heads, (w.head_dim, w.v_head_dim), **_module_options(w)).requires_grad_(False)
-    if inputs.sinks is not None:
-        with torch.no_grad():
-            module.softmax_offset.copy_(inputs.sinks)
-    return module.train(backward)
-
-
-def _options(inputs: Inputs, in_sequence: bool) -> dict[str, Any]:
-    """Return the arguments of the call beside q, k and v."""
-    w = inputs.workload
-    kind, window = _mask_type(w)
-    options: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": kind, "window_size": window}
-    if in_sequence:
-        cu_q, cu_kv, longest_q, longest_kv = sequence_boundaries(inputs)
-        kind = "padding" if kind == "no_mask" else f"padding_{kind}"
-        options.update(qkv_format="thd", attn_mask_type=kind, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
-        options.update(max_seqlen_q=longest_q, max_seqlen_kv=longest_kv)
-    if kind == "arbitrary":
-        visible = boolean_mask(inputs)
-        options["attention_mask"] = None if visible is None else ~visible  # True is masked
-    if inputs.bias is not None:
-        bias = inputs.bias.expand(-1, -1, w.q_len, w.kv_len).contiguous()
-        options.update(core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
-    if inputs.alibi_slopes is not None:
-        options.update(core_attention_bias_type="alibi", alibi_slopes=inputs.alibi_slopes)
-    return options
-
-
-def _mask_type(w: Workload) -> tuple[str, tuple[int, int]]:
-    """Return the mask's type, as of one sequence, and its window, which is aligned to the last key; -1 is open."""
-    mask = w.plain_mask
-    if _needs_tensor(w):
-        return "arbitrary", (-1, -1)
-    if mask == Causal() or (isinstance(mask, Document) and mask.causal):
-        return "causal", (-1, 0)
-    if isinstance(mask, Causal):
-        return "causal_bottom_right", (-1, 0)
-    if not isinstance(mask, Window):
-        return "no_mask", (-1, -1)
-    left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    return ("causal_bottom_right" if right == 0 else "no_mask"), (left, right)
-
-
-def _rows_without_a_key(w: Workload, device: str) -> list[str]:
-    """Refuse queries that see no key: they get the mean of the values, or zeros, as the shape has it."""
-    if _needs_tensor(w):
-        visible = boolean_mask(_unfilled(w, device))
-        blind = visible is not None and not bool(visible.any(-1).all())
-    else:
-        blind = sees_nothing(w)
-    return ["gives queries that see no key other results than zeros"] if blind else []
-
-
-# -- its globals ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _restored(state: dict[str, Any]) -> Iterator[None]:
-    before = dict(state)
-    try:
-        yield
-    finally:
-        state.clear()
-        state.update(before)
-
-
-@contextmanager
-def _listening(te: ModuleType, said: list[str]) -> Iterator[None]:
-    """Take down what the module logs, all of it, and keep it from the terminal."""
-    levels, logger = te.utils.AttentionLogging, logging.getLogger("DotProductAttention")
-    before = levels._log_level, logger.level, logger.handlers, logger.propagate
-    levels._log_level, logger.handlers, logger.propagate = logging.DEBUG, [_TakeDown(said)], False
-    try:
-        yield
-    finally:
-        levels._log_level, level, logger.handlers, logger.propagate = before
-        logger.setLevel(level)
-
-
-class _TakeDown(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__()
-        self.said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-def _unfilled(w: Workload, device: str) -> Inputs:
-    """Return inputs with all the shapes and lengths of a workload, and no values."""
-    import torch
-
-    place, dtype = torch.device(device), getattr(torch, w.dtype)
-    lengths = draw_inputs(w.replace(heads=1, kv_heads=1, head_dim=1, v_head_dim=1, bias=None), "flat", device=place)
-
-    def empty(like: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-        shape = (like.shape[0], heads, dim) if w.is_packed else (w.batch, heads, like.shape[2], dim)
-        return torch.empty(shape, dtype=dtype, device=place)
-
-    sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-    return Inputs(
-        w,
-        place,
-        q=empty(lengths.q, w.heads, w.head_dim),
-        k=empty(lengths.k, w.kv_heads, w.head_dim),
-        v=empty(lengths.v, w.kv_heads, w.v_head_dim),
-        dout=empty(lengths.q, w.heads, w.v_head_dim),
-        bias=torch.empty([sizes[d] if d in w.bias else 1 for d in sizes], dtype=dtype, device=place) if w.bias else None,
-        sinks=torch.zeros(w.heads, dtype=dtype, device=place) if w.sinks else None,
-        alibi_slopes=torch.zeros(w.heads, device=place) if w.alibi else None,
-        cu_seqlens=lengths.cu_seqlens,
-        cu_seqlens_kv=lengths.cu_seqlens_kv,
-        kv_lens=lengths.kv_lens,
-    )
 
 
 @cache

@@ -5,14 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, KnownDefect
 from pytest_attn.backends.compiled import unlimited_recompiles
 from pytest_attn.backends.defects import sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal
 from pytest_attn.backends.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, is_key, sequence_boundaries
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document, Window
 from pytest_attn.workloads.workload import Workload
@@ -67,13 +68,13 @@ class TransformersDispatch(Dispatcher):
             return _beyond_flash(workload) or super().native_refusals(_as_padded(workload), machine, backward)
         if self.dispatched == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
             return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
-        if self.dispatched == "eager" and _has_blind_rows(workload):
+        if self.dispatched == "eager" and _has_fully_masked_rows(workload):
             return ["averages all values in rows that see no key"]
         if self.dispatched == "flex_attention":
             return _beyond_flex(workload, machine) or super().native_refusals(workload, machine, backward)
         return super().native_refusals(workload, machine, backward)
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Build the mask and the module that the function reads its heads and flags from."""
         function, module, packed = self._load(), self._module(inputs.workload), inputs.workload.is_packed
         arguments = self._arguments(inputs)
@@ -131,7 +132,7 @@ class TransformersDispatch(Dispatcher):
         return None if seen else f"transformers does not find the library of {self.dispatched}"
 
 
-def _compiling_by_shape(kernel: Kernel) -> Kernel:
+def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:
     """Let transformers compile flex_attention for each shape, as for a model's first: cases do not depend on their order."""
     import torch._dynamo.config as config
 
@@ -219,6 +220,6 @@ def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
     return mask.clamp(min=lowest)
 
 
-def _has_blind_rows(w: Workload) -> bool:
+def _has_fully_masked_rows(w: Workload) -> bool:
     """Whether a query sees no key at all: the first of a causal mask or window sees the least, without keys none does."""
     return sees_nothing(w) or 0 in (w.kv_lens or ())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Backend, Kernel
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -50,7 +51,7 @@ class Varlen(Backend):
             reasons.append("takes no mask in this torch")
         return reasons
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Work out the sequence boundaries."""
         from torch.nn.attention.varlen import varlen_attn
 

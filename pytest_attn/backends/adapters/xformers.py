@@ -9,28 +9,36 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.backend import Kernel, KnownDefect, LibraryBackend
+from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import (
     CUTLASS_OFFSETS,
     CUTLASS_SHARED_GROUP,
     CUTLASS_SHARED_HEAD,
-    in_blind_rows,
+    in_fully_masked_rows,
     sees_nothing,
 )
-from pytest_attn.backends.dense import additive_or_boolean_mask
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.xformers_inputs import (
+    empty_inputs,
+    mask_of,
+    needs_tensor,
+    sequences_of,
+    tensor_bias,
+    unsaid,
+    with_grouped_heads,
+)
+from pytest_attn.workloads.fields import DTYPES
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Window
-from pytest_attn.workloads.workload import DTYPES, Workload
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-#: Every row of a bias must start at a multiple of 16 bytes: 8 elements are that in each dtype.
-_BIAS_STEP = 8
 #: What is used of xformers.ops.fmha; where mslk is missing, newer releases leave it an empty module.
 _USED = ("memory_efficient_attention", "attn_bias", "cutlass", "Inputs", "_dispatch_fw", "_dispatch_bw")
 
@@ -62,7 +70,7 @@ class Xformers(LibraryBackend):
 
     def pads_by_mask(self, workload: Workload) -> bool:
         """Where no class of its own says the mask, a tensor does, and hides padding too."""
-        return _needs_tensor(workload)
+        return needs_tensor(workload)
 
     def broken_because(self) -> str | None:
         """Import the library, and ask it whether its compiled part was loaded: without it, it imports but runs nothing."""
@@ -70,12 +78,12 @@ class Xformers(LibraryBackend):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what its masks cannot say, then what its operators refuse, in their own words."""
-        reasons = _unsaid(workload)
+        reasons = unsaid(workload)
         if reasons:
             return reasons
         fmha = self.source.load()
         try:
-            inputs = _empty_inputs(fmha, workload, machine.device)
+            inputs = empty_inputs(fmha, workload, machine.device)
         except ValueError as error:  # its masks check their lengths
             return [str(error)]
         return self.operators_refuse(fmha, inputs, backward)
@@ -99,20 +107,20 @@ class Xformers(LibraryBackend):
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """A dense mask, where the workload needs one."""
         shape = workload.batch, workload.heads, workload.q_len, workload.kv_len
-        return math.prod(shape) * DTYPES[workload.dtype][1] if _needs_tensor(workload) else 0
+        return math.prod(shape) * DTYPES[workload.dtype][1] if needs_tensor(workload) else 0
 
-    def prepare(self, inputs: Inputs, backward: bool = False) -> Kernel:
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Build the mask once."""
         fmha, w = self.source.load(), inputs.workload
         operators, scale = self.operators(fmha), w.scale
-        bias = _tensor_bias(inputs) if _needs_tensor(w) else _mask(fmha, w, inputs.device)
+        bias = tensor_bias(inputs) if needs_tensor(w) else mask_of(fmha, w, inputs.device)
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = _grouped(q, k, v)
+            q, k, v = with_grouped_heads(q, k, v)
             out: torch.Tensor = fmha.memory_efficient_attention(q, k, v, attn_bias=bias, scale=scale, op=operators)
             return out.flatten(2, -2)
 
-        if _needs_tensor(w) or _sequences(w) is None:
+        if needs_tensor(w) or sequences_of(w) is None:
             return in_bshd(call)
         inputs, kernel_of = without_padding(inputs)
         return kernel_of(as_packed(lambda q, k, v: call(q[None], k[None], v[None])[0], inputs.workload))
@@ -132,7 +140,7 @@ class XformersCutlass(Xformers):
             summary="rows that see no key, and their dq, are not always zero, but anything",
             applies=lambda workload, machine: sees_nothing(workload),
             tensors=("out", "dq"),
-            shows=in_blind_rows,
+            shows=in_fully_masked_rows,
         ),
         CUTLASS_SHARED_HEAD,
         CUTLASS_SHARED_GROUP,
@@ -161,127 +169,7 @@ def _incomplete_because(source: Library) -> str | None:
     return None if failure is None else _one_line(str(failure))
 
 
-# -- how a workload is said -------------------------------------------------------------------------------------------
-
-
-def _needs_tensor(w: Workload) -> bool:
-    """Whether no class of masks says it all: a bias, ALiBi, a mask of another kind, or documents within padding."""
-    if isinstance(w.mask, Document):
-        return bool(w.bias or w.alibi or w.kv_lens is not None)
-    return bool(w.bias or w.alibi or not isinstance(w.mask, Causal | Window | None))
-
-
-def _sequences(w: Workload) -> tuple[list[int], list[int]] | None:
-    """Return the lengths of queries and keys where the workload is a row of sequences; None for a plain batch."""
-    if isinstance(w.mask, Document):
-        return list(w.mask.lengths * w.batch), list(w.mask.lengths * w.batch)
-    if w.kv_lens is None:
-        return None
-    return list(w.q_lens or (w.q_len,) * w.batch), list(w.kv_lens)
-
-
-def _unsaid(w: Workload) -> list[str]:
-    reasons = []
-    if w.is_packed and _needs_tensor(w):
-        reasons.append("takes neither ALiBi nor a mask of its own for packed sequences")
-    if w.alibi and w.dtype != "float32":
-        reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_bias")
-    if isinstance(w.mask, Window) and not _needs_tensor(w) and w.mask != Window() and w.kv_lens and w.mask.right != 0:
-        reasons.append("has no window to the right of a query for packed or padded sequences")
-    return reasons
-
-
-def _mask(fmha: ModuleType, w: Workload, device: torch.device | str) -> Any:
-    """Return the object that says the workload's mask; None where every key is visible."""
-    masks, lengths = fmha.attn_bias, _sequences(w)
-    if lengths is not None:
-        return _blocks(masks.BlockDiagonalMask.from_seqlens(*lengths, device=_torch_device(device)), w)
-    if isinstance(w.mask, Causal) and not w.mask.bottom_right:
-        return masks.LowerTriangularMask()
-    if isinstance(w.mask, Causal) or w.mask == Window(None, 0):
-        return masks.LowerTriangularFromBottomRightMask()
-    if w.mask is None or w.mask == Window():
-        return None
-    beyond = w.q_len + w.kv_len  # as far as an open side can reach
-    left, right = (beyond if side is None else side for side in (w.mask.left, w.mask.right))
-    if right == 0:  # its size counts the query's own key
-        return masks.LowerTriangularFromBottomRightLocalAttentionMask(left + 1)
-    return masks.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
-
-
-def _blocks(blocks: Any, w: Workload) -> Any:
-    """Return what makes each block's own mask of blocks on the diagonal."""
-    mask = w.plain_mask
-    if mask is None or mask == Window() or (isinstance(mask, Document) and not mask.causal):
-        return blocks
-    if isinstance(mask, Document) or mask == Causal():
-        return blocks.make_causal()
-    if isinstance(mask, Window) and mask.left is not None:
-        return blocks.make_local_attention_from_bottomright(mask.left + 1)
-    return blocks.make_causal_from_bottomright()
-
-
-def _tensor_bias(inputs: Inputs) -> torch.Tensor:
-    """Return bias, ALiBi and mask as one additive tensor, its rows aligned by slicing a wider one."""
-    import torch
-
-    w, mask = inputs.workload, additive_or_boolean_mask(inputs)
-    assert mask is not None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=inputs.q.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    aligned = mask.new_zeros(*mask.shape[:3], _aligned(w.kv_len))
-    aligned[..., : w.kv_len] = mask
-    return _per_head(aligned[..., : w.kv_len], w)
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _BIAS_STEP) * _BIAS_STEP
-
-
-def _per_head(bias: torch.Tensor, w: Workload) -> torch.Tensor:
-    """Expand a bias to the shape that is asked for, with grouped heads in two dimensions."""
-    bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
-    return bias if w.group == 1 else bias.reshape(w.batch, w.kv_heads, w.group, w.q_len, w.kv_len)
-
-
-def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return (batch, rows, heads, dim) as they are, or grouped heads as (batch, rows, key heads, group, dim)."""
-    batch, rows, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    if group == 1:
-        return q, k, v
-    k, v = (t.unsqueeze(3).expand(-1, -1, -1, group, -1) for t in (k, v))
-    return q.reshape(batch, rows, kv_heads, group, dim), k, v
-
-
 # -- what the operators say -------------------------------------------------------------------------------------------
-
-
-def _empty_inputs(fmha: ModuleType, w: Workload, device: str) -> Any:
-    """Return xformers' Inputs for a workload, with the shapes and strides that `prepare` hands over, and no values."""
-    import torch
-
-    dtype = getattr(torch, w.dtype)
-    lengths = None if _needs_tensor(w) else _sequences(w)
-    batch, rows, keys = (w.batch, w.q_len, w.kv_len) if lengths is None else (1, sum(lengths[0]), sum(lengths[1]))
-
-    def empty(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.empty(batch, length, heads, dim, dtype=dtype, device=device)
-
-    q, k = empty(rows, w.heads, w.head_dim), empty(keys, w.kv_heads, w.head_dim)
-    q, k, v = _grouped(q, k, empty(keys, w.kv_heads, w.v_head_dim))
-    if _needs_tensor(w):
-        bias = _per_head(torch.empty(1, 1, 1, _aligned(w.kv_len), dtype=dtype, device=device)[..., : w.kv_len], w)
-    else:
-        bias = _mask(fmha, w, device)
-    return fmha.Inputs(query=q, key=k, value=v, attn_bias=bias, scale=w.scale)
-
-
-def _torch_device(device: torch.device | str) -> torch.device:
-    import torch
-
-    return torch.device(device)
 
 
 def _each_operator(message: str) -> list[str]:

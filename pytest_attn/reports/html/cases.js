@@ -1,13 +1,13 @@
-// Every judgement with its reason and command, and why the rest did not run.
+// Every judgment with its reason and command, and why the rest did not run.
 
 const allCases = {
   id: "cases",
-  title: "All judgements",
+  title: "All judgments",
   has: (cases) => cases.length > 0,
   draw(cases) {
     if (!cases.length) return [el("p", { class: "nothing" }, "Nothing passes the filters.")];
     return [sortableTable({
-      caption: "All judgements, the gravest first", noun: "judgement", rows: inOrder(cases, (one) => verdicts[one.verdict].rank, false),
+      caption: "All judgments, the gravest first", noun: "judgment", rows: inOrder(cases, (one) => verdicts[one.verdict].rank, false),
       columns: [
         { title: "verdict", value: (one) => verdicts[one.verdict].rank, cell: (one) => badge(one.verdict) },
         { title: "backend", header: true, value: (one) => one.backend },

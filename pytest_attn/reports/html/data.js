@@ -1,4 +1,4 @@
-// The judgements of the run, from the JSON in the page, and which of them are shown.
+// The judgments of the run, from the JSON in the page, and which of them are shown.
 
 const data = JSON.parse(byId("data").textContent);
 const specifications = JSON.parse(byId("charts").textContent);

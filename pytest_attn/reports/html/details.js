@@ -8,7 +8,7 @@ function detailsOf(title, cases) {
     el("h3", {}, title),
     el("p", {}, countsOf(cases)),
     el("ul", { class: "cases" }, ranked.slice(0, MOST_DETAILS).map((one) => el("li", {}, detail(one, ranked.length === 1)))),
-    ranked.length > MOST_DETAILS ? el("p", { class: "quiet" }, `${plural(ranked.length - MOST_DETAILS, "more judgement")}: use Find, and see All judgements.`) : "",
+    ranked.length > MOST_DETAILS ? el("p", { class: "quiet" }, `${plural(ranked.length - MOST_DETAILS, "more judgment")}: use Find, and see All judgments.`) : "",
   ];
 }
 

@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_attn.reports.html.verdicts import VERDICTS, verdict_of, words_of
+from pytest_attn.reports.html.verdicts import shown_verdict, words_of
 from pytest_attn.reports.records import Record
+from pytest_attn.verdict import Verdict
 
 #: of a GPU among others of its kind
 _INDEX = re.compile(r":\d+$")
 
 
-class Machine(NamedTuple):
+class MachineRecords(NamedTuple):
     """One machine with its software, and what was judged on it."""
 
     facts: Mapping[str, Any]
     records: Sequence[Record]
 
 
-def by_machine(records: Sequence[Record]) -> list[Machine]:
+def by_machine(records: Sequence[Record]) -> list[MachineRecords]:
     """Separate records by machine and software, those where most is wrong first; GPUs of one kind are one machine.
 
     A test that raised before its machine was known belongs to the only machine, if there is only one.
@@ -33,7 +34,7 @@ def by_machine(records: Sequence[Record]) -> list[Machine]:
     if nameless:
         owner = next(iter(found)) if len(found) == 1 else ()
         found.setdefault(owner, []).extend(nameless)
-    machines = [Machine(_richest(mine), mine) for mine in found.values()]
+    machines = [MachineRecords(_richest(mine), mine) for mine in found.values()]
     return sorted(machines, key=lambda machine: -_wrong(machine.records))
 
 
@@ -48,12 +49,12 @@ def _richest(records: Sequence[Record]) -> Mapping[str, Any]:
 
 def sentence(records: Sequence[Record]) -> str:
     """Say how the run went, what is wrong first."""
-    counts = Counter(verdict_of(record) for record in records)
+    counts = Counter(shown_verdict(record) for record in records)
     wrong, doubtful = (_counted(counts, tone) for tone in ("bad", "doubt"))
     fine = _counted(counts, "good", "plain", "none")
     if not records:
         return "No attention test ran."
-    total = f"{len(records):,} judgement{'' if len(records) == 1 else 's'}"
+    total = f"{len(records):,} judgment{'' if len(records) == 1 else 's'}"
     if wrong:
         start = f"{_wrong(records):,} of {total} went wrong: {wrong}."
     elif not _counted(counts, "good", "doubt"):
@@ -66,11 +67,12 @@ def sentence(records: Sequence[Record]) -> str:
 
 
 def _wrong(records: Sequence[Record]) -> int:
-    return sum(words_of(verdict_of(record)).tone == "bad" for record in records)
+    return sum(words_of(shown_verdict(record)).tone == "bad" for record in records)
 
 
 def _counted(counts: Counter[str], *tones: str) -> str:
-    known = [*VERDICTS, *(verdict for verdict in counts if verdict not in VERDICTS)]
+    names = [verdict.value for verdict in Verdict]
+    known = [*names, *(name for name in counts if name not in names)]
     shown = [(counts[v], words_of(v)) for v in known if counts[v] and words_of(v).tone in tones]
     return ", ".join(f"{number:,} {words.counted}" for number, words in shown)
 
@@ -80,7 +82,7 @@ def is_wrong(records: Sequence[Record]) -> bool:
     return _wrong(records) > 0
 
 
-def facts_in_words(machine: Machine) -> list[tuple[str, str]]:
+def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
     """Return what is known of a machine and its run, as terms and descriptions."""
     facts = machine.facts
     dates = sorted(str(record["date"]) for record in machine.records if record["date"])

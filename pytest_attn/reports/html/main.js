@@ -46,7 +46,7 @@ function allIsDrawn() {
 function refresh() {
   shown = shownCases();
   const all = casesOfMachine().length;
-  byId("showing").textContent = shown.length === all ? plural(all, "judgement") : `${shown.length.toLocaleString("en")} of ${plural(all, "judgement")}`;
+  byId("showing").textContent = shown.length === all ? plural(all, "judgment") : `${shown.length.toLocaleString("en")} of ${plural(all, "judgment")}`;
   delete document.documentElement.dataset.drawn;
   for (const section of SECTIONS.filter((one) => one.body)) {
     section.isDrawn = false;

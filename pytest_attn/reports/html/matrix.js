@@ -19,7 +19,7 @@ const matrix = {
     const panel = el("aside", { class: "panel", "aria-label": "Behind the chosen cell", "aria-live": "polite" }, el("p", { class: "quiet" }, "Choose a cell to see its reasons, its figures and the command that repeats it."));
     const tableOf = matrixTable(cases, backends, rows, this, panel);
     return [
-      el("p", { class: "lead" }, "Each cell is the gravest verdict of a backend there. Below it: how many judgements are as grave, the largest z, and how many were skipped. z is a residual in rounding errors that an honest kernel may show at that very element; its limit is 8."),
+      el("p", { class: "lead" }, "Each cell is the gravest verdict of a backend there. Below it: how many judgments are as grave, the largest z, and how many were skipped. z is a residual in rounding errors that an honest kernel may show at that very element; its limit is 8."),
       el("div", { class: "choices no-print" },
         choice("Rows", "matrix-rows", [["groups", "groups"], ["workloads", "workloads"]], rows, set("rows")),
         choice("Order", "matrix-order", [["gravest", "gravest first"], ["run", "as run"], ["name", "by name"]], this.order, set("order")),

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_attn.reports.html.machines import by_machine, facts_in_words, sentence
-from pytest_attn.reports.html.verdicts import VERDICTS, verdict_of, words_of
+from pytest_attn.reports.html.verdicts import shown_verdict, words_of
 from pytest_attn.reports.records import Record, name_of
+from pytest_attn.verdict import Verdict
 
 _DIGITS = 5
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype", "mask", "flops", "bytes")
@@ -32,7 +33,7 @@ def payload(records: Sequence[Record]) -> dict[str, Any]:
         for number, machine in enumerate(machines)
         for record in machine.records
     ]
-    shown = dict.fromkeys([*VERDICTS, *(verdict_of(record) for record in records)])
+    shown = dict.fromkeys([*(verdict.value for verdict in Verdict), *map(shown_verdict, records)])
     return {
         "machines": [{"sentence": sentence(one.records), "facts": facts_in_words(one)} for one in machines],
         "verdicts": [[verdict, *words_of(verdict)[:3]] for verdict in shown],
@@ -67,7 +68,7 @@ class Table:
 
 
 def _case(number: int, record: Record, texts: Table, workloads: Table, subjects: Table, launches: Table) -> list[Any]:
-    z = [short(record[f"z_{level}"]) for level in ("element", "row", "head")]
+    z = [short(z) for z in (record["z_element"], record["z_row"], record["z_head"])]
     worst = [record["tensor"], record["distribution"]] if record["tensor"] else None
     compilation = [short(record["compile_seconds"]), record["graph_breaks"]]
     row: list[Any] = [
@@ -75,9 +76,9 @@ def _case(number: int, record: Record, texts: Table, workloads: Table, subjects:
         workloads.number_of(record["workload"], _workload(record)),
         subjects.number_of(record["subject"], _subject(record)),
         texts.number_of(record["question"]),
-        texts.number_of(verdict_of(record)),
+        texts.number_of(shown_verdict(record)),
         texts.number_of(record["direction"]),
-        *(texts.number_of(str(record[field])) for field in ("reason", "test", "command")),
+        *(texts.number_of(str(text)) for text in (record["reason"], record["test"], record["command"])),
         z if record["z_element"] is not None else 0,
         [texts.number_of(text) for text in worst] if worst else 0,
         [_tensor(tensor, texts) for tensor in record["tensors"]] or 0,

@@ -39,7 +39,7 @@ function finding(cases) {
     first.reason ? el("p", { class: "reason" }, first.reason) : "",
     command(first.command),
     others.length ? el("details", {}, el("summary", {}, `The other ${plural(others.length, "case")}`), el("ul", {}, others.slice(0, 50).map((one) => el("li", {}, `${one.workload.id}, ${one.direction}: `, el("span", { class: "quiet" }, one.reason)))),
-      others.length > 50 ? el("p", { class: "quiet" }, `${others.length - 50} more under All judgements`) : "") : "");
+      others.length > 50 ? el("p", { class: "quiet" }, `${others.length - 50} more under All judgments`) : "") : "");
 }
 
 const badness = (one) => (one.z ? one.z[0] : one.latency ? (number(one.latency.decision.change) ?? 0) : 0);

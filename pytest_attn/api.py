@@ -1,0 +1,176 @@
+"""The judgment without pytest: `pytest_attn.check`, `check_invariants` and `measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.machine import current, machine_of, resolve_device
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.check import Names, judge_invariants
+from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.latency.protocol import stopwatch_of, threads
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.work import direction_of, work_of
+from pytest_attn.messages import invariants, mismatch
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.workload import Workload
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+_Judged = TypeVar("_Judged", Comparison, InvariantReport)
+
+
+def check(
+    fn: Callable[..., Any] | Backend | str,
+    workload: Workload | str,
+    *,
+    backward: bool = False,
+    inputs: str | tuple[str, ...] | None = None,
+    precision: str = "flash",
+    layout: str = "bhsd",
+    returns_lse: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    limits: str = "default",
+    name: str | None = None,
+) -> Comparison:
+    """Hold a callable against exact attention, without pytest.
+
+    fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; or a backend, or its name.
+    workload: a `Workload` or a name of the catalog that stands for one workload.
+    backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
+    precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: correctness/precision.py).
+    layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+    device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps". name: what to call a callable, by default its qualified name.
+
+    Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
+    argument that is not one of the known, TypeError for an fn that is none of the three.
+    """
+    __tracebackhide__ = True
+    names = distribution_names(inputs)
+    spec = CheckSpec(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits)
+    return _checked(spec.subject(Registry(), fn, name), spec)
+
+
+def check_invariants(
+    fn: Callable[..., Any] | Backend | str,
+    workload: Workload | str,
+    *,
+    only: Names = None,
+    skip: Names = None,
+    thorough: bool = False,
+    backward: bool = False,
+    precision: str = "flash",
+    layout: str = "bhsd",
+    returns_lse: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    name: str | None = None,
+) -> InvariantReport:
+    """Ask a callable, or a backend by its name, every invariant that applies, without pytest.
+
+    only, skip: names of invariants; thorough: all of them, with more repetitions. The other arguments are those of `check`.
+
+    Returns an `InvariantReport`. Raises AssertionError where an invariant is broken, with the evidence as its text,
+    ValueError for an argument that is not one of the known, TypeError for an fn that cannot be called.
+    """
+    __tracebackhide__ = True
+    spec = CheckSpec(
+        _named(workload),
+        resolve_device(device),
+        backward,
+        precision=precision,
+        layout=layout,
+        returns_lse=returns_lse,
+        seed=seed,
+    )
+    subject = spec.subject(Registry(), fn, name)
+    report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
+    if not report.passed:
+        raise AssertionError(invariants.describe(report))
+    return report
+
+
+def measure(
+    fn: Callable[..., Any] | Backend | str,
+    workload: Workload | str,
+    *,
+    backward: bool | Literal["both"] = False,
+    inputs: str | tuple[str, ...] | None = None,
+    precision: str = "flash",
+    layout: str = "bhsd",
+    returns_lse: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    cold: bool = True,
+    cpu_threads: int | None = None,
+    name: str | None = None,
+) -> Latency:
+    """Check a callable as `pytest_attn.check` does, then time it, without pytest and without a baseline.
+
+    backward: False times the forward pass, True the backward pass alone, "both" one after the other. cold: flush a GPU's L2
+    cache before each sample. cpu_threads: of torch, on a CPU, while it is timed. The other arguments are those of `check`.
+
+    Returns a `Latency`, in seconds. Raises AssertionError where fn is wrong, StaleError where its results are not those of its
+    data when it is called again, ValueError for an argument that is not one of the known.
+    """
+    __tracebackhide__ = True
+    direction = direction_of(backward)
+    where = resolve_device(device)
+    names = distribution_names(inputs)
+    spec = CheckSpec(_named(workload), where, bool(backward), names, precision, layout, returns_lse, seed)
+    subject = spec.subject(Registry(), fn, name)
+    _checked(subject, spec)
+    with current(where), threads(cpu_threads if where.type == "cpu" else None):
+        return stopwatch_of(where, cold).measure(work_of(subject, spec, direction), spec.workload.id, subject.name)
+
+
+def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
+    """Judge a subject; raises as `check` does."""
+    __tracebackhide__ = True
+    comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, ReferenceCache()))
+    if not comparison.passed:
+        raise AssertionError(mismatch.describe(comparison))
+    return comparison
+
+
+def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Judged], *lines: str) -> _Judged:
+    """Return what `judged` returns of a subject; of a broken contract say whose it is, and add lines.
+
+    Raises ContractError, and ValueError where a backend refuses the spec's workload, before or as late as in `judged`.
+    """
+    __tracebackhide__ = True
+    refused: object = None
+    broken: ContractError | None = None
+    if subject.is_backend:
+        refused = subject.obstacle(spec.workload, machine_of(spec.device), spec.backward)
+    if refused is None:
+        try:
+            return judged()
+        except RefusedError as error:
+            refused = error
+        except ContractError as error:
+            broken = error
+    if broken is not None:
+        raise ContractError("\n".join([mismatch.describe_contract(broken), *lines]))
+    raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
+
+
+def _named(workload: Workload | str) -> Workload:
+    """Return a workload, by its name in the catalog where it is one. Raises ValueError for a name that stands for several."""
+    if not isinstance(workload, str):
+        return workload
+    found = builtin_catalog().select(workload)
+    if len(found) != 1:
+        names = ", ".join(w.id for w in found)
+        raise ValueError(f"{workload!r} stands for {len(found)} workloads; name one: {names}")
+    return found[0]

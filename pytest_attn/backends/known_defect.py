@@ -1,0 +1,45 @@
+"""A defect of a library that is known and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class KnownDefect:
+    """A defect of a library that is known and reported: it turns exactly this failure into an expected one.
+
+    applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
+    the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
+    changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
+    without, every failure of these tensors does. invariants: names of those that it may break, empty where it may break any;
+    tensors are empty where only invariants show it.
+    """
+
+    issue: str
+    summary: str
+    applies: Callable[[Workload, Machine], bool]
+    tensors: tuple[str, ...]
+    only_nan: bool = False
+    inputs: str | None = None
+    changes_input: tuple[str, ...] = ()
+    shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
+    invariants: tuple[str, ...] = ()
+
+    def spoils(self, workload: Workload, machine: Machine, backward: bool) -> bool:
+        """Whether a workload is in its reach: one of gradients only is in a backward pass."""
+        is_of_gradients = bool(self.tensors) and not self.changes_input and all(name.startswith("d") for name in self.tensors)
+        return (backward or not is_of_gradients) and self.applies(workload, machine)
+
+    def explains(self, comparison: Any, workload: Workload) -> bool:
+        """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""
+        failed = [t for t in comparison.tensors if not t.passed]
+        unchanged = set(comparison.changed) <= set(self.changes_input)
+        return unchanged and all(
+            t.name in self.tensors and (t.wrong_positions or not self.only_nan) and self.shows(t, workload) for t in failed
+        )

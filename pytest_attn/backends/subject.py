@@ -1,0 +1,217 @@
+"""What is tested, behind one type: a user's callable, or a backend. `Registry.subject` makes it where it is handed over."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.naming import called_name
+from pytest_attn.backends.sizes import tensor_bytes
+from pytest_attn.workloads.functions import function_name
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+#: what computes attention on tensors of one workload: returns out, or (out, lse)
+AttentionFn: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
+
+
+class RefusedError(Exception):
+    """A backend refused a workload that it had claimed, when it compiled; the text is its reason."""
+
+
+class Subject(ABC):
+    """What is tested: its name, how it takes tensors, where it rounds, and what it can and cannot do.
+
+    Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped; once both
+    are silent, the subject has claimed the case, and an exception or a wrong value is a failure.
+    """
+
+    #: what users type, and what reports call it
+    name: str
+    #: the distribution it comes from, for reports; "" for a callable
+    library: str = ""
+    #: "bhsd" or "bshd", in which a callable takes and returns tensors; of packed workloads it is "thd", of a backend "bhsd"
+    layout: str = "bhsd"
+    #: the precision profile that it declares (correctness/precision.py)
+    precision: str = "flash"
+    #: whether its kernels return (out, lse)
+    returns_lse: bool = False
+    #: whether it quantizes its inputs; then `dequantized` says to what
+    is_approximate: bool = False
+    #: what its interface can say; None where it depends on a user's function
+    capabilities: Capabilities | None = None
+    known_defects: tuple[KnownDefect, ...] = ()
+    #: whether it can be asked about any workload; a user's callable closes over the options of one
+    is_backend: ClassVar[bool] = True
+    #: the user's own function, None for a backend
+    user_function: Callable[..., Any] | None = None
+    #: the name that a test gave its callable, "" where it gave none
+    given_name: str = ""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Return a callable of (q, k, v) for the workload of `inputs`; its first call ends the set-up."""
+
+    def version(self) -> str:
+        """Return the version of its library; "" where it has none."""
+        return ""
+
+    def precision_on(self, kind: str) -> str:
+        """Return its precision profile on a type of device ("cpu", "cuda", ...)."""
+        del kind
+        return self.precision
+
+    def calling(self) -> AbstractContextManager[object]:
+        """Return what its code runs in: a library's warnings must not fail a test, those of a user's own function may."""
+        return quiet()
+
+    def baseline_name(self, test: str) -> str:
+        """Return what its baselines are filed under. test: where it was handed over."""
+        del test
+        return self.name
+
+    def origin(self) -> dict[str, str]:
+        """Return where it comes from, for who finds a failure of it later."""
+        return {"library": self.library, "version": self.version()}
+
+    # -- what it takes -------------------------------------------------------------------------------------------------
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Say why it cannot run on this machine at all, or None. Imports no optional library."""
+        del machine
+        return None
+
+    def broken_because(self) -> str | None:
+        """Import what it needs, and say in the library's own words why that failed, or None."""
+        return None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """List the reasons why it refuses this workload; empty where it claims it."""
+        del machine
+        return self.capabilities.refusals(workload, backward) if self.capabilities else []
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return the library's reason where an exception of a kernel is a refusal that only its compiler knew."""
+        del error
+        return None
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """Estimate the bytes that a call needs beyond inputs, outputs and gradients."""
+        del workload, backward
+        return 0
+
+    def obstacle(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
+        """Say why a case cannot run: no gradient, unavailable, device too small, workload refused; None if it is claimed."""
+        if reason := _no_gradient(workload, backward) or self.unavailable_because(machine):
+            return reason
+        if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
+            return reason
+        with quiet(), current(machine.device):
+            reasons = self.broken_because() or self.unsupported_because(workload, machine, backward) or ()
+        return reasons if isinstance(reasons, str) else "; ".join(reasons) or None
+
+    # -- what is known of it -------------------------------------------------------------------------------------------
+
+    def dequantized(self, inputs: Inputs) -> Inputs:
+        """Return what an approximate kernel makes of q, k and v when it quantizes them, as float32 tensors.
+
+        It is held against exact attention on these values: what quantization itself loses is its design, what goes wrong
+        after it is not.
+        """
+        return inputs
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """Whether it hides padded keys behind a mask: 0 * NaN is NaN by the rules of arithmetic, so padding must be finite."""
+        del workload
+        return True
+
+    def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """List the known defects that have a workload in their reach."""
+        return [defect for defect in self.known_defects if defect.spoils(workload, machine, backward)]
+
+    @property
+    def known_to_change(self) -> frozenset[str]:
+        """The inputs that a known defect of it changes in place; values are judged all the same."""
+        return frozenset(name for defect in self.known_defects for name in defect.changes_input)
+
+
+class CallableSubject(Subject):
+    """A user's callable of (q, k, v), whose options are closed over; what it declares is what its test says of it.
+
+    name: what reports call it; by default its qualified name with what it closes over. within: the qualified name of its test.
+    """
+
+    is_backend = False
+    user_function: Callable[..., Any]
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str | None = None,
+        layout: str = "bhsd",
+        precision: str = "flash",
+        returns_lse: bool = False,
+        within: str = "",
+    ) -> None:
+        self.user_function = fn
+        self.name, self.given_name = name or called_name(fn, within), name or ""
+        self.layout, self.precision, self.returns_lse = layout, precision, returns_lse
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same callable, declared the same."""
+        return isinstance(other, CallableSubject) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return *identity_of(self.user_function), self.name, self.layout, self.precision, self.returns_lse
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Return the callable itself."""
+        return self.user_function
+
+    def calling(self) -> AbstractContextManager[object]:
+        """Leave its warnings to its test."""
+        return nullcontext()
+
+    def baseline_name(self, test: str) -> str:
+        """Return a name that does not change with the line that the callable stands on; it belongs to its test."""
+        return f"{self.given_name or function_name(self.user_function)} of {test}"
+
+    def origin(self) -> dict[str, str]:
+        """Return the module and the qualified name."""
+        return {name: str(getattr(self.user_function, f"__{name}__", "")) for name in ("module", "qualname")}
+
+
+def identity_of(fn: Callable[..., Any]) -> tuple[int, int]:
+    """Return what tells callables apart: each access makes another bound method of the same function and object."""
+    owner = getattr(fn, "__self__", None)
+    return id(fn if owner is None else getattr(fn, "__func__", fn)), id(owner)
+
+
+def obstacle_of_any(workload: Workload, machine: Machine, backward: bool) -> str | None:
+    """Say why no kernel at all can run a case here, or None."""
+    return _no_gradient(workload, backward) or _too_small(machine, workload, backward, 0)
+
+
+def _no_gradient(workload: Workload, backward: bool) -> str | None:
+    return "paged keys have no gradient" if backward and workload.kv_pages else None
+
+
+def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:
+    needed = tensor_bytes(workload, backward) + workspace
+    if needed <= machine.memory:
+        return None
+    there = machine.memory / 2**30
+    return f"{workload.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {there:,.0f} GiB"

@@ -1,0 +1,160 @@
+"""What a test touches: `attn`, one case of a marked test, with its tensors and its judgments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from pytest_attn.cases.run import CaseRun
+from pytest_attn.cases.tensors import CaseTensors
+from pytest_attn.session.items import CaseParameter
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.session import AttentionSession
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.backends.backend import Backend
+    from pytest_attn.backends.subject import Subject
+    from pytest_attn.cases.measuring import Measuring
+    from pytest_attn.correctness.comparison import Comparison
+    from pytest_attn.invariants.report import InvariantReport
+    from pytest_attn.latency.result import Latency
+    from pytest_attn.profiling.profiler import Profile
+
+
+class AttentionCase(CaseTensors):
+    """One workload, on one device, with one backend where the test takes one.
+
+    Tensors (q, k, v, bias, ...) are those of the first input distribution, in the layout that the marker names; `check`
+    draws every distribution anew and hands each callable its own copy.
+    """
+
+    def __init__(
+        self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
+    ) -> None:
+        super().__init__(parameter.workload, mark, session)
+        self._run = CaseRun(request, parameter, mark, session)
+        self._checked: Subject | None = None
+        self._comparison: Comparison | None = None
+        self._measuring: Measuring | None = None
+        self._has_asserted = False
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend of the case, None where the test takes none."""
+        self._looked_at.add("backend")
+        return self._run.backend
+
+    def check(self, fn: Callable[..., Any] | Backend | str, name: str | None = None) -> Comparison:
+        """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
+
+        name: what reports call a callable, by default its qualified name with what it closes over.
+        Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text. Skips where a backend
+        cannot take the case, and expects the failure that a known defect of it explains.
+        """
+        __tracebackhide__ = True
+        return self._check(self._run.subject(fn, name, self._spec), self._mark.backward)
+
+    def check_invariants(
+        self,
+        fn: Callable[..., Any] | Backend | str,
+        only: Iterable[str] | str | None = None,
+        skip: Iterable[str] | str | None = None,
+        name: str | None = None,
+    ) -> InvariantReport:
+        """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
+
+        only, skip: names of invariants (docs/strength.md). name: as for `check`. Returns the report; raises AssertionError
+        where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name, and where none is
+        left. Skips where none applies.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.checking import check_invariants
+
+        return check_invariants(self._run, self._run.subject(fn, name, self._spec), self._spec, only, skip)
+
+    def measure(
+        self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
+    ) -> Latency:
+        """Check `fn`, time it, and hold its p50 against the baseline of this machine.
+
+        backward: False times the forward pass as in inference, True the backward pass alone, "both" one after the other.
+        name: as for `check`; it also names the baseline of a callable.
+        Returns the latency, whose `verdict` is "passed", "inconclusive", "no baseline" or "recorded". Raises AssertionError
+        where fn is wrong, where its results are not those of its data when it is called again, and where it became slower,
+        less accurate or takes more memory than recorded. Skips where nothing can be timed.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.measuring import Measuring
+        from pytest_attn.latency.work import direction_of
+        from pytest_attn.timing.measurement import Measurement
+
+        direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
+        measuring = self._measuring = self._measuring or Measuring(self._run)
+        subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
+        if measuring.timekeeper.checks_first and not self._is_checked(subject, needs_gradients):
+            self._check(subject, needs_gradients)
+        run = self._run
+        measurement = Measurement(run.session, run.item, self._spec, subject, direction, self._comparison, number=1)
+        return measuring.measure(measuring.number(measurement))
+
+    def assert_close(self, out: torch.Tensor) -> None:
+        """Compare `out`, computed from attn.q, attn.k and attn.v, with the reference; AssertionError where it is wrong."""
+        __tracebackhide__ = True
+        from pytest_attn.cases.checking import check_output
+
+        self._has_asserted = True
+        check_output(self._run, out, self._spec, self._reference)
+
+    def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
+        """Assert that `fn`, by default what `check` was last given, launches a kernel that answers to all of `words`.
+
+        Words are parts of what --attn-profile prints or of the kernel's symbol, whatever the case: "sm90", "flash".
+        Copies and elementwise kernels do not count. Returns the profiles; raises AssertionError listing what ran instead.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.launches import assert_launched
+
+        if not self._session.kernels.are_tested:
+            return []
+        if not words or not all(isinstance(word, str) and word.strip() for word in words):
+            raise ValueError(f'assert_launched needs words: attn.assert_launched("sm90", "flash"), got {words!r}')
+        subject = self._checked if fn is None else self._run.subject(fn, None, self._spec)
+        if subject is None:
+            raise ValueError("assert_launched needs a callable: call attn.check(fn) first, or say fn=...")
+        self._has_asserted = True
+        return assert_launched(self._run, subject, self._spec, words)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the test has judged something, or tried to."""
+        return self._run.asked is not None or self._has_asserted
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _check(self, subject: Subject, backward: bool) -> Comparison:
+        """Check a subject with or without gradients, and keep what came of it."""
+        __tracebackhide__ = True
+        from pytest_attn.cases.checking import check, spec_with
+
+        self._checked, self._comparison = subject, None
+        self._comparison = check(self._run, subject, spec_with(self._spec, backward))
+        if self._session.settings.profile:
+            from pytest_attn.cases.launches import add_profiles
+
+            add_profiles(self._run, subject, self._spec)
+        return self._comparison
+
+    def _is_checked(self, subject: Subject, backward: bool) -> bool:
+        """Whether the test has just checked the same subject, with gradients if they are needed."""
+        has_gradients = self._mark.backward or not backward
+        return self._comparison is not None and has_gradients and subject == self._checked
+
+
+def backend_of(case: AttentionCase) -> Backend:
+    """Return the backend of a case whose test takes one; which is no look at the case yet."""
+    assert case._run.backend is not None
+    return case._run.backend

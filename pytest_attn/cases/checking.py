@@ -1,0 +1,115 @@
+"""`attn.check`, `attn.assert_close` and `attn.check_invariants`: judge, and let the outcome end the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.run import CaseRun
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.judge import judge, judge_output
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.check import Names, judge_invariants
+from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.messages import invariants, mismatch
+from pytest_attn.verdict import Cause, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check(run: CaseRun, subject: Subject, spec: CheckSpec) -> Comparison:
+    """Hold a subject against exact attention; return the comparison of one that is right, and end the test of another."""
+    __tracebackhide__ = True
+    references, deadline = run.session.references, run.deadline(subject)
+    saver, outcome = run.saver(subject, spec), run.outcome
+
+    def judged() -> Comparison:
+        __tracebackhide__ = True
+        return judge(subject, spec, references, deadline, keep_evidence=saver is not None)
+
+    comparison = run.judged("checking", subject, spec, "check", judged)
+    defects = _shown_by_checks(run.defects_of(subject), spec)
+    if comparison.passed:
+        unshown = "; ".join(f"{d.issue} did not show: {d.summary}" for d in defects)
+        cause = Cause.DEFECT_NOT_SHOWN.value if defects else ""
+        outcome.record(subject, Verdict.PASSED, comparison, reason=unshown, cause=cause)
+        return comparison
+    if known := [d for d in defects if d.explains(comparison, run.workload)]:
+        outcome.xfail(subject, _describe_defects(known), comparison)
+    outcome.record(subject, Verdict.MISMATCH, comparison)
+    outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)
+
+
+def check_output(run: CaseRun, out: torch.Tensor, spec: CheckSpec, reference: Reference) -> None:
+    """Compare one output that a test computed itself; end the test where it is wrong."""
+    __tracebackhide__ = True
+    saver, outcome = run.saver(None, spec), run.outcome
+    broken = None
+    try:
+        comparison = judge_output(out, spec, reference, keep_evidence=saver is not None)
+    except ContractError as error:
+        broken = error
+    if broken is not None:
+        outcome.record("out", Verdict.MISMATCH, reason=str(broken).splitlines()[0])
+        run.fail_of_contract(broken, None, spec)
+    outcome.record("out", Verdict.PASSED if comparison.passed else Verdict.MISMATCH, comparison)
+    if not comparison.passed:
+        outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)
+
+
+def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Names, skip: Names) -> InvariantReport:
+    """Ask a subject every invariant; return the report of one that keeps them, and end the test of another."""
+    __tracebackhide__ = True
+    references, deadline, thorough = run.session.references, run.deadline(subject), run.session.settings.thorough
+    outcome = run.outcome
+
+    def judged() -> InvariantReport:
+        __tracebackhide__ = True
+        return judge_invariants(subject, spec, references, only, skip, thorough, deadline)
+
+    report = run.judged("trying the invariants of", subject, spec, "invariants", judged)
+    if not report.applied:
+        reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
+        outcome.skip(subject, f"no invariant that was asked for applies: {reasons}", "invariants")
+    if report.passed:
+        outcome.record(subject, Verdict.HELD, question="invariants")
+        return report
+    broken = sorted({finding.invariant for finding in report.broken})
+    if known := _breaking(run.defects_of(subject), set(broken)):
+        outcome.xfail(subject, _describe_defects(known), question="invariants")
+    outcome.record(subject, Verdict.BROKEN, question="invariants", reason=", ".join(broken))
+    width, saver = invariants.LABEL_WIDTH, run.saver(subject, spec)
+    save = partial(saver.save, broken=tuple(broken), width=width) if saver else None
+    outcome.fail(invariants.describe(report), save, width)
+
+
+def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:
+    """Return the spec with or without gradients."""
+    return spec if spec.backward == backward else replace(spec, backward=backward)
+
+
+# -- known defects -------------------------------------------------------------------------------------------------------
+
+
+def _shown_by_checks(defects: Iterable[KnownDefect], spec: CheckSpec) -> list[KnownDefect]:
+    """List those that a check may show."""
+    shown = (d for d in defects if d.tensors or d.changes_input)
+    return [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
+
+
+def _breaking(defects: Iterable[KnownDefect], broken: set[str]) -> list[KnownDefect]:
+    """List those that together explain every broken invariant; none, where one is left."""
+    found = [d for d in defects if not d.invariants or broken & set(d.invariants)]
+    explained = {name for d in found for name in d.invariants or broken}
+    return found if broken <= explained else []
+
+
+def _describe_defects(defects: Iterable[KnownDefect]) -> str:
+    return "; ".join(f"{defect.issue}: {defect.summary}" for defect in defects)

@@ -1,0 +1,101 @@
+"""What --attn-fuzz draws for a test: what its backend can do, or what is common to the workloads that its marker names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.backend import Backend
+
+
+def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None) -> dict[str, Any]:
+    """Return the arguments of `strategies.workloads` for a test.
+
+    A backend says itself what it can do, so all of that is drawn. A test of one kernel says so by the workloads that its
+    marker names: what they have in common stays. One that names none, and so runs the catalog, takes all.
+    """
+    if backend is not None:
+        scope = _within(backend.capabilities) if backend.capabilities else {}
+    else:
+        scope = like(mark.workloads) if mark.workloads else {}
+    if mark.dtypes or dtypes:
+        scope["dtypes"] = [d for d in mark.dtypes if not dtypes or d in dtypes] if mark.dtypes else list(dtypes)
+    if mark.layout == "thd":
+        scope["layouts"] = ("packed",)
+    return {**scope, "backward": mark.backward}
+
+
+def like(named: Sequence[Workload]) -> dict[str, Any]:
+    """Return the scope of workloads like these: what all of them have in common stays, as the test may rely on it.
+
+    Lengths, batch and heads are always drawn, and unequal lengths, grouped heads and empty sequences where one has them.
+    """
+    scope: dict[str, Any] = {}
+    lengths = [pair for w in named for pair in sequence_lengths(w)]
+    has = {
+        "fewer queries": any(q < k for q, k in lengths),
+        "fewer keys": any(q > k for q, k in lengths),
+        "empty sequences": any(0 in pair for pair in lengths),
+        "grouped heads": any(w.group > 1 for w in named),
+    }
+    for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
+        values = {getattr(w, field) for w in named}
+        has[field] = len(values) > 1
+        if len(values) == 1 and values.isdisjoint((None, False)):
+            scope[field] = values.pop()
+    if all(w.q_len == 1 for w in named):
+        scope["q_len"] = 1  # a kernel for decoding
+    masks: dict[object, list[object]] = {}
+    for w in named:
+        masks.setdefault(_kind(w), []).append(w.mask)
+    scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
+    scope["features"] = [feature for feature, is_there in has.items() if is_there]
+    scope["layouts"] = list(dict.fromkeys(map(_layout, named)))
+    scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
+    scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
+    if sizes := {w.kv_pages.size for w in named if w.kv_pages}:
+        scope["page_sizes"] = sorted(sizes)
+    return scope
+
+
+def _kind(workload: Workload) -> object:
+    """Return the mask's kind; a mask of the user's own is a kind for itself."""
+    mask = workload.plain_mask
+    if isinstance(mask, Causal):
+        return "causal-bottom-right" if mask.bottom_right else "causal"
+    kinds = ((Window, "window"), (Document, "documents"), (Neighborhood, "neighborhood"))
+    return next((name for kind, name in kinds if isinstance(mask, kind)), mask)
+
+
+def _layout(workload: Workload) -> str:
+    if workload.kv_pages:
+        return "paged"
+    return "packed" if workload.is_packed else "padded" if workload.kv_lens is not None else "plain"
+
+
+def _within(limits: Capabilities) -> dict[str, Any]:
+    """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
+    from pytest_attn.strategies.scope import FEATURES, HEAD_DIMS, LAYOUT_KINDS, MASK_KINDS
+
+    words: dict[object, set[str]] = {
+        None: {"none"},
+        "causal": {"top-left", "bottom-right"},
+        "causal-bottom-right": {"top-left", "bottom-right"},
+    }
+    spoken = {*limits.masks, "none"}
+    always = {"fewer queries", "fewer keys", "empty sequences"}
+    able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
+    probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
+    return {
+        "masks": [kind for kind in MASK_KINDS if "any" in spoken or spoken & words.get(kind, {str(kind)})],
+        "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
+        "features": [feature for feature in FEATURES if feature in able],
+        "dtypes": limits.dtypes,
+        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not limits.refusals(p))) or HEAD_DIMS,
+    }

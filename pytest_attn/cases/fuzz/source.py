@@ -1,0 +1,122 @@
+"""A workload, and a test that fails on it, as text to paste."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from pytest_attn.workloads.functions import function_label
+from pytest_attn.workloads.masks import BooleanMask, Causal, MaskModMask
+from pytest_attn.workloads.workload import Workload
+
+
+def write_test(item: pytest.Function, workload: Workload, backend: str | None, title: str) -> str:
+    """Return the text of a test that runs `item`'s function on one workload, to stand beside it.
+
+    title: the comment above. The text has the imports that it needs, but those of the test's own module.
+    """
+    text, imports = write_workload(workload, home=item.function.__module__)
+    marker = item.get_closest_marker("attention")
+    assert marker is not None
+    options = {name: value for name, value in marker.kwargs.items() if name != "dtypes"}  # the workload has its own
+    if backend:
+        options["backends"] = backend
+    arguments = ", ".join([text, *(f"{name}={value!r}" for name, value in options.items())])
+    suffix = re.sub(r"\W+", "_", workload.id)
+    return "\n".join([f"# {title}", "import pytest", *imports, "", "", *_renamed(item, suffix, arguments)])
+
+
+def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
+    """Return the lines of a test's source with another name and marker."""
+    function = item.function
+    name = f"{function.__name__}_{suffix}"
+    mark = f"@pytest.mark.attention({arguments})"
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        definition = ast.parse(source).body[0]
+        assert isinstance(definition, ast.FunctionDef)
+    except (OSError, SyntaxError, AssertionError):  # made by other code
+        parameters = ", ".join(inspect.signature(function).parameters)
+        return [mark, f"def {name}({parameters}):", f"    ...  # as in {function.__name__}"]
+    kept = [f"@{ast.unparse(one)}" for one in definition.decorator_list if not _is_attention_mark(one, function)]
+    header, *body = source.splitlines()[definition.lineno - 1 :]
+    lines = [mark, *kept, header.replace(function.__name__, name, 1), *body]
+    return lines if item.cls is None else [f"class {item.cls.__name__}Again:", *(f"    {line}".rstrip() for line in lines)]
+
+
+def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> bool:
+    """Whether a decorator is the marker, whatever its module calls it."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if isinstance(called, ast.Attribute):
+        return called.attr == "attention"
+    known = getattr(function, "__globals__", {}).get(getattr(called, "id", ""))
+    return isinstance(known, pytest.MarkDecorator) and known.name == "attention"
+
+
+def write_workload(workload: Workload, home: str = "") -> tuple[str, list[str]]:
+    """Return text that evaluates to the workload, without what follows from the rest, and the imports that it needs.
+
+    `home` is the module that it is written for, whose functions need no import.
+    """
+    given = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
+    for name in reversed(list(given)):
+        rest = {other: value for other, value in given.items() if other != name}
+        if _makes(rest, workload):
+            given = rest
+    imports = {("pytest_attn", "Workload")}
+    texts = []
+    for name, value in given.items():
+        text = _write_value(value, home, imports)
+        is_positional = name == "q_len" or (name == "kv_len" and "q_len" in given)
+        texts.append(text if is_positional else f"{name}={text}")
+    return f"Workload({', '.join(texts)})", _import_lines(imports)
+
+
+def _import_lines(imports: Iterable[tuple[str, str]]) -> list[str]:
+    by_module: dict[str, list[str]] = {}
+    for module, name in sorted(imports):
+        by_module.setdefault(module, []).append(name)
+    unwritten = [f"# write {name} here, which cannot be imported" for name in by_module.pop("", [])]
+    return [f"from {module} import {', '.join(names)}" for module, names in by_module.items()] + unwritten
+
+
+def _makes(fields: dict[str, Any], workload: Workload) -> bool:
+    try:
+        return Workload(**fields) == workload
+    except ValueError:
+        return False
+
+
+def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
+    """Write a field's value, and note what must be imported for it."""
+    if isinstance(value, Causal):
+        return '"causal-bottom-right"' if value.bottom_right else '"causal"'
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, MaskModMask):
+        return _write_function(value.fn, home, imports)
+    if isinstance(value, BooleanMask):
+        imports.add(("pytest_attn", "BooleanMask"))
+        return f"BooleanMask({_write_function(value.factory, home, imports)})"
+    if callable(value):
+        return _write_function(value, home, imports)
+    if type(value).__module__.startswith("pytest_attn."):
+        imports.add(("pytest_attn", type(value).__name__))
+    return repr(value)
+
+
+def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        module, name = "", function_label(function).replace("-", "_")
+    if module != home:
+        imports.add((module, name))
+    return name

@@ -1,0 +1,111 @@
+"""The records that cases leave behind: a judgment, with the workload in numbers, whose kernel it was, on which machine."""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.reports.records import Record, changed
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.version import __version__
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.subject import Subject
+    from pytest_attn.correctness.comparison import Comparison
+    from pytest_attn.workloads.workload import Workload
+
+#: the records of an item whose test is not done yet
+RECORDS = pytest.StashKey[list[Record]]()
+_SHOWN = (
+    *("name", "distribution", "passed", "z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine"),
+    *("worst", "found", "exact", "budget", "wrong_positions"),
+)
+_SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype")
+
+
+def leave_record(item: pytest.Item, record: Record) -> None:
+    """Keep a record until the item's test is done."""
+    item.stash.setdefault(RECORDS, []).append(record)
+
+
+def change_last_record(item: pytest.Item, **changes: Any) -> None:
+    """Change fields of the record that was left last."""
+    records = item.stash[RECORDS]
+    records[-1] = changed(records[-1], **changes)
+
+
+def figures_of(comparison: Comparison | None) -> dict[str, Any]:
+    """Return the fields of a record that say how close a comparison's worst tensor is to its limits; none without one."""
+    if comparison is None:
+        return {}
+    worst, compilation = comparison.worst, comparison.compilation
+    return {
+        "tensor": worst.name,
+        "distribution": worst.distribution,
+        "z_element": worst.z_element,
+        "z_row": worst.z_row,
+        "z_head": worst.z_head,
+        "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
+        "is_sampled": comparison.is_sampled,
+        "is_approximate": comparison.is_approximate,
+        "compile_seconds": compilation.seconds if compilation else None,
+        "graph_breaks": compilation.graph_breaks if compilation else 0,
+    }
+
+
+def facts_of(session: AttentionSession, workload: Workload, subject: Subject | str, device: str | None) -> dict[str, Any]:
+    """Return the fields of a record that say what was judged, and where. device: the one that a marker names."""
+    return {
+        "workload": workload.id,
+        "name": workload.name or "",
+        "group": session.registrations.catalog.group_of(workload.name),
+        "aliases": tuple(session.registrations.catalog.aliases_of(workload.name)),
+        "shape": shape_of(workload),
+        "subject": subject if isinstance(subject, str) else subject.name,
+        **_kernel(session, subject),
+        "machine": _machine(session, device),
+    }
+
+
+@lru_cache(maxsize=256)  # every backend leaves a record of the same workload
+def shape_of(workload: Workload) -> dict[str, Any]:
+    """Return a workload's sizes, with the operations and bytes that its passes need."""
+    from typing import get_args
+
+    from pytest_attn.workloads.workload import Direction
+
+    passes = get_args(Direction)
+    return {
+        "id": workload.shape_id,
+        **{name: getattr(workload, name) for name in _SIZES},
+        "mask": workload.mask.label if workload.mask else "",
+        "flops": {one: workload.flops(one) for one in passes},
+        "bytes": {one: workload.bytes(one) for one in passes},
+    }
+
+
+def _kernel(session: AttentionSession, subject: Subject | str) -> dict[str, Any]:
+    """Say which library a backend is of; a callable is of none, whatever its name."""
+    if isinstance(subject, str) or not subject.is_backend:
+        name = subject if isinstance(subject, str) else subject.name
+        return {"tags": {"family": "callable", "backend": name, "compile": "none"}, "version": ""}
+    name, _, variant = subject.name.partition("+")
+    tags = {"family": subject.library, "backend": name, "compile": variant or "none"}
+    return {"tags": tags, "version": session.registrations.version_of(subject)}
+
+
+def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
+    machine = session.machines.machine(device)
+    return {
+        "name": machine.name,
+        "device": machine.device,
+        "kind": machine.kind,
+        "architecture": machine.architecture,
+        "memory": machine.memory,
+        "torch": str(machine.torch_version),  # torch has a class of its own for it
+        "python": platform.python_version(),
+        "pytest_attn": __version__,
+    }

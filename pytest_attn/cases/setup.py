@@ -1,0 +1,30 @@
+"""The fixture `attn`: the case of an item, made where backend and device can take it, else a skip with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_attn.cases.case import AttentionCase
+from pytest_attn.session.items import CaseParameter, FuzzParameter, test_of
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.session import session_of
+
+
+def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
+    """Make the case of a test item; skips the test where it cannot run, or need not any more."""
+    item: pytest.Item = request.node
+    session = session_of(item.config)
+    if isinstance(parameter, FuzzParameter):
+        from pytest_attn.cases.fuzz.case import make_fuzz_case
+
+        return make_fuzz_case(request, parameter)
+    marker = item.get_closest_marker("attention")
+    assert marker is not None
+    mark = AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+    if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
+        pytest.skip(session.cuda.lost_because)
+    if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
+        pytest.skip(reason)
+    case = AttentionCase(request, parameter, mark, session)
+    case._run.skip_unless_runnable(case._run.backend)
+    return case

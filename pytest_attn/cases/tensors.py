@@ -1,0 +1,167 @@
+"""The tensors of one case, as a test may look at them, and what its judgments depend on."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.session import AttentionSession
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.correctness.reference import Reference
+    from pytest_attn.correctness.spec import CheckSpec
+    from pytest_attn.workloads.inputs import Inputs
+    from pytest_attn.workloads.workload import Workload
+
+
+class ReferenceTensors(NamedTuple):
+    """Exact results in float64, in the test's layout; the gradients are None unless the marker says backward=True."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+
+
+class CaseTensors:
+    """One workload on one device: inputs and exact results, each the test's own copy."""
+
+    def __init__(self, workload: Workload, mark: AttentionMark, session: AttentionSession) -> None:
+        self._workload, self._mark, self._session = workload, mark, session
+        self._looked_at: set[str] = set()
+
+    @property
+    def workload(self) -> Workload:
+        """The attention problem."""
+        self._looked_at.add("workload")
+        return self._workload
+
+    @property
+    def looked_at(self) -> frozenset[str]:
+        """What of it the test has asked for, of all that it could compute or judge with by itself."""
+        return frozenset((*self._looked_at, *(name for name in ("q", "k", "v", "reference") if name in vars(self))))
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device."""
+        return self._session.machines.device(self._mark.device)
+
+    @cached_property
+    def q(self) -> torch.Tensor:
+        """Queries: (batch, heads, q_len, head_dim), or with rows and heads swapped ("bshd"), or packed ("thd")."""
+        return self._in_layout(self._inputs.q)
+
+    @cached_property
+    def k(self) -> torch.Tensor:
+        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
+        return self._in_layout(self._inputs.k, is_kv=True)
+
+    @cached_property
+    def v(self) -> torch.Tensor:
+        """Values, likewise."""
+        return self._in_layout(self._inputs.v, is_kv=True)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask with padding, boolean, True = visible, (batch or 1, heads or 1, q_len, kv_len).
+
+        None where all is visible, and for packed sequences, whose masks are per sequence.
+        """
+        from pytest_attn.backends.dense import boolean_mask
+
+        mask = None if self._workload.is_packed else boolean_mask(self._inputs)
+        return None if mask is None else mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the workload's dtype."""
+        return self._inputs.bias
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One logit per head, (heads,), in the workload's dtype."""
+        return self._inputs.sinks
+
+    @property
+    def alibi_slopes(self) -> torch.Tensor | None:
+        """ALiBi's slopes, (heads,), float32."""
+        return self._inputs.alibi_slopes
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Boundaries of packed query sequences, (batch + 1,), int32."""
+        return self._inputs.cu_seqlens
+
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor | None:
+        """Boundaries of packed key sequences, (batch + 1,), int32."""
+        return self._inputs.cu_seqlens_kv
+
+    @property
+    def kv_lens(self) -> torch.Tensor | None:
+        """How many keys each batch entry has, (batch,), int32, where padded or paged."""
+        return self._inputs.kv_lens
+
+    @property
+    def page_table(self) -> torch.Tensor | None:
+        """Page numbers of each batch entry, (batch, pages per sequence), int32."""
+        return self._inputs.page_table
+
+    @cached_property
+    def reference(self) -> ReferenceTensors:
+        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
+        reference = self._reference
+        if reference.is_sampled:
+            raise ValueError(f"{self._workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
+        tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
+        return ReferenceTensors(
+            self._in_layout(tensors["out"]),
+            tensors["lse"],
+            *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
+        )
+
+    @property
+    def _spec(self) -> CheckSpec:
+        from pytest_attn.correctness.spec import CheckSpec
+        from pytest_attn.workloads.distributions import distribution_names
+
+        mark, settings = self._mark, self._session.settings
+        return CheckSpec(
+            workload=self._workload,
+            device=self.device,
+            backward=mark.backward,
+            inputs=distribution_names(mark.inputs),
+            precision=mark.precision,
+            layout=mark.layout,
+            returns_lse=mark.returns_lse,
+            seed=settings.seed,
+            limits=settings.limits,
+        )
+
+    @property
+    def _reference(self) -> Reference:
+        return self._session.references.reference_of(self._spec)
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        """The case's own copies: a test may change its tensors without spoiling those of other tests."""
+        import dataclasses
+
+        import torch
+
+        shared = self._reference.inputs
+        values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
+        own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(shared, **own)
+
+    def _native(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._workload.is_packed:
+            return tensor
+        return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
+
+    def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
+        return self._spec.in_layout(tensor, is_kv)

@@ -1,0 +1,85 @@
+"""One call of a kernel on the inputs of a check: what it returns, what it changes, and what it refuses as late as here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.strides import StridePattern
+
+if TYPE_CHECKING:
+    import torch
+
+
+def call_kernel(
+    kernel: AttentionFn, spec: CheckSpec, reference: Reference, pattern: StridePattern
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Call the kernel on copies of the inputs, in its layout.
+
+    Returns out, lse and gradients by name, in native layout, and by how much it changed each input that it changed.
+    Raises ContractError for a result that cannot be compared.
+    """
+    __tracebackhide__ = True
+    import torch
+
+    pristine = reference.called_with
+    kept = [spec.in_layout(t, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
+    laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    given = [t.requires_grad_(spec.backward) for t in laid]
+    names = ("out", "lse") if spec.returns_lse else ("out",)
+    with nullcontext() if spec.backward else torch.no_grad():
+        result = kernel(*given)
+    handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
+    tensors = dict(zip(names, handed_out, strict=True))
+    if spec.backward:
+        tensors.update(_gradients(tensors["out"], given, pattern.of("dout", spec.in_layout(pristine.dout), spec.layout)))
+    if spec.device.type == "cuda":
+        torch.cuda.synchronize(spec.device)
+    changes = {
+        name: float((now.detach().double() - before.double()).abs().max())
+        for name, now, before in zip("qkv", given, kept, strict=True)
+        if not torch.equal(now.detach(), before)
+    }
+    return {name: t if name == "lse" else spec.in_layout(t) for name, t in tensors.items()}, changes
+
+
+def _gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    import torch
+
+    if not out.requires_grad:
+        raise ContractError(
+            "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
+        )
+    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+    for name, leaf, grad in zip(("dq", "dk", "dv"), leaves, grads, strict=True):
+        if grad is None:
+            raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
+        if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
+            raise ContractError(
+                f"{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
+            )
+    return list(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+@contextmanager
+def late_refusals_of(subject: Subject) -> Iterator[None]:
+    """Turn what a backend knows as a refusal that only its compiler found out into RefusedError."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        if reason := subject.refusal_in(error):
+            raise RefusedError(reason) from error
+        raise
+
+
+def fault_of_change(changes: dict[str, float]) -> str:
+    """Say which input a callable changed first, and by how much."""
+    name, largest = next(iter(changes.items()))
+    return f"the callable changed its input {name} in place (by up to {largest:.3g})"

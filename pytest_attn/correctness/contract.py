@@ -1,0 +1,95 @@
+"""What a callable must return before any value is looked at: type, shape, dtype, device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ContractError(AssertionError):
+    """A callable broke its contract before any value was looked at: type, shape, dtype, device, or changed inputs.
+
+    where: the kernel, the workload and the inputs, "" where nobody said yet.
+    """
+
+    def __init__(self, fault: str, where: str = "") -> None:
+        super().__init__(fault)
+        self.where = where
+
+
+def check_contract(
+    result: object, names: tuple[str, ...], reference: Reference, workload: Workload, layout: str = "bhsd"
+) -> list[Any]:
+    """Return the tensors of a callable's result, still in its layout; raise ContractError naming what is off.
+
+    `names` is ("out",) or ("out", "lse").
+    """
+    tensors = _results_named(result, names)
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_tensor(name, tensor, reference, workload, layout)
+    return tensors
+
+
+def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
+    """Return what a callable returned under each name; raise ContractError for another number of results."""
+    expected_text = "a tensor out" if len(names) == 1 else "a tuple (out, lse)"
+    if result is None:
+        raise ContractError(f"the callable returned nothing (None); expected {expected_text}")
+    if len(names) == 1 and isinstance(result, tuple | list):
+        raise ContractError(
+            f"the callable returned a {type(result).__name__} of {len(result)}; expected {expected_text}."
+            " Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
+        )
+    if len(names) == 2 and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise ContractError(f"the callable returned {describe(result)}; expected {expected_text} (returns_lse=True)")
+    return [result] if len(names) == 1 else list(result)  # type: ignore[call-overload]
+
+
+def _check_tensor(name: str, tensor: Any, reference: Reference, workload: Workload, layout: str) -> None:
+    """Raise ContractError unless a result is a dense tensor of the shape, dtype and device that its name asks for."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(f"{name} is {describe(tensor)}; expected a tensor")
+    if tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
+    shape = native_shape(name, workload)
+    if layout == "bshd" and name != "lse":
+        shape = (shape[0], shape[2], shape[1], *shape[3:])
+    dtype = torch.float32 if name == "lse" else getattr(torch, workload.dtype)
+    if tuple(tensor.shape) != shape:
+        raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{_layout_hint(tensor, shape, layout)}")
+    if tensor.dtype != dtype and not (name == "lse" and tensor.dtype == torch.float64):
+        raise ContractError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device != reference.inputs.q.device:
+        raise ContractError(f"{name} is on {tensor.device}; expected {reference.inputs.q.device}")
+
+
+def native_shape(name: str, w: Workload) -> tuple[int, ...]:
+    """Return the shape of a tensor in the workload's native layout ("bhsd", or "thd" where packed)."""
+    if w.q_lens is not None and w.kv_lens is not None:
+        total = sum(w.kv_lens) if name in ("k", "v", "dk", "dv") else sum(w.q_lens)
+        heads = w.kv_heads if name in ("k", "v", "dk", "dv") else w.heads
+        dim = w.v_head_dim if name in ("out", "v", "dv") else w.head_dim
+        return (heads, total) if name == "lse" else (total, heads, dim)
+    if name == "lse":
+        return (w.batch, w.heads, w.q_len)
+    if name in ("dk", "dv", "k", "v"):
+        return (w.batch, w.kv_heads, w.kv_len, w.head_dim if name in ("dk", "k") else w.v_head_dim)
+    return (w.batch, w.heads, w.q_len, w.v_head_dim if name == "out" else w.head_dim)
+
+
+def _layout_hint(tensor: torch.Tensor, shape: tuple[int, ...], layout: str) -> str:
+    if tensor.dim() != 4 or len(shape) != 4:
+        return ""
+    if tuple(tensor.transpose(1, 2).shape) == shape:
+        other = "bshd" if layout == "bhsd" else "bhsd"
+        return f" (heads and rows are swapped: does it return layout {other!r}? say layout={other!r} in the marker)"
+    return ""

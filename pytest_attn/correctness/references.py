@@ -1,0 +1,83 @@
+"""Exact attention for the checks of a run, computed once for all kernels that are held against it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.precision import Precision, precision_named
+from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_CACHE_BYTES = 4 << 30
+
+
+class ReferenceCache:
+    """References shared by all kernels of a run; those unused for longest go when `limit` bytes are full."""
+
+    def __init__(self, limit: int = DEFAULT_CACHE_BYTES) -> None:
+        self.limit = limit
+        self.computed = 0
+        self._kept: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
+
+    def inputs_of(self, spec: CheckSpec, distribution: str) -> Inputs:
+        """Return the inputs of one distribution."""
+        return draw_inputs(spec.workload, distribution, spec.seed, spec.device)
+
+    def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
+        """Return the reference of one distribution, by default the first.
+
+        For a subject that quantizes its inputs it is exact attention on the quantized values, computed for this one only.
+        """
+        precision = precision_named(spec.precision)
+        distribution = distribution or spec.inputs[0]
+        with quiet():  # the arithmetic is ours, its warnings are not the test's
+            if subject is not None and subject.is_approximate:
+                given = self.inputs_of(spec, distribution)
+                reference = compute_reference(_quantized_by(subject, given), precision, spec.backward)
+                reference.given = given
+                return reference
+            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward)
+
+    def get(
+        self, workload: Workload, distribution: str, seed: int, device: torch.device, precision: Precision, backward: bool
+    ) -> Reference:
+        """Return the reference, computing it where it is not kept; one with gradients also serves without."""
+        for with_gradients in (True,) if backward else (False, True):
+            key = (workload, distribution, seed, str(device), precision, with_gradients)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        inputs = draw_inputs(workload, distribution, seed, device)
+        reference = compute_reference(inputs, precision, backward)
+        self.computed += 1
+        self._kept[(workload, distribution, seed, str(device), precision, backward)] = reference
+        while len(self._kept) > 1 and sum(map(_held_bytes, self._kept.values())) > self.limit:
+            self._kept.popitem(last=False)
+        if _held_bytes(reference) > self.limit:
+            self._kept.clear()
+        return reference
+
+
+def _held_bytes(reference: Reference) -> int:
+    i = reference.inputs
+    return reference.nbytes + sum(t.nbytes for t in (i.q, i.k, i.v, i.dout))
+
+
+def _quantized_by(subject: Subject, given: Inputs) -> Inputs:
+    """Return what a subject makes of its inputs; raise ContractError where that has other shapes."""
+    made = subject.dequantized(given)
+    for name in "qkv":
+        shape = getattr(getattr(made, name, None), "shape", None)
+        if shape != getattr(given, name).shape:
+            found = type(made).__name__ if shape is None else f"{name} of shape {tuple(shape)}"
+            raise ContractError(f"{subject.name}.dequantized returned {found}; expected {tuple(getattr(given, name).shape)}")
+    return made

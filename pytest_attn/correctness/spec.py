@@ -1,0 +1,82 @@
+"""What one check depends on, beside the kernel: the workload, its inputs, and how results are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.precision import PRECISIONS, precision_named
+from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.workload import LAYOUTS, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class CheckSpec:
+    """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
+
+    workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
+    distributions. precision, layout, returns_lse: what the kernel declares. limits: a name in `correctness.limits.LIMITS`.
+    """
+
+    workload: Workload
+    device: torch.device
+    backward: bool = False
+    inputs: tuple[str, ...] = ("structured", "flat")
+    precision: str = "flash"
+    layout: str = "bhsd"
+    returns_lse: bool = False
+    seed: int = 0
+    limits: str = "default"
+
+    def __post_init__(self) -> None:
+        precision_named(self.precision)
+        limits_named(self.limits)
+        distribution_names(self.inputs)
+        if not isinstance(self.workload, Workload):
+            raise ValueError(f"workload must be a name or a Workload, got {self.workload!r}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a whole number >= 0, got {self.seed!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
+        if (self.layout == "thd") != self.workload.is_packed:
+            if self.layout == "thd":
+                raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
+            object.__setattr__(self, "layout", "thd")
+        if self.backward and self.workload.kv_pages:
+            raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
+
+    def for_subject(self, subject: Subject) -> CheckSpec:
+        """Return the spec with the layout, precision and lse that a subject declares. Raises ValueError for an unknown one."""
+        precision = subject.precision_on(self.device.type)
+        if precision not in PRECISIONS:
+            raise ValueError(f"backend {subject.name!r}: unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
+        layout = "thd" if self.workload.is_packed else "bhsd" if subject.is_backend else subject.layout
+        return dataclasses.replace(self, precision=precision, returns_lse=subject.returns_lse, layout=layout)
+
+    def subject(
+        self, registry: Registry, target: Callable[..., Any] | Backend | str, name: str | None = None, within: str = ""
+    ) -> Subject:
+        """Return what is tested; a callable declares what the spec says. Raises as `Registry.subject` does."""
+        return registry.subject(
+            target,
+            name,
+            layout=self.layout,
+            precision=self.precision,
+            returns_lse=self.returns_lse,
+            within=within,
+        )
+
+    def in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
+        """Swap rows and heads for "bshd", there and back; page pools (of k and v) have a layout of their own."""
+        if self.layout != "bshd" or (is_kv and self.workload.kv_pages):
+            return tensor
+        return tensor.transpose(1, 2).contiguous()

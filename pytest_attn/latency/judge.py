@@ -1,0 +1,178 @@
+"""The decision over one latency, from what was recorded, what was measured, and a function that times it in fresh processes.
+
+Nothing here knows pytest, and nothing is changed but what is known of the machine, in `Crowd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pytest_attn.latency.anchors import anchor_hashes
+from pytest_attn.latency.baseline import Baseline, recorded_otherwise
+from pytest_attn.latency.baseline_file import BaselineError, BaselineFile, find
+from pytest_attn.latency.fit import Fit, Run
+from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, screen, shared_prior
+from pytest_attn.latency.identity import Identity
+from pytest_attn.latency.other_gates import with_other_gates
+from pytest_attn.latency.protocol import protocol_of
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Prior
+from pytest_attn.verdict import Cause, Verdict
+
+#: what a case without a usable baseline is given, where recording it mends that
+_RECORD = '--attn-update-baselines "first recording"'
+
+
+class FreshError(Exception):
+    """Fresh processes did not time what they should have; the text says why."""
+
+
+class DisturbedError(FreshError):
+    """Too many fresh processes were disturbed; the text says by what."""
+
+
+class StartError(FreshError):
+    """A fresh process could not run the test at all; the text is the last of what it said."""
+
+
+@dataclass
+class DeviceBaselines:
+    """The baselines of one device, as read from their file. problem: why they cannot be used, "" where they can."""
+
+    file: BaselineFile | None = None
+    fits: Mapping[str, Fit] | None = None
+    prior: Prior | None = None
+    problem: str = ""
+
+    @classmethod
+    def read(cls, folder: Path, identity: Identity, kind: str) -> DeviceBaselines:
+        """Read the file of a machine. A damaged one is a problem of every case, and no error."""
+        protocol = protocol_of(kind)
+        try:
+            file = find(folder, identity, anchor_hashes(kind), protocol)
+        except BaselineError as error:
+            return cls(problem=str(error))
+        try:
+            fits = {key: case.fit() for key, case in file.cases.items() if case.protocol == protocol}
+        except (ValueError, TypeError) as error:
+            return cls(problem=f"{file.path}: is damaged ({error}); restore it from version control")
+        return cls(file, fits, shared_prior(list(fits.values()), kind))
+
+    def of(self, key: str) -> Baseline | None:
+        """Return what was recorded of a case, of whatever protocol and shape."""
+        return self.file.cases.get(key) if self.file else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement, with all that its baseline must agree with.
+
+    key: of its baseline. shape: the workload's, in full. version: of the library. check, z: what the check before it depended
+    on, and the largest residuals that it found. conditions: the soft keys of the machine. gpu: which of those of its name.
+    kind: of the device. folder: of the baselines.
+    """
+
+    latency: Latency
+    key: str
+    shape: str
+    version: str
+    check: str
+    z: tuple[float, float, float] | None
+    conditions: Mapping[str, str]
+    gpu: str
+    kind: str
+    folder: Path
+
+    @property
+    def protocol(self) -> int:
+        """By which it was taken."""
+        return protocol_of(self.kind)
+
+    @property
+    def launch(self) -> float:
+        """Seconds of launching a call, 0 where the host's clock is what was timed."""
+        return 0.0 if self.latency.mode == "host" else self.latency.launch
+
+
+@dataclass
+class Crowd:
+    """Whether a CPU is shared so much that fresh processes were disturbed as well, when they were last asked."""
+
+    is_there: bool = False
+
+
+def judge_latency(
+    measured: Measured,
+    baselines: DeviceBaselines,
+    policy: Policy,
+    cases: int,
+    fresh_runs: Callable[[], Sequence[Run]],
+    crowd: Crowd,
+) -> Decision:
+    """Hold a measurement against its baseline.
+
+    policy: what counts as slower. cases: how many the whole suite decides over. fresh_runs: times the case in fresh processes,
+    asked where the one measurement does not decide by itself; raises FreshError. crowd: of the run, kept up to date.
+    """
+    baseline = baselines.of(measured.key)
+    missing = _unusable_because(baseline, baselines, measured)
+    if missing or baseline is None or baselines.fits is None or baselines.prior is None:
+        return missing or Decision(Verdict.NO_BASELINE)
+    is_same_device = measured.kind != "cuda" or measured.gpu == baseline.gpu != ""
+    agreed = baseline.conditions == measured.conditions and baseline.version == measured.version
+    context = GateContext(baselines.fits[measured.key], baselines.prior, policy, cases, agreed, is_same_device)
+    decision, needs_others = _first_look(measured, context, crowd)
+    if needs_others:
+        try:
+            decision = decide(fresh_runs(), context)
+        except FreshError as error:
+            crowd.is_there |= isinstance(error, DisturbedError) and measured.kind == "cpu"
+            decision = _unconfirmed(decision, error, policy)
+    z = measured.z if baseline.check == measured.check else None
+    return with_other_gates(decision, baseline, measured.latency, z, policy)
+
+
+def _first_look(measured: Measured, context: GateContext, crowd: Crowd) -> tuple[Decision, bool]:
+    """Return what the one measurement says, and whether fresh processes must be asked."""
+    latency = measured.latency
+    if latency.disturbances:
+        needs_others = measured.kind == "cpu" and not crowd.is_there
+        return Decision(Verdict.INCONCLUSIVE, "; ".join(latency.disturbances)), needs_others
+    if measured.kind == "cpu":
+        crowd.is_there = False
+    return screen(Run(latency.p50, latency.anchors, measured.launch), context)
+
+
+def _unconfirmed(first: Decision, error: FreshError, policy: Policy) -> Decision:
+    """Return what becomes of a first look that fresh processes could not confirm; a disturbed one stays what it is."""
+    if first.change is None:
+        return first if isinstance(error, DisturbedError) else replace(first, reason=f"{first.reason}; {error}")
+    if isinstance(error, StartError):
+        verdict = Verdict.UNCONFIRMED if first.change >= policy.slowdown else Verdict.INCONCLUSIVE
+        return replace(first, verdict=verdict, reason=str(error))
+    return replace(first, verdict=Verdict.INCONCLUSIVE, reason=f"not confirmed: {error}")
+
+
+def _unusable_because(baseline: Baseline | None, baselines: DeviceBaselines, measured: Measured) -> Decision | None:
+    """Return the decision over a case whose baseline is missing or of something else, None where it can be compared."""
+
+    def without(cause: Cause, reason: str) -> Decision:
+        remedy = "" if cause is Cause.UNUSABLE_FILE else _RECORD
+        return Decision(Verdict.NO_BASELINE, reason, cause=cause.value, remedy=remedy)
+
+    if baselines.problem:
+        return without(Cause.UNUSABLE_FILE, baselines.problem)
+    if baseline is None:
+        if measured.folder.is_file():
+            return without(Cause.UNUSABLE_FILE, f"{measured.folder}: is a file; --attn-baselines must be a folder")
+        if reason := recorded_otherwise(measured.key, baselines.file.cases if baselines.file else ()):
+            return without(Cause.RECORDED_OTHERWISE, reason)
+        return without(Cause.NONE_RECORDED, f"none recorded in {measured.folder}")
+    if baseline.protocol != measured.protocol:
+        reason = f"recorded with protocol {baseline.protocol}, this is {measured.protocol}"
+        return without(Cause.ANOTHER_PROTOCOL, reason)
+    if baseline.shape != measured.shape:
+        return without(Cause.ANOTHER_SHAPE, f"recorded for {baseline.shape}, this is {measured.shape}")
+    return None

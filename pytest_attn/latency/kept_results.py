@@ -1,0 +1,65 @@
+"""Whether a kernel keeps what it has computed: right on any data, but timed calls are given the same data again.
+
+Its calls then take far longer where the data changed than where it did not. So does a call that other work interrupts, which
+says nothing of the kernel: calls on the same and on changed data take turns, the time that a CPU worked on them must tell them
+apart as well, and where threads had to wait for a core meanwhile, nothing is decided.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import NamedTuple
+
+from pytest_attn.latency.calls import called
+from pytest_attn.latency.waiting import process_waited
+from pytest_attn.latency.work import StaleError, Work
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU
+_RATIO, _SECONDS = 3.0, 20e-6
+#: pairs of calls, on the same and on changed data, all of which a kernel must give away
+_PAIRS = 5
+#: share of these calls that may have been waiting for a core
+_MOST_WAITING = 0.1
+
+
+class Look(NamedTuple):
+    """Seconds of one call: on the wall, and of work by CPUs, which says nothing of a GPU's: there the wall's again."""
+
+    wall: float
+    worked: float
+
+
+def look_for_kept_results(work: Work) -> str:
+    """Raise StaleError for a kernel that keeps its results; return why that cannot be told here and now, "" where it can.
+
+    work: its last call was on the data as it stands.
+    """
+    waited, pairs = process_waited(), []
+    for _ in range(_PAIRS):
+        same = _look(work)
+        work.refresh()
+        changed = _look(work)
+        if not (_is_far_longer(changed.wall, same.wall) and _is_far_longer(changed.worked, same.worked)):
+            return ""
+        pairs.append((same.wall, changed.wall))
+    waited = process_waited() - waited
+    known, new = (f"{median(seconds) * 1e6:.3g} us" for seconds in zip(*pairs, strict=True))
+    found = f"takes {known} on the data of the call before, and {new} on changed data"
+    if waited > _MOST_WAITING * sum(map(sum, pairs)):
+        return f"whether it keeps what it has computed is not known, as other processes compute: it {found}"
+    raise StaleError(f"{found}: it keeps what it has computed")
+
+
+def _look(work: Work) -> Look:
+    worked = time.process_time()
+    call = called(work)
+    worked = time.process_time() - worked
+    work.verify("called again after its data changed in place", work.result(call.value))
+    return Look(call.done, worked if work.device.type == "cpu" else call.done)
+
+
+def _is_far_longer(new: float, known: float) -> bool:
+    return new > _RATIO * known + _SECONDS

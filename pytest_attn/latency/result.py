@@ -1,0 +1,63 @@
+"""What a measurement found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.latency.statistics import Interval
+from pytest_attn.latency.timer import Mode
+from pytest_attn.latency.work import LatencyDirection
+from pytest_attn.verdict import Verdict
+
+if TYPE_CHECKING:
+    from pytest_attn.latency.gate import Decision
+
+#: fields that records have under another name
+_NAMES_IN_RECORDS = {"launch": "host"}
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long one direction of a kernel takes.
+
+    p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence` says
+    where there were too few). samples: seconds of one call, block by block. launch: seconds of launching one. mode, calls:
+    how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians in seconds.
+    memory: bytes that a call asks for at its peak. threads: of a CPU. disturbances: of blocks that stayed disturbed when
+    repeated, a CPU's core that others shared, or a recorded graph that is lost; such a time is never held against a baseline.
+    spent: seconds of wall time. cupti: the device's seconds by torch's profiler, where asked for.
+    """
+
+    workload: str
+    subject: str
+    direction: LatencyDirection
+    p50: float
+    interval: Interval
+    samples: tuple[float, ...]
+    blocks: int
+    mode: Mode
+    calls: int
+    l2: str
+    launch: float
+    anchors: Mapping[str, float]
+    memory: int | None = None
+    threads: int | None = None
+    disturbances: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    spent: float = 0.0
+    cupti: float | None = None
+    decision: Decision | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The gate's (verdict.py), "measured" where none was asked."""
+        return self.decision.verdict if self.decision else Verdict.MEASURED
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types, by their names in records."""
+        fields = {_NAMES_IN_RECORDS.get(name, name): value for name, value in asdict(self).items()}
+        decision = self.decision.to_dict() if self.decision else None
+        return {**fields, "interval": list(self.interval), "decision": decision, "verdict": self.verdict.value}

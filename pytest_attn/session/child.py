@@ -1,0 +1,45 @@
+"""A fresh process: a pytest that only times what another one, which waits for it, has checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: set in a fresh process: the file that its times go to
+RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
+#: set in a fresh process: the processes that wait for it, whose GPU contexts are no disturbance
+OWN_VARIABLE = "PYTEST_ATTN_OWN"
+#: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
+MODES_VARIABLE = "PYTEST_ATTN_MODES"
+
+
+class Child:
+    """What this process was told by the one that waits for it."""
+
+    def __init__(self, runs: Path, modes: Mapping[str, str]) -> None:
+        self._runs, self._modes = runs, modes
+
+    @classmethod
+    def of_this_process(cls) -> Child | None:
+        """Return what this process was told, None where nobody waits for it."""
+        runs, modes = os.environ.get(RUNS_VARIABLE), os.environ.get(MODES_VARIABLE)
+        if runs is None:
+            return None
+        return cls(Path(runs), json.loads(Path(modes).read_text(encoding="utf-8")) if modes else {})
+
+    def mode_of(self, key: str) -> str | None:
+        """Return the mode in which a case is timed for its new baseline; None where it is for none."""
+        return self._modes.get(key)
+
+    def hand_over(self, run: Mapping[str, Any]) -> None:
+        """Hand a time to the process that waits for it: one line, written at once."""
+        with self._runs.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(run)) + "\n")
+
+
+def own_processes() -> frozenset[int]:
+    """Return the processes that belong to this measurement: this one, and those that wait for it."""
+    return frozenset([os.getpid(), *(int(pid) for pid in os.environ.get(OWN_VARIABLE, "").split(",") if pid)])

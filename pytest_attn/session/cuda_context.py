@@ -1,0 +1,25 @@
+"""Whether this process still has CUDA: a kernel that reads where it must not ends it for all that come after."""
+
+from __future__ import annotations
+
+import sys
+
+
+class CudaContext:
+    """The CUDA context of this process. lost_because: which test ended it, "" while none has."""
+
+    def __init__(self) -> None:
+        self.lost_because = ""
+
+    def look_after(self, nodeid: str) -> None:
+        """Find out whether a test that failed left the context unusable, as an illegal memory access does."""
+        torch = sys.modules.get("torch")
+        if self.lost_because or torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            said = str(error).splitlines()[0]
+            self.lost_because = (
+                f"no CUDA in this process any more: {nodeid} lost it ({said}); run the others again without that test"
+            )

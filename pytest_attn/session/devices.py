@@ -1,0 +1,87 @@
+"""Who times on which device: one GPU per xdist worker where asked, and a lock per device among all processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: in a worker with a GPU of its own: how many workers have the same
+_SHARERS = "PYTEST_ATTN_GPU_SHARERS"
+#: seconds to wait for another process that times on the same device
+_PATIENCE = 600.0
+
+
+def take_own_gpu(config: pytest.Config) -> None:
+    """In an xdist worker, see only the GPU that is its turn of the caller's list, before CUDA wakes.
+
+    Raises pytest.UsageError where there is no GPU to take.
+    """
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    number, workers = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+    gpus = _visible_gpus()
+    if not gpus:
+        raise pytest.UsageError("--attn-gpu-per-worker: there is no GPU that this process may use; leave it out")
+    os.environ[_VISIBLE] = gpus[number % len(gpus)]
+    os.environ[_SHARERS] = str(len(range(number % len(gpus), workers, len(gpus))))
+
+
+def _visible_gpus() -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES, or the indices of all GPUs, without waking CUDA."""
+    listed = os.environ.get(_VISIBLE)
+    if listed is not None:
+        return [entry.strip() for entry in listed.split(",") if entry.strip() and entry.strip() != "-1"]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]  # through NVML: no context
+
+
+def untimed_because(gpu_per_worker: bool, device: torch.device) -> str:
+    """Say why this process must not time: others work on the same device at the same time; "" where it may."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if "PYTEST_XDIST_WORKER" not in os.environ or workers == 1:
+        return ""
+    if device.type != "cuda":
+        return f"{workers} workers share the {device.type}; latencies need -n 0"
+    if not gpu_per_worker:
+        return f"{workers} workers share a GPU; latencies need -n 0, or --attn-gpu-per-worker with as many GPUs"
+    sharers = int(os.environ.get(_SHARERS, "1"))
+    return f"{sharers} workers share a GPU; latencies need at most as many workers as GPUs" if sharers > 1 else ""
+
+
+@contextmanager
+def device_lock(device: torch.device) -> Iterator[None]:
+    """Let no other process of this kind time on the device meanwhile."""
+    from filelock import FileLock, Timeout
+
+    path = Path(tempfile.gettempdir()) / f"pytest-attn-{_name_of(device)}.lock"
+    lock = FileLock(path, mode=0o666)
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        pytest.fail(f"latency: another process has been timing on {device} for {_PATIENCE:.0f} s ({path})", pytrace=False)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _name_of(device: torch.device) -> str:
+    """Name a device the same in every process, whatever part of the GPUs each sees."""
+    if device.type != "cuda":
+        return device.type
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"gpu-{uuid or os.environ.get(_VISIBLE, '') or device.index}"

@@ -1,0 +1,7 @@
+"""The names of the plugin's fixtures: a test that takes one of them is a test of attention kernels."""
+
+FIXTURES = frozenset(
+    ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close")
+)
+#: the fixture through which an item gets its `CaseParameter`
+PARAMETER = "_attn_parameter"

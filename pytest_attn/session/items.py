@@ -1,0 +1,92 @@
+"""The items of marked tests: what distinguishes the cases of one test, and what each is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pytest_attn.session.fixture_names import PARAMETER
+from pytest_attn.workloads.workload import Workload
+
+#: what names of faulty kernels begin with, where a backend's is expected
+MUTANT = "mutant:"
+#: stands in the id of a fuzz item, and for its workload until one is drawn
+PLACEHOLDER = Workload(1, name="fuzz")
+
+
+class CaseParameter(NamedTuple):
+    """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one."""
+
+    workload: Workload
+    backend: str | None
+
+
+class FuzzParameter(CaseParameter):
+    """Stands for all draws of one test, with one backend where the test takes one."""
+
+
+def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[FuzzParameter]:
+    """Return the fuzz items of a test with these cases: one, or one per backend."""
+    return [FuzzParameter(PLACEHOLDER, backend) for backend in dict.fromkeys(case.backend for case in cases)]
+
+
+# -- from an item to its case --------------------------------------------------------------------------------------------
+
+
+def is_case(item: pytest.Item) -> bool:
+    """Whether an item is one of a marked test, be it that nothing of that was selected."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and PARAMETER in callspec.params
+
+
+def parameter_of(item: pytest.Item) -> CaseParameter | None:
+    """Return the case of an item; None where it has none, or only stands for a test of which nothing was selected."""
+    found: CaseParameter | None = item.callspec.params[PARAMETER] if is_case(item) else None  # type: ignore[attr-defined]
+    return found
+
+
+def is_unselected(item: pytest.Item) -> bool:
+    """Whether the item only stands for a test of which nothing was selected."""
+    return is_case(item) and parameter_of(item) is None
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+def case_id(case: CaseParameter) -> str:
+    """Return the id of a case: workload, then backend."""
+    if case.backend is None:
+        return case.workload.id
+    return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"
+
+
+def test_of(item: pytest.Item) -> str:
+    """Return the test that an item is a case of."""
+    return item.nodeid.partition("[")[0]
+
+
+def id_from_root(item: pytest.Item) -> str:
+    """Return the item's id from rootdir, without the group that xdist may have added."""
+    return _id_under(item.nodeid.partition("::")[0], item)
+
+
+def typed_name(item: pytest.Item) -> str:
+    """Return a node id that can be typed from the invocation directory, or with --pyargs for an installed suite."""
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    return _id_under(str(item.path) if path.startswith("..") else str(Path(path).as_posix()), item)
+
+
+def name_for_processes(item: pytest.Item) -> str:
+    """Return what names a test on the command line of a fresh process, from whatever folder that runs in."""
+    module = item.getparent(pytest.Module)
+    is_elsewhere = item.config.invocation_params.dir not in item.path.parents
+    is_installed = bool(item.config.getoption("pyargs")) and is_elsewhere and module is not None
+    return _id_under(module.obj.__name__ if is_installed and module else str(item.path), item)
+
+
+def _id_under(path: str, item: pytest.Item) -> str:
+    return "::".join([path, *(node.name for node in item.listchain() if isinstance(node, pytest.Class | pytest.Function))])

@@ -1,0 +1,48 @@
+"""--attn-list: backends and workloads, how many cases would run, and why the others would not."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from pytest_attn.backends.listing import tables
+from pytest_attn.backends.subject import obstacle_of_any
+from pytest_attn.reports.columns import room
+from pytest_attn.reports.terminal import listing
+from pytest_attn.session.items import parameter_of
+from pytest_attn.session.machines import NoTorchError
+from pytest_attn.session.requirements import unmet_because
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.summary import print_section
+
+
+def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
+    """Count the collected cases that no backend, device or workload stands in the way of, and the others by their reasons."""
+    for item in items:
+        parameter, marker = parameter_of(item), item.get_closest_marker("attention")
+        if parameter is None or marker is None:
+            continue
+        workload, name = parameter
+        machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
+        obstacle = session.registrations.registry[name].obstacle if name else obstacle_of_any
+        with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
+            reason = unmet_because(item, session) or obstacle(workload, machine, backward)
+            session.collected.count(reason, name or "any kernel")
+
+
+def print_listing(session: AttentionSession, reporter: Any) -> None:
+    """Print the tables, and how many cases would run."""
+    try:
+        machine = session.machines.machine()
+    except (ValueError, NoTorchError) as error:
+        print_section(reporter, [(str(error), {"red": True})])
+        return
+    collected, registrations = session.collected, session.registrations
+    closing = (
+        f"{collected.runnable:,} of {collected.cases:,} cases would run on {machine.name}"
+        f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
+    )
+    shown = tables(registrations.registry, registrations.catalog, machine)
+    print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))

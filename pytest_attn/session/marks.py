@@ -1,0 +1,176 @@
+"""The markers, read into checked records: unknown arguments and values are refused with the known ones named."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.backends.machine import is_device_name
+from pytest_attn.backends.versions import satisfies
+from pytest_attn.correctness.precision import PRECISIONS
+from pytest_attn.session.options import size
+from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.fields import dtype_name
+from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.workload import LAYOUTS, Workload
+
+if TYPE_CHECKING:
+    from pytest_attn.backends.machine import Machine
+    from pytest_attn.backends.registry import Registry
+    from pytest_attn.workloads.catalog import Catalog
+
+
+@dataclass(frozen=True)
+class AttentionMark:
+    """`@pytest.mark.attention(...)`; workloads is empty where the run's selection decides."""
+
+    workloads: tuple[Workload, ...] = ()
+    backends: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    layout: str = "bhsd"
+    device: str | None = None
+    backward: bool = False
+    inputs: tuple[str, ...] | None = None
+    precision: str = "flash"
+    returns_lse: bool = False
+
+    @classmethod
+    def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
+        """Check every argument; raise ValueError naming what was found and what was expected."""
+        _refuse_unknown("attention", mark.kwargs, cls, positional="workloads")
+        values: dict[str, Any] = dict(mark.kwargs)
+        values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
+        if mark.args and not values["workloads"]:
+            raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
+        if values.get("backends") is not None:
+            values["backends"] = _name_tuple("backends", values["backends"])
+            for name in values["backends"]:
+                registry.require(name)
+            values["backends"] = tuple(registry.canonical(name) for name in values["backends"])
+        if values.get("dtypes") is not None:
+            values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
+        if values.get("inputs") is not None:
+            values["inputs"] = distribution_names(values["inputs"])
+        _one_of("layout", values.get("layout", "bhsd"), LAYOUTS)
+        _one_of("precision", values.get("precision", "flash"), tuple(PRECISIONS))
+        for flag in ("backward", "returns_lse"):
+            _one_of(flag, values.get(flag, False), (True, False))
+        device = values.get("device")
+        if device is not None and not is_device_name(str(device)):
+            raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class RequiresMark:
+    """`@pytest.mark.attention_requires(...)`: what the machine must have."""
+
+    backend: str | None = None
+    arch: str | None = None
+    memory: int | None = None
+    gpus: int | None = None
+
+    @classmethod
+    def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
+        """Check every argument; raise ValueError naming what was found and what was expected."""
+        if mark.args:
+            raise ValueError(f"attention_requires takes keyword arguments only, got {mark.args[0]!r}")
+        _refuse_unknown("attention_requires", mark.kwargs, cls)
+        values: dict[str, Any] = dict(mark.kwargs)
+        if values.get("backend") is not None:
+            registry.require(_split_version(values["backend"])[0])
+        if values.get("arch") is not None:
+            _parse_arch(values["arch"])
+        if values.get("memory") is not None:
+            try:
+                values["memory"] = size(values["memory"])
+            except ValueError as error:
+                raise ValueError(f"memory {error}") from None
+        if values.get("gpus") is not None and (not isinstance(values["gpus"], int) or values["gpus"] < 0):
+            raise ValueError(f"gpus must be a whole number >= 0, got {values['gpus']!r}")
+        return cls(**values)
+
+    def unmet_because(self, machine: Machine, registry: Registry) -> str | None:
+        """Say which requirement the machine does not meet, or None."""
+        if self.arch is not None and not _arch_holds(self.arch, machine):
+            return f"needs arch {self.arch}, this device is {machine.architecture}"
+        if self.memory is not None and machine.memory < self.memory:
+            return f"needs {self.memory / 2**30:.0f} GiB of memory, this device has {machine.memory / 2**30:.0f} GiB"
+        if self.gpus is not None and machine.device_count < self.gpus:
+            return f"needs {self.gpus} GPUs, this machine has {machine.device_count}"
+        if self.backend is None:
+            return None
+        name, operator, wanted = _split_version(self.backend)
+        backend = registry[name]
+        reason = backend.unavailable_because(machine) or backend.broken_because()
+        if reason:
+            return f"needs backend {name}: {reason}"
+        if wanted and not satisfies(backend.version(), operator, wanted):
+            return f"needs backend {self.backend}, version {backend.version()} is installed"
+        return None
+
+
+def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], cls: type, positional: str = "") -> None:
+    known = [f.name for f in dataclasses.fields(cls) if f.name != positional]
+    for name in kwargs:
+        if name not in known:
+            raise ValueError(f"{marker} got an unknown argument {name!r}; known: {', '.join(known)}")
+
+
+def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
+    if isinstance(argument, Workload):
+        return [argument]
+    if isinstance(argument, str):
+        return catalog.select(argument)
+    if isinstance(argument, list | tuple):
+        return [w for one in argument for w in _workloads(one, catalog)]
+    raise ValueError(f"a workload must be a name or a Workload, got {describe(argument)} {argument!r}")
+
+
+def _as_tuple(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple | set) else (value,)
+
+
+def _name_tuple(field: str, value: object) -> tuple[str, ...]:
+    names = _as_tuple(value)
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{field} must be names, got {name!r}")
+    return names
+
+
+def _one_of(field: str, value: object, known: tuple[object, ...]) -> None:
+    if not any(value is k or (isinstance(value, str) and value == k) for k in known):
+        raise ValueError(f"{field} must be one of {', '.join(map(str, known))}, got {value!r}")
+
+
+def _split_version(text: str) -> tuple[str, str, str]:
+    match = re.fullmatch(r"([^<>=!]+?)\s*(?:(>=|<=|==|<|>)\s*([\d.]+))?", str(text))
+    if not match:
+        raise ValueError(f"backend must be NAME or NAME>=VERSION, got {text!r}")
+    return match[1], match[2] or "", match[3] or ""
+
+
+def _parse_arch(text: object) -> list[tuple[str, str]] | str:
+    """Return version clauses of a compute-capability specifier, or the name of an architecture."""
+    if isinstance(text, str) and re.fullmatch(r"cpu|xpu|mps|gfx\w+|sm\d+", text):
+        return text
+    clauses = [re.fullmatch(r"\s*(>=|<=|==|<|>)\s*(\d+(?:\.\d+)?)\s*", part) for part in str(text).split(",")]
+    if not all(clauses):
+        raise ValueError(f"arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got {text!r}")
+    return [(clause[1], clause[2]) for clause in clauses if clause]
+
+
+def _arch_holds(text: str, machine: Machine) -> bool:
+    clauses = _parse_arch(text)
+    if isinstance(clauses, str):
+        return clauses in (machine.architecture, machine.kind)
+    if machine.capability is None:
+        return False
+    version = ".".join(map(str, machine.capability))
+    return all(satisfies(version, operator, wanted) for operator, wanted in clauses)

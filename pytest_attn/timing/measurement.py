@@ -1,0 +1,187 @@
+"""One `attn.measure`: what is timed, what the time is filed under, and taking it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.baseline import Baseline, case_key
+from pytest_attn.latency.clocks import ClockError, locked_clocks
+from pytest_attn.latency.gate import Policy, policy_for
+from pytest_attn.latency.identity import conditions_of, gpu_of
+from pytest_attn.latency.judge import Measured
+from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.timer import Mode
+from pytest_attn.latency.work import LatencyDirection, work_of
+from pytest_attn.session.child import own_processes
+from pytest_attn.session.items import id_from_root, name_for_processes
+from pytest_attn.session.session import AttentionSession
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: which results of a check say how accurate a direction is
+_RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is timed, in which direction, and whose test it is.
+
+    comparison: of the check before, None where a fresh process did not check. number: of the measurements of this name and
+    direction in its test; nth: of all of them.
+    """
+
+    session: AttentionSession
+    item: pytest.Item
+    spec: CheckSpec
+    subject: Subject
+    direction: LatencyDirection
+    comparison: Comparison | None
+    number: int
+    nth: int = 1
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What is timed, for messages."""
+        return f"{self.subject.name} on {self.spec.workload.id}, {self.direction}"
+
+    @property
+    def key(self) -> str:
+        """The key of its baseline: a backend is the same in every test, a callable belongs to its own."""
+        import torch
+
+        settings, kind = self.session.settings, self.spec.device.type
+        name = self.subject.baseline_name(id_from_root(self.item))
+        if not self.subject.is_backend and self.number > 1:
+            name += f" #{self.number}"
+        l2 = settings.l2 if kind == "cuda" else "warm"
+        number = (settings.threads or torch.get_num_threads()) if kind == "cpu" else None
+        layout = self.spec.for_subject(self.subject).layout
+        return case_key(self.spec.workload.id, name, self.direction, l2, layout, number)
+
+    @property
+    def test_name(self) -> str:
+        """What a command line of a fresh process calls its test."""
+        return name_for_processes(self.item)
+
+    # -- how it is judged ----------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What counts as slower: the device's policy, with --attn-max-slowdown."""
+        from dataclasses import replace
+
+        policy = policy_for(self.spec.device.type)
+        wanted = self.session.settings.max_slowdown
+        return replace(policy, slowdown=wanted) if wanted else policy
+
+    @property
+    def cases(self) -> int:
+        """How many cases this run decides over, at most; the n-th measurement of a test counts as n (n + 1) of them.
+
+        The sum of 1 / (n (n + 1)) is 1: however often tests measure, the suite's rate of false alarms holds.
+        """
+        return max(1, self.session.collected.selected) * self.nth * (self.nth + 1)
+
+    def measured(self, latency: Latency) -> Measured:
+        """Return a time of it, with all that its baseline must agree with."""
+        return Measured(
+            latency=latency,
+            key=self.key,
+            shape=self.spec.workload.shape_id,
+            version=self._version,
+            check=self._check,
+            z=self._z(),
+            conditions=self._conditions(),
+            gpu=gpu_of(self.spec.device),
+            kind=self.spec.device.type,
+            folder=self.session.baselines_folder,
+        )
+
+    def to_baseline(self, latency: Latency, reason: str, date: str) -> Baseline:
+        """Return its baseline but for the runs, which fresh processes take."""
+        workload = self.spec.workload
+        parts: Any = ("forward", "backward") if latency.direction == "forward+backward" else (latency.direction,)
+        return Baseline(
+            shape=workload.shape_id,
+            mode=latency.mode,
+            p50=(),
+            launch=(),
+            anchors={},
+            flops=sum(workload.flops(part) for part in parts),
+            nbytes=sum(workload.bytes(part) for part in parts),
+            date=date,
+            reason=reason,
+            version=self._version,
+            memory=latency.memory,
+            z=self._z(),
+            check=self._check,
+            conditions=self._conditions(),
+            gpu=gpu_of(self.spec.device),
+            protocol=protocol_of(self.spec.device.type),
+        )
+
+    @property
+    def _version(self) -> str:
+        return self.subject.version()
+
+    @property
+    def _check(self) -> str:
+        """Say what the check depended on."""
+        return f"{','.join(self.spec.inputs)} seed {self.spec.seed}"
+
+    def _conditions(self) -> dict[str, str]:
+        return conditions_of(self.spec.device, self._stopwatch.monitor.conditions())
+
+    def _z(self) -> tuple[float, float, float] | None:
+        """Return the largest residuals over an element, a row and a head of what this direction computes."""
+        results = _RESULTS_OF.get(self.direction, ("out", "lse", "dq", "dk", "dv"))
+        tensors = [t for t in self.comparison.tensors if t.name in results] if self.comparison else []
+        if not tensors:
+            return None
+        return max(t.z_element for t in tensors), max(t.z_row for t in tensors), max(t.z_head for t in tensors)
+
+    # -- the time ------------------------------------------------------------------------------------------------------
+
+    def time(self, mode: Mode | None) -> Latency:
+        """Time the subject. mode: what its baseline was recorded with, None for the best there is.
+
+        Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
+        pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
+        """
+        settings, device = self.session.settings, self.spec.device
+        with ExitStack() as stack:
+            stack.enter_context(current(device))
+            stack.enter_context(self.subject.calling())
+            if device.type == "cpu":
+                stack.enter_context(threads(settings.threads))
+            self._lock_clocks(stack)
+            work = work_of(self.subject, self.spec, self.direction)
+            with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"), work.context():
+                work.stage()()
+            return self._stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
+
+    def _lock_clocks(self, stack: ExitStack) -> None:
+        """Hold the GPU's clock while it is timed, where that is asked for; refuse where there is no GPU at all."""
+        import torch
+
+        wanted, device = self.session.settings.lock_clocks, self.spec.device
+        if wanted and (device.type == "cuda" or not torch.cuda.is_available()):
+            try:
+                stack.enter_context(locked_clocks(device, None if wanted == "max" else int(wanted)))
+            except ClockError as error:
+                raise pytest.UsageError(f"--attn-lock-clocks: {error}") from None
+
+    @property
+    def _stopwatch(self) -> Stopwatch:
+        return stopwatch_of(self.spec.device, self.session.settings.l2 == "cold", own_processes())

@@ -1,0 +1,234 @@
+"""Latencies that were measured elsewhere, in pytest-benchmark as if it had timed them: replayed through its timer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from numbers import Real
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+_RECORDED = pytest.StashKey[bool]()
+
+
+class ReplayClock:
+    """A timer for pytest-benchmark: each pair of readings is `pending` seconds apart, exactly."""
+
+    __name__ = "pytest_attn"  # of its instances: options.timer in pytest-benchmark's JSON
+
+    def __init__(self) -> None:
+        self.pending = 0.0
+        self.readings = 0
+
+    def __call__(self) -> float:
+        """Read the clock, in seconds: 0, then `pending`, then 0 again."""
+        self.readings += 1
+        return 0.0 if self.readings % 2 else self.pending
+
+
+class _OtherClockError(Exception):
+    """The fixture `benchmark` was made before the clock was there, so it reads another one."""
+
+
+def wants(config: pytest.Config) -> bool:
+    """Whether pytest-benchmark is there and records in this process: not disabled, skipped or in an xdist run."""
+    session: Any = config.pluginmanager.get_plugin("pytest-benchmark")
+    return session is not None and not session.disabled and not session.skip
+
+
+def is_asked_for(config: pytest.Config) -> bool:
+    """Whether an option of pytest-benchmark was given: without, its table would only repeat ours."""
+    given = [
+        *map(str, config.invocation_params.args),
+        *os.environ.get("PYTEST_ADDOPTS", "").split(),
+        *config.getini("addopts"),
+    ]
+    return any(word.startswith("--benchmark") for word in given)
+
+
+def record_samples(request: pytest.FixtureRequest, samples: Sequence[float], facts: Mapping[str, Any]) -> bool:
+    """Give pytest-benchmark the seconds per call of one test, and `facts` (JSON's types) as its extra_info["attn"].
+
+    Returns whether it took them: its fixture serves a test once, and a test that takes `benchmark` uses that itself.
+    """
+    item = request.node
+    if not (len(samples) and _claim(item) and wants(item.config)) or "benchmark" in item.fixturenames:
+        return False
+    clock = ReplayClock()
+    marker = item.get_closest_marker("benchmark")
+    options = {**(marker.kwargs if marker else {}), "timer": clock}
+    item.add_marker(pytest.mark.benchmark(**options), append=False)
+    benchmark = request.getfixturevalue("benchmark")
+    if not _is_unused(benchmark):
+        return False
+    seconds = iter([float(sample) for sample in samples])
+
+    def replay() -> None:
+        if not clock.readings:
+            raise _OtherClockError
+        clock.pending = next(seconds, 0.0)  # --benchmark-cprofile calls once more
+
+    try:
+        benchmark.pedantic(replay, rounds=len(samples))
+    except _OtherClockError:
+        return False
+    benchmark.extra_info["attn"] = dict(facts)
+    return True
+
+
+def attn_benchmark_recorder(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return record(samples, **facts), which gives pytest-benchmark the seconds per call that a test measured itself.
+
+    It raises ValueError unless samples are finite numbers >= 0, and RuntimeError where the test's one row is taken; both
+    also where pytest-benchmark is absent or disabled, in which case it records nothing.
+    """
+
+    def record(samples: Sequence[float], /, **facts: Any) -> None:
+        seconds = _seconds(samples)
+        if _RECORDED in request.node.stash or "benchmark" in request.node.fixturenames:
+            raise RuntimeError(
+                "attn_benchmark: pytest-benchmark keeps one row per test, and this test's is taken by an earlier record,"
+                " attn.measure or the fixture benchmark; parametrize the test, or write another one"
+            )
+        record_samples(request, seconds, facts)
+
+    return record
+
+
+def mark_measured(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Show the tests that measure to --benchmark-only and --benchmark-skip, which look for a fixture `benchmark`.
+
+    For pytest_collection_modifyitems, before pytest-benchmark's own.
+    """
+    if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
+        shown = [item for item in items if isinstance(item, pytest.Function) and _measures(item)]
+        config.pluginmanager.register(_OwnNames(shown))
+        for item in shown:
+            item.fixturenames = [*item.fixturenames, "benchmark"]  # a new list: parametrized items share theirs
+
+
+class _OwnNames:
+    """Takes the name back once it was seen.
+
+    With it pytest would set `benchmark` up before the test: with another clock, and in vain where the test ends before it
+    measures, of which pytest-benchmark warns.
+    """
+
+    def __init__(self, items: list[pytest.Function]) -> None:
+        self._names = [(item, item.fixturenames) for item in items]
+
+    def pytest_collection_finish(self) -> None:
+        """Give the items their own lists again."""
+        for item, names in self._names:
+            item.fixturenames = names
+
+
+def machine_info(config: pytest.Config, info: dict[str, Any]) -> None:
+    """Add info["attn"]: the machine's GPUs, driver, the CUDA version of the driver, torch's version; nothing without NVML.
+
+    For pytest_benchmark_update_machine_info. It neither initializes CUDA nor imports torch.
+    """
+    from pytest_attn.backends.nvml import opened_nvml, text_of
+
+    try:
+        with opened_nvml() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            gpus = dict.fromkeys(text_of(nvml.nvmlDeviceGetName(handle)) for handle in handles)
+            driver, cuda = text_of(nvml.nvmlSystemGetDriverVersion()), int(nvml.nvmlSystemGetCudaDriverVersion())
+    except Exception:  # no package, no driver, no permission: a run does not end for the sake of a name
+        return
+    if gpus:
+        info["attn"] = {
+            "gpu": ", ".join(gpus),
+            "driver": driver,
+            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "torch": _torch_version(),
+        }
+
+
+# -- details -----------------------------------------------------------------------------------------------------------
+
+
+def _claim(item: pytest.Item) -> bool:
+    """Whether the item records for the first time; plugins that run an item again tear it down in between."""
+    if _RECORDED in item.stash:
+        return False
+    item.stash[_RECORDED] = True
+    item.addfinalizer(lambda: item.stash.__delitem__(_RECORDED))
+    return True
+
+
+def _is_unused(benchmark: object) -> bool:
+    """Whether it is pytest-benchmark's fixture, and nobody who asked for it at run time has used it."""
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    return isinstance(benchmark, BenchmarkFixture) and benchmark.stats is None
+
+
+def _seconds(samples: Sequence[float]) -> list[float]:
+    """Return samples as a list; raises ValueError where they are no durations in seconds."""
+    try:
+        values = list(samples)
+    except TypeError:
+        raise ValueError(f"attn_benchmark needs a sequence of seconds, got {samples!r}") from None
+    if not values:
+        raise ValueError("attn_benchmark needs at least one sample, got none")
+    for index, value in enumerate(values):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise ValueError(f"attn_benchmark needs numbers, sample {index} is {value!r} ({type(value).__name__})")
+        if not _is_duration(value):
+            raise ValueError(f"attn_benchmark needs finite seconds >= 0, sample {index} is {value!r}")
+    return values
+
+
+def _is_duration(value: Real) -> bool:
+    try:
+        return 0.0 <= float(value) < math.inf
+    except OverflowError:
+        return False
+
+
+def _measures(item: pytest.Function) -> bool:
+    names = item.fixturenames
+    return "attn_benchmark" in names or ("attn" in names and _calls_measure(item.function))
+
+
+def _calls_measure(function: object) -> bool:
+    """Whether the code of a test, or of a function of its module that it calls by name, names `measure`."""
+    codes = [code for layer in _layers(function) for code in _nested(layer.__code__)]
+    names = {name for code in codes for name in code.co_names}
+    helpers = [
+        layer
+        for test in _layers(function)
+        for name in names
+        for layer in _layers(test.__globals__.get(name))
+        if layer.__module__ == test.__module__
+    ]
+    return "measure" in names or any("measure" in code.co_names for h in helpers for code in _nested(h.__code__))
+
+
+def _layers(function: object) -> Iterator[FunctionType]:
+    """Yield a function and those that it wraps."""
+    while isinstance(function, FunctionType):
+        yield function
+        function = vars(function).get("__wrapped__")
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of its inner functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _torch_version() -> str | None:
+    """Torch's version as installed, also when it is imported: --benchmark-compare asks early in a run, saving at its end."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""--attn-update-baselines: time every case of the run in ten fresh processes, then write them all, or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.latency.baseline import Baseline
+from pytest_attn.latency.baseline_file import BaselineError, BaselineFile
+from pytest_attn.latency.gate import FEWEST_RUNS
+from pytest_attn.latency.judge import FreshError
+from pytest_attn.reports.records import Record, latency_of
+from pytest_attn.reports.terminal import count
+from pytest_attn.session.devices import device_lock
+from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.timing.baselines import RunBaselines
+from pytest_attn.verdict import Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: further processes for cases that were disturbed in some of the first: on a busy machine most are
+MORE_PROCESSES = 20
+
+
+@dataclass(frozen=True)
+class CaseToRecord:
+    """A case that is right and was timed. test: what a command line calls its test; baseline: but for its runs."""
+
+    key: str
+    test: str
+    item: pytest.Item
+    baseline: Baseline
+    device: torch.device
+
+
+class Recording:
+    """A plugin of pytest that collects the cases of a run, and records them at its end."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
+        self._session, self._baselines, self._config = session, baselines, config
+        self._cases: list[CaseToRecord] = []
+
+    def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
+        """Keep a case that is to be recorded."""
+        self._cases.append(CaseToRecord(key, test, item, baseline, device))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Forget the cases of a test that fails in the end, whenever they were timed."""
+        if report.failed:
+            self._cases = [one for one in self._cases if one.item.nodeid != report.nodeid]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Record; a case that could not be recorded is a failure of the run."""
+        if self._cases and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self.record():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def record(self) -> bool:
+        """Record the cases; return whether all were. Says what was written, or why nothing was.
+
+        Cases that were not selected stay as they are.
+        """
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        say: Callable[..., None] = reporter.write_line if reporter else lambda text, **markup: None
+        cases, runs, problem = _once_each(self._cases), [], ""
+        recorded: set[str] = set()
+        say("")
+        try:
+            files = {device: self._writable_file(device) for device in {one.device for one in cases}}
+            runs = self._time(cases, say)
+            for device, found in _by_device(cases, runs).items():
+                files[device].write(found)
+                recorded |= found.keys()
+                say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
+        except (BaselineError, FreshError, KeyboardInterrupt) as error:
+            problem = str(error) or "interrupted"
+            say(f"baselines: nothing recorded: {problem}", red=True)
+        missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}
+        self._name_the_missed(missed)
+        if not problem:
+            self._report_the_missed(missed)
+        return not missed
+
+    def _writable_file(self, device: torch.device) -> BaselineFile:
+        """Return the file of a device, before anything is timed for it. Raises BaselineError where it cannot be written."""
+        found = self._baselines.on(device)
+        if found.problem or found.file is None:
+            raise BaselineError(found.problem)
+        found.file.require_writable()
+        return found.file
+
+    def _time(self, cases: Sequence[CaseToRecord], say: Callable[..., None]) -> Runs:
+        """Time all cases in as many processes as a baseline needs, and those that were disturbed in a few more."""
+
+        def lacking(runs: Runs) -> list[str]:
+            return [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
+
+        what = f"baselines: {count(len(cases), 'case')}, fresh process"
+        if not self._session.progress.line.is_watched:
+            say(f"{what} 1 of {FEWEST_RUNS}")
+        modes = {one.key: one.baseline.mode for one in cases}
+        with self._session.progress.counting(what, FEWEST_RUNS) as progress, ExitStack() as stack:
+            for device in {one.device for one in cases}:
+                stack.enter_context(device_lock(device))
+            return fresh_runs(self._config, [one.test for one in cases], FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES)
+
+    def _name_the_missed(self, reasons: Mapping[str, str]) -> None:
+        """Change the verdict of cases that were to be recorded and were not, by their keys."""
+
+        def is_missed(record: Record) -> bool:
+            return record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in reasons
+
+        def changes(record: Record) -> dict[str, Any]:
+            return {"verdict": Verdict.UNRECORDED.value, "reason": reasons[latency_of(record)["key"]]}
+
+        self._session.results.replace(is_missed, changes)
+
+    def _report_the_missed(self, reasons: Mapping[str, str]) -> None:
+        """Report an error of the test of each such case, which itself has passed: in pytest's counts, its files and --lf."""
+        texts: dict[pytest.Item, list[str]] = {}
+        for one in _once_each(self._cases):
+            if one.key in reasons:
+                texts.setdefault(one.item, []).append(f"not recorded: {one.key}: {reasons[one.key]}")
+        for item, lines in texts.items():
+            text = "\n".join(lines)
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "teardown")
+            item.ihook.pytest_runtest_logreport(report=report)
+
+
+def _once_each(cases: Sequence[CaseToRecord]) -> list[CaseToRecord]:
+    """Return one of each case: a backend may be measured by several tests, whose largest residuals are kept."""
+    found: dict[str, CaseToRecord] = {}
+    for one in cases:
+        first = found.setdefault(one.key, one)
+        ours, theirs = first.baseline.z, one.baseline.z
+        if ours and theirs and first.baseline.check == one.baseline.check:
+            z = (max(ours[0], theirs[0]), max(ours[1], theirs[1]), max(ours[2], theirs[2]))
+            found[one.key] = replace(first, baseline=replace(first.baseline, z=z))
+    return list(found.values())
+
+
+def _missing(one: CaseToRecord, runs: Runs) -> str:
+    """Say what a recording lacks, and what disturbed most of its runs."""
+    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
+    disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
+    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
+
+
+def _by_device(cases: Sequence[CaseToRecord], runs: Runs) -> dict[torch.device, dict[str, Baseline]]:
+    """Put each case's runs into its baseline, where there are enough."""
+    found: dict[torch.device, dict[str, Baseline]] = {}
+    for one in cases:
+        mine = undisturbed(runs, one.key, FEWEST_RUNS)
+        if len(mine) < FEWEST_RUNS:
+            continue
+        modes = [run["mode"] for run in mine]
+        found.setdefault(one.device, {})[one.key] = replace(
+            one.baseline,
+            p50=tuple(run["p50"] for run in mine),
+            launch=tuple(run["launch"] for run in mine),
+            anchors={name: tuple(run["anchors"][name] for run in mine) for name in mine[0]["anchors"]},
+            mode=max(set(modes), key=modes.count),
+        )
+    return found

@@ -1,0 +1,164 @@
+"""What becomes of a time, chosen once per run: it is compared, or recorded, or handed to the process that waits for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_attn.latency.fit import Run
+from pytest_attn.latency.gate import Decision
+from pytest_attn.latency.judge import Crowd, DisturbedError, FreshError, judge_latency
+from pytest_attn.latency.result import Latency
+from pytest_attn.session.child import Child
+from pytest_attn.session.devices import device_lock, untimed_because
+from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.timing.baselines import RunBaselines
+from pytest_attn.timing.measurement import Measurement
+from pytest_attn.timing.recording import Recording
+from pytest_attn.verdict import Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.latency.timer import Mode
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+
+class Timekeeper(ABC):
+    """Takes the times of a run."""
+
+    #: whether a kernel is checked before it is timed
+    checks_first = True
+    #: whether times are shown and recorded here; a fresh process only hands them over
+    reports = True
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines) -> None:
+        self.session, self.baselines = session, baselines
+
+    def untimed_because(self, device: torch.device) -> str:
+        """Say why nothing is timed here; "" where it is."""
+        if reason := self.session.kernels.untimed_because:
+            return reason
+        if self.session.settings.latency == "off":
+            return "--attn-latency=off"
+        return untimed_because(self.session.settings.gpu_per_worker, device)
+
+    @abstractmethod
+    def take(self, measurement: Measurement) -> Latency:
+        """Time a measurement and decide what it means. Raises as `Measurement.time` does."""
+
+    def _recorded_mode(self, measurement: Measurement) -> Mode | None:
+        baseline = self.baselines.of(measurement)
+        return baseline.mode if baseline else None  # type: ignore[return-value]
+
+
+class Comparing(Timekeeper):
+    """Holds each time against its baseline; fresh processes confirm what looks slower."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
+        super().__init__(session, baselines)
+        self._config, self._crowd = config, Crowd()
+
+    def take(self, measurement: Measurement) -> Latency:
+        """Time and compare."""
+        device = measurement.spec.device
+        with device_lock(device):
+            latency = measurement.time(self._recorded_mode(measurement))
+        decision = judge_latency(
+            measurement.measured(latency),
+            self.baselines.on(device),
+            measurement.policy,
+            measurement.cases,
+            lambda: self._fresh_runs(measurement),
+            self._crowd,
+        )
+        return replace(latency, decision=decision)
+
+    def _fresh_runs(self, measurement: Measurement) -> Sequence[Run]:
+        """Time the same test in fresh processes, in a few more where some were disturbed.
+
+        Raises FreshError where too few timed it, or too few undisturbed.
+        """
+        name, key, wanted = measurement.test_name, measurement.key, measurement.policy.runs
+        counting = self.session.progress.counting(f"timing {measurement.name} again, fresh process", wanted)
+
+        def lacking(runs: Runs) -> list[str]:
+            return [name] if is_lacking(runs, key, wanted) else []
+
+        with device_lock(measurement.spec.device), counting as progress:
+            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking)
+        timed = [run for run in found if run["key"] == key]
+        processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
+        if timing < processes:
+            raise FreshError(f"{timing} of {processes} fresh processes timed it")
+        mine = undisturbed(timed, key, wanted)
+        if len(mine) < wanted:
+            raise DisturbedError(next(run["disturbances"][0] for run in timed if run["disturbances"]))
+        return [Run(run["p50"], run["anchors"], run["launch"]) for run in mine]
+
+
+class Recorder(Timekeeper):
+    """--attn-update-baselines: each case is timed once here, and at the end of the run in ten fresh processes."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, recording: Recording) -> None:
+        super().__init__(session, baselines)
+        self._recording = recording
+
+    def take(self, measurement: Measurement) -> Latency:
+        """Time, and keep what is to be recorded."""
+        with device_lock(measurement.spec.device):
+            latency = measurement.time(self._mode(measurement))
+        today = datetime.now(tz=timezone.utc).date().isoformat()
+        baseline = measurement.to_baseline(latency, self.session.settings.update_baselines or "", today)
+        self._recording.add(measurement.key, measurement.test_name, measurement.item, baseline, measurement.spec.device)
+        return replace(latency, decision=Decision(Verdict.RECORDED))
+
+    def _mode(self, measurement: Measurement) -> Mode | None:
+        """Return the mode of the last recording, but that batches and replays may become a graph on the device."""
+        mode = self._recorded_mode(measurement)
+        return None if mode in ("batched", "replay") else mode
+
+
+class HandingOver(Timekeeper):
+    """A fresh process: it only times what the process that waits for it has checked, and holds the lock of the device for."""
+
+    checks_first = False
+    reports = False
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, child: Child) -> None:
+        super().__init__(session, baselines)
+        self._child = child
+
+    def take(self, measurement: Measurement) -> Latency:
+        """Time, and hand over."""
+        latency = measurement.time(self._child.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
+        launch = measurement.measured(latency).launch
+        run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
+        self._child.hand_over({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
+        return replace(latency, decision=Decision(Verdict.MEASURED))
+
+
+TIMEKEEPER = pytest.StashKey[Timekeeper]()
+
+
+def timekeeper_of(config: pytest.Config) -> Timekeeper:
+    """Return the timekeeper of a run, made when it first times anything."""
+    if TIMEKEEPER not in config.stash:
+        session = session_of(config)
+        baselines = RunBaselines(session)
+        if session.child is not None:
+            config.stash[TIMEKEEPER] = HandingOver(session, baselines, session.child)
+        elif session.settings.update_baselines is not None:
+            recording = Recording(session, baselines, config)
+            config.pluginmanager.register(recording, "attn-recording")
+            config.stash[TIMEKEEPER] = Recorder(session, baselines, recording)
+        else:
+            config.stash[TIMEKEEPER] = Comparing(session, baselines, config)
+    return config.stash[TIMEKEEPER]

@@ -1,0 +1,95 @@
+"""The verdicts: what became of one judgment, in one word, and what follows from each."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Tone(str, Enum):
+    """How a report shows a verdict."""
+
+    BAD = "bad"
+    DOUBT = "doubt"
+    GOOD = "good"
+    PLAIN = "plain"
+    NONE = "none"
+
+
+class Cause(str, Enum):
+    """Why there is a verdict, where something follows from it: what a person types next, or how a report shows it."""
+
+    NONE_RECORDED = "none recorded"
+    RECORDED_OTHERWISE = "recorded otherwise"  # with another L2 state, layout or number of threads
+    ANOTHER_PROTOCOL = "another protocol"
+    ANOTHER_SHAPE = "another shape"
+    UNUSABLE_FILE = "unusable file"
+    DEFECT_NOT_SHOWN = "defect not shown"
+
+
+class Verdict(str, Enum):
+    """What became of one judgment; the gravest come first, and what says nothing of a kernel comes last.
+
+    The value is the name in JSON, but for those below "as shown": there a report tells apart what JSON calls "passed" or
+    "raised". word: as a reader meets it. counted: behind a number. tone: of its color. glyph: beside the color, never without.
+    level: of an annotation on a code host, "" for none.
+    """
+
+    word: str
+    counted: str
+    tone: Tone
+    glyph: str
+    level: str
+
+    def __new__(cls, value: str, word: str, counted: str, tone: Tone, glyph: str, level: str = "") -> Verdict:
+        """Make a member that is its name in JSON, with what follows from it."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.word, member.counted, member.tone, member.glyph = word, counted or word, tone, glyph
+        member.level = level
+        return member
+
+    MISMATCH = "mismatch", "wrong", "", Tone.BAD, "✗", "error"
+    BROKEN = "broken", "invariant broken", "with a broken invariant", Tone.BAD, "✗", "error"
+    RAISED = "raised", "raised", "", Tone.BAD, "!", "error"
+    REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
+    UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"
+    UNRECORDED = "unrecorded", "not recorded", "", Tone.BAD, "!", "error"
+    INCONCLUSIVE = "inconclusive", "inconclusive", "", Tone.DOUBT, "?", "warning"
+    KNOWN_DEFECT = "known defect", "known defect", "known defects", Tone.DOUBT, "△", "notice"
+    EXPECTED = "expected", "wrong as expected", "", Tone.DOUBT, "△"
+    UNEXPECTED = "unexpected", "right despite a known defect", "", Tone.DOUBT, "△"  # as shown
+    PASSED = "passed", "right", "", Tone.GOOD, "✓"
+    APPROXIMATE = "approximate", "right as approximate", "", Tone.GOOD, "≈"  # as shown
+    HELD = "held", "invariants hold", "with all invariants", Tone.GOOD, "✓"
+    FAST = "fast", "as fast as recorded", "", Tone.GOOD, "✓"  # as shown
+    RECORDED = "recorded", "recorded", "", Tone.PLAIN, "○"
+    NO_BASELINE = "no baseline", "no baseline", "without a baseline", Tone.PLAIN, "○"
+    UNTIMED = "untimed", "not timed", "", Tone.PLAIN, "○"
+    MEASURED = "measured", "measured", "", Tone.PLAIN, "○"
+    SKIPPED = "skipped", "skipped", "", Tone.NONE, "-"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self.value), spec)
+
+    @classmethod
+    def named(cls, name: str) -> Verdict | None:
+        """Return a verdict by its name; None for one that this version does not know."""
+        return next((verdict for verdict in cls if verdict.value == name), None)
+
+    @property
+    def severity(self) -> int:
+        """Its place among all, 0 for the gravest."""
+        return list(Verdict).index(self)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it ends a run with a failure: of its test, or of the recording that was asked for."""
+        return self.level == "error"
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether somebody should look at it although nothing failed."""
+        return self.level in ("warning", "notice")

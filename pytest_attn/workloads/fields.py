@@ -1,0 +1,65 @@
+"""What a field of a workload or mask may hold.
+
+Each check raises ValueError, naming the field, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+#: dtype names -> (short name for ids, bytes per element)
+DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
+BIAS_DIMENSIONS = ("b", "h", "q", "k")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the full name of a dtype given as "bf16", "bfloat16" or torch.bfloat16; raise ValueError otherwise."""
+    text = str(dtype).removeprefix("torch.")
+    for name, (short, _) in DTYPES.items():
+        if text in (name, short):
+            return name
+    if text == "half":
+        return "float16"
+    known = ", ".join(f"{name} ({short})" for name, (short, _) in DTYPES.items())
+    raise ValueError(f"unknown dtype {text!r}; known: {known}")
+
+
+def require_count(field: str, value: object) -> None:
+    """Refuse what is no whole number >= 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"Workload: {field} must be a whole number >= 1, got {value!r}")
+
+
+def require_flag(field: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Workload: {field} must be True or False, got {value!r}")
+
+
+def require_positive_or_none(field: str, value: object) -> None:
+    """Refuse what is neither None nor a finite number > 0."""
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"Workload: {field} must be a finite number > 0 or None, got {value!r}")
+
+
+def require_bias(bias: object) -> None:
+    """Refuse what names no dimensions of a bias, or names them in another order."""
+    if not isinstance(bias, str) or not bias or [d for d in BIAS_DIMENSIONS if d in bias] != list(bias):
+        raise ValueError(
+            f"Workload: bias must name the dimensions it varies over, a part of 'bhqk' in this order, got {bias!r}"
+        )
+
+
+def as_tuple(field: str, values: object) -> tuple[int, ...]:
+    """Return a sequence of whole numbers as a tuple."""
+    if not isinstance(values, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise ValueError(f"{field} must be a tuple of whole numbers, got {values!r}")
+    return tuple(values)
+
+
+def short_lengths(lengths: tuple[int, ...]) -> str:
+    """Write lengths for an id: in full up to four, else their number and a checksum."""
+    if len(lengths) <= 4:
+        return ".".join(map(str, lengths))
+    return f"{len(lengths)}x{zlib.crc32(repr(lengths).encode()) & 0xFFFF:04x}"

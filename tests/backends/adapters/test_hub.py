@@ -1,0 +1,192 @@
+import json
+
+import pytest
+import torch
+from fakes import HERE, install, uninstall
+
+from pytest_attn import Document, Machine, Pages, Window, Workload
+from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.mismatch import describe
+
+CPU = torch.device("cpu")
+H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
+FILES = {"kernels/__init__.py": "kernels.py"}
+METADATA = {
+    "id": "_me_flash",
+    "name": "me-flash",
+    "version": 1,
+    "license": "BSD-3-Clause",
+    "python-depends": [],
+    "backend": {"type": "cuda"},
+}
+W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
+FLASH2 = (HERE / "flash2.py").read_text()
+#: as FlashAttention 4 says the same: None for an open window, no dropout, and (out, lse)
+FLASH4 = (
+    FLASH2.replace("window_size=(-1, -1)", "window_size=(None, None)")
+    .replace("    dropout_p=0.0,\n", "")
+    .replace("    alibi_slopes=None,\n", "")
+    .replace("softcap, alibi_slopes))", "softcap, None))")
+    .replace("softcap, alibi_slopes)\n", "softcap, None)\n")
+    .replace("(out, lse, None) if return_attn_probs else out", "(out, lse)")
+)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def put(source, asked="me/flash"):
+        install(monkeypatch, tmp_path / "site", FILES, "kernels", "0.17.2")
+        variant = tmp_path / "repository" / "build" / "torch-universal"
+        variant.mkdir(parents=True)
+        (variant / "__init__.py").write_text(source)
+        (variant / "metadata.json").write_text(json.dumps(METADATA))
+        monkeypatch.setenv("LOCAL_KERNELS", f"me/flash={tmp_path / 'repository'}")
+        return Registry()[f"hub:{asked}"]
+
+    yield put
+    uninstall(FILES)
+
+
+COMMON = [
+    (W, True),
+    (W.replace(mask="causal-bottom-right", scale=0.3), True),
+    (W.replace(mask=Window(9, 3), softcap=2.0), True),
+    (W.replace(mask=Window(9, None)), True),
+    (W.replace(kv_lens=(80, 51), mask="causal-bottom-right"), True),
+    (W.replace(kv_len=48, mask=Document((30, 11, 7))), True),
+    (Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal"), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "precision", "workload", "backward"),
+    [
+        *((FLASH2, "flash2", *case) for case in [*COMMON, (W.replace(kv_len=48, mask="causal", alibi=True), True)]),
+        *((FLASH4, "flash", *case) for case in COMMON),
+    ],
+    ids=lambda value: value.id if isinstance(value, Workload) else "" if isinstance(value, bool) else value[:6].strip('"'),
+)
+def test_it_speaks_the_signature_that_it_finds(hub, source, precision, workload, backward):
+    backend = hub(source)
+    assert backend.obstacle(workload, machine_of(CPU), backward) is None
+    assert backend.precision_on("cuda") == precision
+    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
+    assert comparison.passed, describe(comparison)
+
+
+def test_a_kernel_with_packed_sequences_only_serves_dense_ones(hub):
+    backend = hub(FLASH2.replace("def flash_attn_func", "def _flash_attn_func"))
+    assert backend.obstacle(W, machine_of(CPU), False) is None
+    assert judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+
+
+@pytest.mark.parametrize("source", [FLASH2, FLASH4], ids=["flash2", "flash4"])
+@pytest.mark.parametrize("workload", [W, W.replace(kv_lens=(80, 51))], ids=["dense", "packed"])
+def test_another_alignment_in_the_kernel_is_found(hub, source, workload):
+    backend = hub(source.replace('"bottom-right" if causal', '"top-left" if causal'))
+    assert not judge(backend, CheckSpec(workload.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+
+
+@pytest.mark.parametrize(
+    ("asked", "offline", "reason"),
+    [
+        (
+            "kernels-community/flash-attn2@v1",
+            "0",
+            "kernels-community/flash-attn2 cannot be loaded: ValueError: Kernel repository 'kernels-community/flash-attn2'"
+            " could not verify publisher trust status. Set trust_remote_code=True or add the repository ID to the"
+            " trust_remote_code allowlist to allow loading kernels from untrusted sources."
+            " (go online, or name a local copy: LOCAL_KERNELS=kernels-community/flash-attn2=/path/to/repository)",
+        ),
+        (
+            "kernels-community/flash-attn2@v1",
+            "1",
+            "kernels-community/flash-attn2 cannot be loaded: ValueError: Version 1 of 'kernels-community/flash-attn2' is not"
+            " available in the local cache and Hugging Face Hub is in offline mode. Download the kernel while online first,"
+            " or pass an explicit `revision=<commit>`."
+            " (go online, or name a local copy: LOCAL_KERNELS=kernels-community/flash-attn2=/path/to/repository)",
+        ),
+        (
+            "org/repo@3b8334d",
+            "1",
+            "org/repo cannot be loaded: FileNotFoundError: Cannot find a local snapshot for org/repo (revision: 3b8334d)."
+            " When Hugging Face Hub is in offline mode the kernel must already be present in the local cache."
+            " (go online, or name a local copy: LOCAL_KERNELS=org/repo=/path/to/repository)",
+        ),
+    ],
+)
+def test_without_a_network_it_says_what_to_do(hub, monkeypatch, asked, offline, reason):
+    backend = hub(FLASH2, asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    assert backend.unavailable_because(H200) is None
+    assert backend.broken_because() == reason
+    assert backend.version() == asked.partition("@")[2]
+
+
+def test_the_hub_is_asked_once(hub, monkeypatch):
+    import importlib
+
+    backend, asked = hub(FLASH2, "org/repo"), []
+
+    def get_kernel(repo_id, *, revision=None, version=None):
+        asked.append((repo_id, revision, version))
+        raise ValueError("no")
+
+    monkeypatch.setattr(importlib.import_module("kernels"), "get_kernel", get_kernel)
+    assert backend.broken_because() == backend.broken_because()
+    assert asked == [("org/repo", "main", None)]
+
+
+def test_a_local_copy_is_named_in_the_report(hub):
+    backend = hub(FLASH2, "me/flash@v1")
+    assert (backend.name, backend.library, backend.version()) == ("hub:me/flash@v1", "me/flash", "local")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def relu(x): ...\n", "me/flash has neither flash_attn_func nor flash_attn_varlen_func; it exports relu"),
+        (
+            "raise ImportError('undefined symbol:\\n  _ZN3')\n",
+            "me/flash cannot be loaded: ImportError: undefined symbol: _ZN3",
+        ),
+    ],
+)
+def test_a_kernel_that_is_none_is_refused(hub, source, reason):
+    assert hub(source).broken_because() == reason
+
+
+@pytest.mark.parametrize(
+    ("source", "workload", "backward", "reason"),
+    [
+        (FLASH2, W.replace(mask="causal"), False, "has no causal mask aligned top-left"),
+        (FLASH2, W.replace(sinks=True), False, "has no sinks"),
+        (FLASH2, W.replace(kv_pages=Pages(256)), False, "reads no page table"),
+        (FLASH4, W.replace(alibi=True), False, "its flash_attn_func has no alibi_slopes"),
+        (FLASH2.replace("softcap", "cap"), W.replace(softcap=2.0), False, "its flash_attn_func has no softcap"),
+        (
+            FLASH2.replace("_varlen_func", "_var"),
+            W.replace(kv_lens=(80, 3)),
+            False,
+            "its module has no flash_attn_varlen_func",
+        ),
+        (FLASH2.replace("> 256", "> 16"), W, False, "refuses one token: RuntimeError: FlashAttention forward only supports"),
+        (FLASH2.replace("else out\n", "else out.detach()\n"), W, True, "its output carries no gradient"),
+    ],
+)
+def test_it_refuses_what_the_kernel_has_no_words_for(hub, source, workload, backward, reason):
+    backend = hub(source)
+    assert backend.broken_because() is None
+    reasons = backend.unsupported_because(workload, machine_of(CPU), backward)
+    assert len(reasons) == 1
+    assert reasons[0].startswith(reason)
+
+
+def test_without_the_library_it_says_what_to_install():
+    assert Registry()["hub:org/repo"].unavailable_because(H200) == "kernels is not installed; pip install kernels"

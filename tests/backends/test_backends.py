@@ -1,0 +1,204 @@
+import sys
+import types
+
+import pytest
+import torch
+
+from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, draw_inputs
+from pytest_attn.backends import machine as machines
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+
+CPU = machines.machine_of(torch.device("cpu"))
+H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
+CAUSAL = Workload(48, heads=2, mask="causal")
+
+
+def judged(name, workload, **options):
+    question = CheckSpec(workload, torch.device("cpu"), **options)
+    return judge(Registry()[name], question, ReferenceCache())
+
+
+@pytest.mark.parametrize(
+    "workload", [CAUSAL, CAUSAL.replace(mask=Window(7, 0)), CAUSAL.replace(kv_len=80, mask="causal-bottom-right")]
+)
+def test_decoding_step_by_step_equals_one_prefill(workload):
+    assert judged("kv_cache", workload).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "reason"),
+    [
+        ("sdpa", Workload(8, softcap=1.0), "has no softcap"),
+        ("sdpa", Workload(8, sinks=True), "has no sinks"),
+        ("sdpa", Workload(8, alibi=True), "would round ALiBi's distances to bfloat16 in attn_mask"),
+        ("math", Workload(q_lens=(3, 4)), "takes no packed sequences"),
+        ("sdpa_flash", Workload(8, v_head_dim=32), "needs v_head_dim equal to head_dim"),
+        ("eager", Workload(q_lens=(3, 4)), "takes no packed sequences"),
+        ("flex", Workload(8, kv_pages=Pages(4)), "reads no page table"),
+        ("flex_decode", Workload(256), "decodes fewer than 128 query rows"),
+        ("flex_decode", Workload(1, 64, heads=6, kv_heads=2), "needs a group size that is a power of two, not 3"),
+        ("flex_decode", Workload(64, 512, heads=8, kv_heads=2), "finds no kernel for q_len * group = 256 rows"),
+        ("kv_cache", Workload(8), "decodes causally"),
+        ("kv_cache", Workload(1024, mask="causal"), "decodes token by token: at most 512, not 1024"),
+        ("varlen", Workload(8, mask=lambda b, h, q, kv: q >= kv), "has no mask given as a tensor or function"),
+        ("varlen", Workload(8, 16, mask="causal"), "has no causal mask aligned top-left"),
+        ("varlen", Workload(8, dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
+    ],
+)
+def test_a_backend_refuses_with_its_reason(name, workload, reason):
+    reasons = Registry()[name].unsupported_because(workload, CPU)
+    assert any(reason in said for said in reasons), reasons
+
+
+@pytest.mark.parametrize("name", ["sdpa_efficient", "sdpa_cudnn", "varlen"])
+def test_a_gpu_backend_is_unavailable_on_a_cpu(name):
+    assert Registry()[name].unavailable_because(CPU) == "needs a CUDA device"
+
+
+def test_varlen_is_unavailable_where_torch_does_not_have_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.ModuleType("varlen"))
+    assert "has no torch.nn.attention.varlen" in Registry()["varlen"].unavailable_because(H200)
+
+
+def test_varlen_packs_dense_batches_and_documents(monkeypatch):
+    """Against a stand-in of torch's function: the call that the adapter makes is the one that the function describes."""
+    calls = []
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        calls.append((query.shape, cu_seq_q.tolist(), cu_seq_k.tolist(), max_q, max_k, window_size, enable_gqa))
+        outs = []
+        for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
+            q, k, v = (t.transpose(0, 1).float() for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
+            group = q.shape[0] // k.shape[0]
+            score = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
+            if window_size == (-1, 0):
+                shift = k.shape[1] - q.shape[1]
+                score = score.masked_fill(torch.ones(score.shape[-2:]).triu(1 + shift).bool(), -torch.inf)
+            outs.append((score.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1))
+        return torch.cat(outs).to(query.dtype)
+
+    module = types.ModuleType("varlen")
+    module.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    for workload in (
+        Workload(8, 12, batch=2, heads=4, kv_heads=2, mask="causal-bottom-right"),
+        Workload(10, heads=2, mask=Document((4, 6), causal=True)),
+        Workload(q_lens=(3, 5), kv_lens=(7, 5), heads=2, mask="causal-bottom-right"),
+    ):
+        backend = Registry()["varlen"]
+        assert backend.unsupported_because(workload, H200) == []
+        assert judged("varlen", workload).passed
+    dense, documents, packed = calls[0], calls[3], calls[6]  # a check makes three calls: two distributions, the first again
+    assert dense[1:] == ([0, 8, 16], [0, 12, 24], 8, 12, (-1, 0), True)
+    assert documents[1:4] == ([0, 4, 10], [0, 4, 10], 6)
+    assert packed[1:3] == ([0, 3, 8], [0, 7, 12])
+
+
+def test_sdpa_gets_exactly_one_kernel_and_the_choice_is_restored():
+    from torch.nn.attention import SDPBackend
+
+    before = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    kernel = Registry()["math"].prepare(draw_inputs(CAUSAL, "flat"))
+    inputs = draw_inputs(CAUSAL, "flat")
+    kernel(inputs.q, inputs.k, inputs.v)
+    assert (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
+    assert SDPBackend.MATH
+
+
+@pytest.mark.parametrize("name", ["sdpa+compile", "eager+compile", "math+compile"])
+def test_compiled_variants_are_right(name):
+    assert judged(name, Workload(32, heads=2, head_dim=32), inputs=("flat",)).passed
+
+
+def test_a_variant_that_makes_no_sense_says_so():
+    registry = Registry()
+    assert registry["flex+compile"].unavailable_because(CPU) == "flex has no variant +compile"
+    assert registry["kv_cache+compile"].unavailable_because(CPU) == "kv_cache has no variant +compile"
+    with pytest.raises(ValueError, match="unknown variant 'fast' of backend 'sdpa'; known: compile, max_autotune"):
+        registry.require("sdpa+fast")
+    with pytest.raises(ValueError, match=r"unknown backend 'spda'; did you mean sdpa\? known: math, eager, sdpa"):
+        registry["spda"]
+
+
+def test_flex_tunes_in_one_compilation():
+    tuned = Registry()["flex+max_autotune"]
+    assert tuned.name == "flex+max_autotune"
+    assert tuned.max_autotune
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload(40, heads=4, kv_heads=2, softcap=4.0, bias="hqk", mask="causal"),
+        Workload(24, 40, heads=2, alibi=True, kv_lens=(40, 30), sinks=True),
+        Workload(q_lens=(9, 30), kv_lens=(12, 30), heads=2, mask="causal-bottom-right"),
+    ],
+    ids=lambda w: w.id,
+)
+def test_flex_expresses_masks_and_modifications(workload):
+    assert judged("flex", workload, inputs=("structured",)).passed
+
+
+class Own(Backend):
+    name = "own"
+
+    def prepare(self, inputs, backward=False):
+        return lambda q, k, v: q
+
+
+def test_backends_of_ones_own():
+    registry = Registry()
+    registry.add(Own())
+    registry.add_function(
+        "swapped", lambda q, k, v, workload: q, layout="bshd", unsupported_because=lambda w: ["no"] * w.alibi
+    )
+    assert registry.names[-2:] == ["own", "swapped"]
+    assert registry["swapped"].unsupported_because(Workload(8, alibi=True), CPU) == ["no"]
+    with pytest.raises(ValueError, match="two backends are named 'own'; rename one"):
+        registry.add(Own())
+    with pytest.raises(ValueError, match="backend 'x': layout must be 'bhsd' or 'bshd', got 'sbhd'"):
+        registry.add_function("x", print, layout="sbhd")
+    with pytest.raises(ValueError, match="backend name 'a b' must consist of letters, digits, underscores and dots"):
+        registry.add_function("a b", print)
+
+
+def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
+    defect, of_one_tile, fully_masked_rows, *_ = Registry()["sdpa_cudnn"].known_defects
+    assert of_one_tile.spoils(Workload(64), H200, backward=True)
+    assert not of_one_tile.tensors  # a check does not wait for it
+    assert defect.issue == "pytorch#196678"
+    assert defect.applies(Workload(704), H200)
+    assert not defect.applies(Workload(640), H200)
+    assert not defect.applies(Workload(704, mask="causal"), H200)
+    assert not defect.applies(Workload(704), CPU)
+    assert fully_masked_rows.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
+    assert not fully_masked_rows.applies(Workload(129, 257, mask="causal-bottom-right"), H200)
+
+
+def test_devices():
+    assert machines.resolve_device("cpu") == torch.device("cpu")
+    assert str(machines.resolve_device("auto")) in machines._devices()
+    assert CPU.kind == "cpu"
+    assert CPU.memory > 1 << 28
+    assert H200.torch_release == (2, 11)
+
+
+def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
+    """On a GPU the words are torch's; here its check is replaced by one that warns as torch does."""
+    import warnings
+
+    from pytest_attn.backends.adapters import sdpa
+
+    def refuse(params, debug):
+        warnings.warn("Flash attention kernel not used because:  no (Triggered internally at sdp.cpp:1.)", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", refuse)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
+    here = Machine("cpu", "fake", (9, 0), "sm90", 1, 1, "2.11")
+    assert sdpa.native_refusals("flash", CAUSAL, here, False) == ["Flash attention kernel not used because: no"]

@@ -1,0 +1,148 @@
+"""A hint is printed only if it explains all that the kernel returned, also on the distributions that passed."""
+
+import itertools
+
+import pytest
+import torch
+from judging import judged, with_gradients
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Workload
+from pytest_attn.correctness import confirm
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.mismatch import describe
+from pytest_attn.workloads.distributions import DISTRIBUTIONS
+
+CPU = torch.device("cpu")
+CAUSAL = Workload(192, heads=2, head_dim=64, mask="causal")
+
+
+def online_softmax_in_the_dtype(q, k, v, block=64):
+    """Keep the accumulator, the sum and the maximum in the dtype of q: an honest sum would be in float32."""
+    top = torch.full_like(q[..., :1], -torch.inf)
+    total, acc = torch.zeros_like(top), torch.zeros_like(q)
+    for start in range(0, k.shape[2], block):
+        s = (q @ k[:, :, start : start + block].mT) * q.shape[-1] ** -0.5
+        new = top.maximum(s.amax(-1, keepdim=True))
+        p, factor = (s - new).exp(), (top - new).exp()
+        total, acc, top = total * factor + p.sum(-1, keepdim=True), acc * factor + p @ v[:, :, start : start + block], new
+    return acc / total
+
+
+def suggestions(kernel, workload, **more):
+    comparison = judged(kernel, CheckSpec(workload, CPU, **more))
+    assert not comparison.passed
+    return comparison.mismatch.suggestions
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_a_profile_is_suggested_only_if_the_whole_case_would_pass_with_it(length):
+    workload = Workload(length, heads=2, head_dim=64)
+    for suggestion in suggestions(online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS)):
+        assert suggestion.kind == "profiles"
+        for profile in suggestion.facts["profiles"]:
+            found = pytest_attn.check(
+                online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS), precision=profile, device="cpu"
+            )
+            assert found.passed
+
+
+def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
+    assert suggestions(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
+
+
+def test_a_mistake_of_some_calls_only_is_not_what_the_kernel_computes():
+    calls = []
+
+    def forgetful(q, k, v):
+        calls.append(1)
+        return sdpa(q, k, v, is_causal=len(calls) == 1)
+
+    assert suggestions(forgetful, CAUSAL) == ()
+    ignoring = suggestions(lambda q, k, v: sdpa(q, k, v), CAUSAL)
+    assert [one.facts["mistake"] for one in ignoring] == ["without the mask"]
+
+
+def test_a_factor_of_a_gradient_is_named_only_if_all_distributions_have_it():
+    def flipped(*calls):
+        """Return attention whose dq has the wrong sign in these calls."""
+        numbers = itertools.count()
+
+        def gradients_of(gradients, dout):
+            dq, dk, dv = gradients(dout)
+            return (-dq if next(numbers) in calls else dq), dk, dv
+
+        return judged(with_gradients(gradients_of), spec)
+
+    spec = CheckSpec(CAUSAL.replace(mask=None, dtype="float32"), CPU, backward=True, precision="torch_cpu")
+    assert "its sign is flipped" in describe(flipped(*range(9)))
+    assert "its sign is flipped" not in describe(flipped(0))
+
+
+def test_what_was_wrong_is_described_although_the_kernel_writes_to_it_again():
+    kept = torch.empty(CAUSAL.batch, CAUSAL.heads, CAUSAL.q_len, CAUSAL.head_dim, dtype=torch.bfloat16)
+
+    def into_one_buffer(q, k, v):
+        return kept.copy_(sdpa(q, k, v) * 2)
+
+    comparison = judged(into_one_buffer, CheckSpec(CAUSAL, CPU))
+    first = comparison.mismatch.row
+    assert first.distribution == "structured"
+    assert f"{first.found:.3g}"[:4] in describe(comparison)
+
+
+def test_nan_in_one_row_does_not_hide_what_is_wrong_in_the_others():
+    def scaled_with_nan(q, k, v):
+        out = sdpa(q, k, v, is_causal=True, scale=0.2).clone()
+        out[0, 0, 5, 0] = torch.nan
+        return out
+
+    text = describe(judged(scaled_with_nan, CheckSpec(CAUSAL, CPU)))
+    assert "rows 1 to 191 of 192; all 2 heads" in text
+    assert "out holds 1 NaN and 0 infinite elements (rows: only 5 of 192)" in text
+    assert "it equals attention with scale 0.2, not 0.125" in text
+
+
+def test_nan_alone_is_where_it_is():
+    def with_nan(q, k, v):
+        out = sdpa(q, k, v, is_causal=True).clone()
+        out[0, 1, 5, 0] = torch.nan
+        return out
+
+    text = describe(judged(with_nan, CheckSpec(CAUSAL, CPU)))
+    assert "rows only 5 of 192; head 1 (of 2)" in text
+    assert text.count("suggests") == 1
+
+
+def test_rows_without_keys_are_named_as_such():
+    """Many kernels return the mean of v there, as a softmax of equal scores does."""
+
+    def mean_of_v(q, k, v):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e30)
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    workload = Workload(128, 64, heads=2, mask="causal-bottom-right")
+    (suggestion,) = suggestions(mean_of_v, workload)
+    assert suggestion.kind == "no key"
+    assert "each of these rows sees no key at all: out must be 0 there" in describe(
+        judged(mean_of_v, CheckSpec(workload, CPU))
+    )
+
+
+def test_dropout_that_was_left_on_is_told_from_a_wrong_kernel():
+    text = describe(judged(lambda q, k, v: sdpa(q, k, v, dropout_p=0.3), CheckSpec(Workload(128, heads=2, head_dim=64), CPU)))
+    assert "rerun      equal calls return different results: is dropout on, or is there a race?" in text
+    text = describe(judged(lambda q, k, v: sdpa(q, k, v) * 2, CheckSpec(Workload(128, heads=2, head_dim=64), CPU)))
+    assert "rerun" not in text
+
+
+def test_what_takes_too_long_to_confirm_is_not_suggested(monkeypatch):
+    def eager(q, k, v):
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    workload = Workload(128, heads=2, head_dim=64)
+    assert [one.kind for one in suggestions(eager, workload)] == ["profiles"]
+    monkeypatch.setattr(confirm, "_AGAIN_ELEMENTS", 128)
+    assert suggestions(eager, workload) == ()

@@ -1,0 +1,80 @@
+"""What a check hands over beside values: strides that models have, and the same call again."""
+
+import pytest
+import torch
+from judging import FULL, causal, failure
+
+import pytest_attn
+
+
+def of_contiguous_memory(q, k, v):
+    """Reads k as if it were contiguous, whatever its strides."""
+    return causal(q, k.as_strided(k.shape, torch.empty(k.shape).stride()), v)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_check_hands_over_strides_that_models_have(layout):
+    strides = []
+
+    def kernel(q, k, v):
+        strides.append(k.stride())
+        return causal(q, k, v) if layout == "bhsd" else causal(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    assert pytest_attn.check(kernel, FULL.replace(mask="causal"), layout=layout, device="cpu").passed
+    of_models = {"bhsd": (16384, 64, 128, 1), "bshd": (49152, 384, 192, 1)}[layout]
+    assert of_models in strides
+    assert strides[0] == strides[-1] != of_models  # the first distribution, and the same again with k written anew
+
+
+def test_a_kernel_that_ignores_strides_is_wrong_and_told_so():
+    message = failure(of_contiguous_memory, FULL.replace(mask="causal"))
+    assert "inputs flat" in message
+    assert "strides    q, k and v are transposed views of (batch, row, head, dim) tensors; contiguous" in message
+
+
+def test_k_and_v_do_not_share_strides():
+    def takes_the_strides_of_k(q, k, v):
+        return causal(q, k, v.as_strided(v.shape, k.stride()))
+
+    message = failure(takes_the_strides_of_k, FULL.replace(mask="causal"))
+    assert "strides    q and v are transposed views of (batch, row, head, dim) tensors, k is contiguous; contiguous" in message
+
+
+def test_a_gradient_of_out_has_strides():
+    class Doubtful(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout.as_strided(dout.shape, torch.empty(dout.shape).stride())
+
+    message = failure(lambda q, k, v: Doubtful.apply(causal(q, k, v)), FULL.replace(mask="causal"), backward=True)
+    assert "strides" in message
+
+
+def test_a_kernel_that_refuses_strides_is_right():
+    def needs_contiguous(q, k, v):
+        assert k.is_contiguous(), "k must be contiguous"
+        return causal(q, k, v)
+
+    assert pytest_attn.check(needs_contiguous, FULL.replace(mask="causal"), device="cpu").passed
+
+
+def test_a_kernel_that_remembers_is_wrong_and_told_so():
+    seen = []
+
+    def scales_by_the_largest_value_so_far(q, k, v):
+        seen.append(float(v.abs().max()))
+        return causal(q, k, v) * (max(seen) / seen[-1])
+
+    message = failure(scales_by_the_largest_value_so_far, FULL.replace(mask="causal"), inputs=("flat", "structured"))
+    assert "state      the same call was right before others came between" in message
+    assert "inputs flat" in message
+
+
+def test_a_result_that_a_later_call_overwrites_is_wrong_and_told_so():
+    workspace = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    message = failure(lambda q, k, v: workspace.copy_(causal(q, k, v)), FULL.replace(mask="causal"))
+    assert "state      its result was right, and has changed while others were computed" in message

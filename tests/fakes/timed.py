@@ -1,0 +1,45 @@
+"""A test that times a kernel, and a conftest with a clock of its own: times are what a story says, and no GPU is asked."""
+
+KERNEL = """
+import os, pytest, torch
+from pytest_attn import Workload
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def mine(q, k, v):
+    return sdpa(q, k, v)
+
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu")
+def test_mine(attn):
+    attn.measure(mine)
+"""
+#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are. MODES: likewise.
+#: HOT: what disturbs each measurement. HOT_IN: the numbers of the fresh processes that are disturbed
+CLOCK = """
+import dataclasses, os, pathlib
+import pytest_attn.latency.gate as gate, pytest_attn.timing.recording as recording
+from pytest_attn.latency.protocol import Stopwatch
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import median_interval
+from pytest_attn.session.child import Child
+
+recording.FEWEST_RUNS = 3
+gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
+
+def measure(self, work, workload, subject, mode=None, seconds=None):
+    here, _, fresh = os.environ.get("TIMES", "100").partition(",")
+    anchor = float(os.environ.get("ANCHOR", "1")) * 1e-3
+    is_fresh = Child.of_this_process() is not None
+    number = pathlib.Path(os.environ["PYTEST_ATTN_RUNS"]).parent.name if is_fresh else "none"
+    p50 = float(fresh or here if is_fresh else here) * 1e-6 * (1.001 + (int(number) + 1 if is_fresh else 0) % 7 / 1000)
+    mode = mode or os.environ.get("MODES", "host,host").split(",")[is_fresh]
+    return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, mode, 1, "warm",
+                   p50, {"compute": anchor, "memory": 2 * anchor}, int(os.environ.get("MEMORY", "1000")), 1,
+                   tuple(filter(None, [os.environ.get("HOT"), number in os.environ.get("HOT_IN", "") and "hot"])))
+
+Stopwatch.measure = measure
+Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "monitor", Silent())
+
+class Silent:
+    def conditions(self):
+        return {}
+"""

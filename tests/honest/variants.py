@@ -1,0 +1,211 @@
+"""Honest kernels that go other ways than the plain one: no check may call them wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.mutants.honest.backend import KernelBackend
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.honest.split import SplitKernel
+from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LOG2E = 1 / math.log(2)
+
+
+class UnroundedP(Kernel):
+    """P and dS stay in float32, as in kernels that multiply without tensor cores."""
+
+    def rounded(self, tile: Tile, p: Tensor) -> Tensor:
+        """Keep it."""
+        return p
+
+
+class Exp2(Kernel):
+    """Exponentials of base 2, with log2(e) folded into their argument, as GPUs compute them."""
+
+    def rescale(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return 2 to the power of the scaled difference."""
+        return (old * _LOG2E - self.shift(new) * _LOG2E).exp2()
+
+    def probabilities(self, tile: Tile, s: Tensor, top: Tensor) -> Tensor:
+        """Return 2 to the power of the scaled difference."""
+        return (s * _LOG2E - self.shift(top)[..., None] * _LOG2E).exp2()
+
+    def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
+        """Return 2 to the power of the scaled difference."""
+        return (s * _LOG2E - self.shift(lse)[..., None] * _LOG2E).exp2()
+
+
+class TwoPass(Kernel):
+    """The denominator first, then the values with P divided already: what is rounded is the final P."""
+
+    def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
+        """Visit all keys twice."""
+        tiles = self.key_tiles(seq, rows)
+        whole = self.with_sinks(seq, self.softmax(seq, rows, tiles))
+        q, acc = self.load_q(seq, rows), self.start(seq, rows).acc
+        for tile in (Tile(seq, rows, keys) for keys in tiles):
+            s = self.masked(tile, self.modified(tile, self.scaled(tile, self.logits(q, self.load_k(tile)))))
+            p = self.probabilities(tile, s, whole.top) / whole.total.masked_fill(whole.total == 0, 1)[..., None]
+            acc = self.accumulate(tile, acc, self.rounded(tile, p), self.load_v(tile))
+        return acc, self.lse(whole)
+
+
+class KeysBackwards(Kernel):
+    """The last keys first, as flash-attention 3 visits them."""
+
+    def key_tiles(self, seq: Sequence, rows: range) -> list[range]:
+        """Turn the order round."""
+        return super().key_tiles(seq, rows)[::-1]
+
+
+class RowsBackwards(Kernel):
+    """The last rows first, which changes the order in which dk and dv are summed."""
+
+    def row_tiles(self, seq: Sequence) -> list[range]:
+        """Turn the order round."""
+        return super().row_tiles(seq)[::-1]
+
+
+class Atomics(Kernel):
+    """Tiles of keys in another order each time, as atomic additions come: right, yet no two runs are alike."""
+
+    def key_tiles_again(self, seq: Sequence, rows: range) -> list[range]:
+        """Shuffle the order of the backward pass."""
+        import random
+
+        generator: random.Random = self.kept.setdefault("generator", random.Random(0))
+        tiles = self.key_tiles(seq, rows)
+        return generator.sample(tiles, len(tiles))
+
+
+class FourSplits(SplitKernel):
+    """Split-KV into four, so that parts of short sequences are empty."""
+
+    splits = 4
+
+
+class HeadsRounded(Kernel):
+    """dk and dv of each query head are rounded before they are summed over the group, as in flash-attention 2."""
+
+    def gradient_sums(self, call: Call) -> QKV:
+        """Keep dk and dv per query head, beside each other where heads lie."""
+        import torch
+
+        dq, *of_keys = super().gradient_sums(call)
+        dk, dv = (torch.repeat_interleave(t, call.workload.group, 1) for t in of_keys)
+        return dq, dk, dv
+
+    def summed_over_group(self, tile: Tile, x: Tensor) -> Tensor:
+        """Sum nothing yet."""
+        return x
+
+    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+        """Round, then sum over the group."""
+        rounded = super().finish_gradient(call, total, of)
+        if of is call.q:
+            return rounded
+        first, _, *rest = of.shape
+        return rounded.float().view(first, -1, call.workload.group, *rest).sum(2).to(of.dtype)
+
+
+class ScaledQuery(Kernel):
+    """q times the scale is rounded to the dtype before q . k."""
+
+    def load_q(self, seq: Sequence, rows: range) -> Tensor:
+        """Fold the scale into q."""
+        return (super().load_q(seq, rows) * super().scale(seq.call)).to(seq.call.q.dtype).float()
+
+    def scale(self, call: Call) -> float:
+        """It is in q already."""
+        return 1.0
+
+    def dq(self, tile: Tile, ds: Tensor, k: Tensor) -> Tensor:
+        """Scale, as q itself was not."""
+        return ds @ k * super().scale(tile.seq.call)
+
+
+class Tf32Products(Kernel):
+    """float32 operands of products are cut off after 10 bits, as tensor cores take them."""
+
+    #: added to the bits before they are cut
+    rounding = 0
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Cut in every product."""
+        with _with_operands(self.cut):
+            return super().forward(call)
+
+    def backward(self, *given: Any) -> QKV:
+        """Cut in every product."""
+        with _with_operands(self.cut):
+            return super().backward(*given)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Keep 10 bits of each fraction."""
+        import torch
+
+        return ((x.float().contiguous().view(torch.int32) + self.rounding) & ~0x1FFF).view(torch.float32)
+
+
+class RoundedTf32Products(Tf32Products):
+    """The same, rounded to nearest."""
+
+    rounding = 0x1000
+
+
+def _with_operands(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:
+    """Change both operands of each matrix product."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Products(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_product = func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+            return func(*map(change, args)) if is_product else func(*args, **(kwargs or {}))
+
+    return Products()
+
+
+@dataclass(frozen=True)
+class Honest:
+    """An honest kernel with a name, the precision profile that it declares, and whether its lse is that of exact scores."""
+
+    name: str
+    make: Callable[[], Kernel]
+    precision: str = "flash"
+    returns_lse: bool = True
+
+    def backend(self) -> KernelBackend:
+        """Return a new backend."""
+        return KernelBackend(self.name, self.make(), self.precision, self.returns_lse)
+
+
+#: the package's own, without a detour
+HONEST = Honest("honest", Kernel)
+VARIANTS = (
+    HONEST,
+    Honest("tiles-16-16", lambda: Kernel(16, 16)),
+    Honest("tiles-32-128", lambda: Kernel(32, 128)),
+    Honest("tiles-128-32", lambda: Kernel(128, 32)),
+    Honest("one-tile", lambda: Kernel(1024, 1024)),
+    Honest("unrounded-p", UnroundedP),
+    Honest("exp2", Exp2),
+    Honest("two-pass", TwoPass),
+    Honest("keys-backwards", KeysBackwards),
+    Honest("rows-backwards", RowsBackwards),
+    Honest("atomics", Atomics),
+    Honest("split-2", SplitKernel),
+    Honest("split-4", FourSplits),
+    Honest("heads-rounded", HeadsRounded, "flash2"),
+    Honest("scaled-query", ScaledQuery, "qscale", returns_lse=False),
+    Honest("tf32-products", Tf32Products, "tf32"),
+    Honest("rounded-tf32-products", RoundedTf32Products, "tf32"),
+)

@@ -1,0 +1,382 @@
+"""The invariants: they hold for honest kernels, each sees a fault of its own, and none costs more than it says."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from honest.variants import HONEST, VARIANTS
+from judging import asked
+
+from pytest_attn import Window, Workload, check_invariants
+from pytest_attn.backends.function import FunctionBackend
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.algebra import _is_merged
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.registry import INVARIANTS
+from pytest_attn.messages.invariants import describe
+from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.workloads.masks import Document
+from pytest_attn.workloads.workload import Pages
+
+CPU = torch.device("cpu")
+PLAIN = Workload(70, 80, heads=2, head_dim=32)
+CAUSAL = Workload(70, heads=4, kv_heads=2, head_dim=32, mask="causal")
+PADDED = Workload(70, 90, heads=2, head_dim=32, kv_lens=(90, 41))
+PACKED = Workload(heads=2, head_dim=32, q_lens=(7, 64, 33), mask="causal")
+PAGED = Workload(1, 100, batch=2, heads=4, kv_heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(100, 37))
+BATCHED = Workload(70, batch=3, heads=2, head_dim=32, mask=Window(20, 3))
+CAPPED = Workload(70, heads=2, head_dim=32, softcap=5.0, mask="causal", dtype="float32")
+SUNK = Workload(70, heads=2, head_dim=32, sinks=True, alibi=True, dtype="float16")
+DOCUMENTS = Workload(70, heads=2, head_dim=32, mask=Document((30, 40), causal=True))
+WORKLOADS = (PLAIN, CAUSAL, PADDED, PACKED, PAGED, BATCHED, CAPPED, SUNK, DOCUMENTS)
+
+#: for every invariant, faults that it sees on a workload
+FAULTS = {
+    "rerun": [("share-of-out-lost", PLAIN), ("share-of-dk-lost", CAUSAL), ("delta-read-before-it-is-written", PLAIN)],
+    "poison": [
+        ("unused-values-read", PADDED),
+        ("unused-keys-read", PADDED),
+        ("last-row-tile-unwritten", PLAIN),
+        ("gradient-of-padding-unwritten", PADDED),
+        ("lse-unwritten", PLAIN),
+    ],
+    "layout": [
+        ("q-assumed-contiguous", PLAIN),
+        ("v-read-with-strides-of-k", CAUSAL),
+        ("out-written-with-strides-of-q", BATCHED),
+        ("head-stride-from-batch-stride", BATCHED),
+        ("storage-offset-ignored", BATCHED),
+        ("expanded-read-as-contiguous", CAUSAL),
+        ("innermost-stride-ignored", PLAIN),
+        ("keys-read-again-with-strides-of-q", BATCHED),
+        ("dout-assumed-contiguous", PLAIN),
+        ("dq-written-with-strides-of-q", PLAIN),
+        ("strides-of-first-call", PLAIN),
+    ],
+    "leak": [
+        ("right-edge-one-key-late", CAUSAL),
+        ("right-edge-one-key-early", CAUSAL),
+        ("left-edge-one-key-late", BATCHED),
+        ("tail-keys-counted", PLAIN),
+        ("documents-not-separated", DOCUMENTS),
+        ("lse-in-base-2", PLAIN),
+        ("sequences-not-separated", PACKED),
+        ("pages-taken-in-order", PAGED),
+    ],
+    "gradients": [
+        ("mask-missing-in-backward", CAUSAL),
+        ("scale-missing-in-dk", PLAIN),
+        ("delta-missing", PLAIN),
+        ("always-causal-in-backward", PLAIN),
+    ],
+    "lse-gradient": [("gradient-of-lse-ignored", PLAIN), ("gradient-of-lse-with-wrong-sign", CAUSAL)],
+    "algebra": [("last-key-tile-missing", PLAIN), ("keys-of-first-batch-entry", BATCHED)],
+    "magnitude": [
+        ("no-maximum-subtracted", PLAIN),
+        ("maximum-taken-for-10", PLAIN),
+        ("maximum-starts-at-minus-50000", PLAIN),
+        ("tanh-by-exponentials", CAPPED),
+        ("p-from-exponential-of-lse", PLAIN),
+    ],
+    "options": [
+        ("scale-of-first-call", PLAIN),
+        ("softcap-of-first-call", CAPPED),
+        ("causal-flag-of-first-call", CAUSAL),
+        ("lengths-of-first-call", PADDED),
+        ("page-table-of-first-call", PAGED),
+        ("softcap-ignored", CAPPED),
+    ],
+    "equivalence": [("groups-interleaved", CAUSAL.replace(heads=6, kv_heads=3)), ("pages-of-first-sequence", PAGED)],
+    "batch": [("lse-of-first-batch-entry", BATCHED)],
+    "state": [
+        ("result-kept-by-address", PLAIN),
+        ("out-buffer-reused", PLAIN),
+        ("saved-lse-in-shared-workspace", PLAIN),
+        ("gradient-sums-not-cleared", PLAIN),
+    ],
+    "shapes": [("head-dim-tail-not-read", PLAIN), ("tile-of-one-key-lost", CAUSAL)],
+}
+
+
+def mutant_named(name):
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def ask(subject, workload, only=None, backward=None, **options):
+    backward = not workload.kv_pages if backward is None else backward
+    return asked(subject, CheckSpec(workload, CPU, backward), only, **options)
+
+
+def scaled_dot_product(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+# -- honest kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
+@pytest.mark.parametrize("honest", [HONEST, VARIANTS[10], VARIANTS[11]], ids=lambda honest: honest.name)
+def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
+    report = ask(honest.backend(), workload)
+    assert report.passed, describe(report)
+    assert report.calls <= 25
+
+
+@pytest.mark.parametrize("name", ["sdpa", "math", "eager"])
+@pytest.mark.parametrize("workload", [PLAIN, CAUSAL, PADDED, BATCHED], ids=lambda w: w.id)
+def test_every_invariant_holds_for_torch(name, workload):
+    for backward in (False, True):
+        report = check_invariants(name, workload, backward=backward, device="cpu")
+        assert report.passed
+        assert report.calls <= 25
+
+
+def test_the_thorough_set_holds_for_an_honest_kernel():
+    for workload in (CAUSAL, PADDED):
+        report = ask(HONEST.backend(), workload, thorough=True)
+        assert report.passed, describe(report)
+        assert len(report.findings) == len(INVARIANTS)
+
+
+def test_a_callable_is_asked_what_it_can_answer():
+    report = check_invariants(scaled_dot_product, PLAIN, backward=True, device="cpu")
+    outcomes = {finding.invariant: finding for finding in report.findings}
+    assert outcomes["options"].outcome == "not applicable"
+    assert "closed over" in outcomes["options"].evidence
+    assert outcomes["algebra"].outcome == outcomes["layout"].outcome == outcomes["gradients"].outcome == "passed"
+
+
+def test_a_callable_may_take_rows_before_heads_and_return_lse():
+    honest = HONEST.backend()
+
+    def bshd(q, k, v):
+        out, lse = honest.prepare(inputs)(*(t.transpose(1, 2) for t in (q, k, v)))
+        return out.transpose(1, 2), lse
+
+    from pytest_attn.workloads.inputs import draw_inputs
+
+    inputs = draw_inputs(CAUSAL, device="cpu")
+    report = check_invariants(bshd, CAUSAL, backward=True, layout="bshd", returns_lse=True, device="cpu")
+    assert report.passed
+    assert {f.invariant for f in report.findings if f.outcome == "passed"} >= {"layout", "leak", "lse-gradient"}
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("invariant", "name", "workload"),
+    [(invariant, name, workload) for invariant, faults in FAULTS.items() for name, workload in faults],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_invariant_sees_its_fault(invariant, name, workload):
+    mutant = mutant_named(name)
+    report = ask(mutant.backend(), workload, invariant)
+    assert [finding.invariant for finding in report.broken] == [invariant], report.findings
+    assert report.broken[0].evidence in describe(report)
+
+
+def test_every_invariant_has_a_fault():
+    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "graph", "device"}  # below
+
+
+def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
+    assert ask(mutant_named("nan-in-one-of-a-hundred-calls").backend(), PLAIN, thorough=True).broken
+
+
+def test_offsets_that_wrap_round_are_seen(monkeypatch):
+    monkeypatch.setattr("pytest_attn.invariants.offsets._FAR", 1 << 17)
+    monkeypatch.setattr("pytest_attn.invariants.offsets.Offsets.inapplicable_because", lambda *_: None)
+    (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
+    assert finding.evidence.startswith("k spread over more than 2^31 elements: out[0, 0, 0, 0] = ")
+    assert ask(HONEST.backend(), PLAIN, "offsets").passed
+
+
+class Capturing:
+    """A stand-in for CUDA graphs, and attention that it captures: a replay does what the kernel launched, or its fault."""
+
+    def __init__(self, fault):
+        self.fault, self.is_capturing = fault, False
+
+    @contextmanager
+    def graph(self, graph, stream=None):
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+    def kernel(self, q, k, v):
+        found = attention_and_lse(q, k, v)
+        if self.is_capturing and self.fault == "waits":
+            raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+        if self.is_capturing:
+            read = q.clone() if self.fault == "reads what was captured" else q
+
+            def replay():
+                for kept, now in zip(found, attention_and_lse(read, k, v), strict=True):
+                    kept.copy_(now)
+
+            self.replay = (lambda: None) if self.fault == "on the host" else replay
+        return found
+
+
+def attention_and_lse(q, k, v):
+    return [scaled_dot_product(q, k, v), (q.double() @ k.double().mT * q.shape[-1] ** -0.5).logsumexp(-1).float()]
+
+
+def test_what_a_graph_leaves_out_is_seen(monkeypatch):
+    def found_of(fault):
+        cuda, stream = Capturing(fault), SimpleNamespace(wait_stream=lambda other: None)
+        stand_ins = {"CUDAGraph": lambda: cuda, "graph": cuda.graph, "stream": nullcontext}
+        for name, stand_in in {**stand_ins, "Stream": lambda: stream, "current_stream": lambda: stream}.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        return asked(cuda.kernel, CheckSpec(PLAIN, CPU, returns_lse=True), "graph")
+
+    assert found_of("").findings[0].evidence == "needs a CUDA device"
+    monkeypatch.setattr("pytest_attn.invariants.graph.Graph.inapplicable_because", lambda *_: None)
+    assert found_of("").findings[0].outcome == "passed"
+    assert found_of("waits").findings[0].evidence == "cannot be captured: operation not permitted when stream is capturing"
+    for fault, found in (("on the host", "nan"), ("reads what was captured", "")):
+        (finding,) = found_of(fault).broken
+        words = "replayed in a CUDA graph on other values than it was captured on: out[0, 0, 0, 0] = "
+        assert finding.evidence.startswith(words + found)
+
+
+def test_a_kernel_that_is_launched_on_the_current_device_is_seen(monkeypatch):
+    on_it, tensors_on, second = [], [CPU], torch.device("cpu", 0)  # one CPU stands for two devices
+
+    @contextmanager
+    def current(device):
+        on_it.append(device)
+        yield
+        on_it.pop()
+
+    def moved(probe, device, move=Probe.on_device):
+        tensors_on[0] = device
+        return move(probe, device)
+
+    def launched_on_the_current(q, k, v):
+        return scaled_dot_product(q, k, v) * (on_it[-1] == tensors_on[0])
+
+    def refusing(q, k, v):
+        if tensors_on[0] == second:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return scaled_dot_product(q, k, v)
+
+    def asked(kernel):
+        tensors_on[0] = CPU
+        return ask(kernel, PLAIN, "device", backward=False)
+
+    monkeypatch.setattr("pytest_attn.invariants.probe.current", current)
+    assert asked(launched_on_the_current).findings[0].evidence == "needs a second CUDA device"
+    monkeypatch.setattr("pytest_attn.invariants.device._second_to", lambda device: second)
+    monkeypatch.setattr(Probe, "on_device", moved)
+    (finding,) = asked(launched_on_the_current).broken
+    assert finding.evidence.startswith("tensors on cpu:0, while cpu is the current device: out[0, 0, 0, 0] = ")
+    assert asked(scaled_dot_product).findings[0].outcome == "passed"
+    assert asked(refusing).findings[0].evidence == "refused in its own words: Expected all tensors to be on the same device"
+
+
+def test_a_write_beside_an_input_is_seen():
+    def writes_behind_k(q, k, v):
+        if k.untyped_storage().nbytes() > k.nbytes:
+            k.detach().as_strided((1,), (1,), k.storage_offset() + k.numel()).zero_()
+        return scaled_dot_product(q, k, v)
+
+    report = ask(writes_behind_k, PLAIN, "poison")
+    assert report.broken[0].evidence == "the kernel wrote outside k, whose neighbouring memory is no longer NaN"
+
+
+def test_an_operator_without_a_fake_is_broken():
+    @torch.library.custom_op("pytest_attn_tests::no_fake", mutates_args=())
+    def no_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product(q, k, v)
+
+    report = ask(no_fake, PLAIN, "opcheck", backward=False)
+    assert "test_faketensor" in report.broken[0].evidence
+    no_fake.register_fake(lambda q, k, v: torch.empty_like(q))
+    assert ask(no_fake, PLAIN, "opcheck", backward=False).passed
+
+
+# -- what is no fault ------------------------------------------------------------------------------------------------------
+
+
+def contiguous_only(q, k, v):
+    if not all(t.is_contiguous() for t in (q, k, v)):
+        raise RuntimeError("q, k, v must be contiguous")
+    return scaled_dot_product(q, k, v)
+
+
+def test_a_refused_layout_is_not_applicable():
+    (finding,) = ask(contiguous_only, PLAIN, "layout", backward=False).findings
+    assert finding.outcome == "not applicable"
+    assert "refused in its own words: q, k, v must be contiguous" in finding.evidence
+
+
+def test_an_exception_elsewhere_is_a_fault():
+    def only_small(q, k, v):
+        if v.abs().max() > 7:
+            raise ValueError("too large")
+        return scaled_dot_product(q, k, v)
+
+    (finding,) = ask(only_small, PLAIN, "algebra", backward=False).broken
+    assert finding.evidence == "the kernel raised ValueError: too large"
+
+
+def test_a_backend_that_refuses_other_workloads_is_not_asked_about_them():
+    def only_this(workload):
+        return [] if workload == PLAIN else ["takes one workload only"]
+
+    backend = FunctionBackend("own", lambda q, k, v, workload: scaled_dot_product(q, k, v), unsupported_because=only_this)
+    report = ask(backend, PLAIN, ["options", "equivalence"])
+    assert [finding.outcome for finding in report.findings] == ["not applicable"] * 2
+
+
+# -- selection and words ---------------------------------------------------------------------------------------------------
+
+
+def test_invariants_are_selected_by_name():
+    def names(**options):
+        return [finding.invariant for finding in ask(scaled_dot_product, PLAIN, **options).findings]
+
+    assert names(only=["state", "rerun"]) == ["rerun", "state"]
+    assert "leak" not in names(skip="leak")
+    assert {"shapes", "offsets", "device"}.isdisjoint(names())
+    with pytest.raises(ValueError, match=r"unknown invariant 'no'; known: rerun, poison, layout, "):
+        names(only="no")
+    with pytest.raises(ValueError, match=r"unknown invariant 'bad'; known: "):
+        names(skip=("bad",))
+    with pytest.raises(ValueError, match=r"no invariant is left to ask: skip has all of leak; name fewer there, or others"):
+        names(only="leak", skip=("leak", "rerun"))
+
+
+def test_a_failure_says_what_where_and_how_to_repeat_it():
+    report = ask(mutant_named("lse-in-base-2").backend(), PLAIN, ["leak", "rerun"])
+    first, leak = describe(report).splitlines()
+    assert first == f"1 invariant broken by lse-in-base-2 ({PLAIN.id})"
+    assert leak.startswith("  leak         q = k = 0: lse[0, 0, 0] = 6.32")
+    with pytest.raises(AssertionError, match=r"1 invariant broken by doubled"):
+        check_invariants(doubled, PLAIN, only="leak", device="cpu")
+
+
+def doubled(q, k, v):
+    return 2 * scaled_dot_product(q, k, v)
+
+
+def test_halves_of_the_keys_are_put_together_by_lse():
+    said = []
+    for backend in (HONEST.backend(), mutant_named("lse-in-base-2").backend()):
+        spec = CheckSpec(Workload(65, 130, batch=2, heads=4, kv_heads=2), CPU).for_subject(backend)
+        probe = Probe(backend, spec, ReferenceCache().inputs_of(spec, "structured"), thorough=True)
+        said.append(_is_merged(probe))
+        assert probe.calls == 2
+    assert said[0] == ""
+    assert said[1].startswith("two halves of the keys, put together by their lse: ")
+
+
+def test_what_is_no_kernel_is_refused():
+    with pytest.raises(TypeError, match=r"needs a callable of \(q, k, v\), a backend or a backend's name, got int"):
+        ask(3, PLAIN)
+    with pytest.raises(ValueError, match=r"backend 'sdpa' cannot take .*: takes no packed sequences|has no packed"):
+        check_invariants("sdpa", PACKED, device="cpu")

@@ -1,0 +1,108 @@
+"""Short ways to judge or time a kernel in a test, the kernels that most of them judge or time, and where."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.latency.protocol import stopwatch_of
+from pytest_attn.latency.work import work_of
+
+SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
+FULL = Workload(128, heads=2)
+CAUSAL = Workload(257, heads=4, kv_heads=2, mask="causal")
+CROSS = Workload(65, 129, heads=2, mask="causal-bottom-right")
+
+DEVICES = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+keeps_graphs = pytest.mark.skipif(torch.__version__ < (2, 8), reason="needs a torch that keeps the graph it captured")
+
+
+def attention(q, k, v):
+    """Return torch's attention of (batch, heads, seqlen, head_dim)."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def judged(target, spec, references=None, **options):
+    """Return the comparison of a callable or backend."""
+    return judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options)
+
+
+def asked(target, spec, only=None, **options):
+    """Return the report of the invariants of a callable or backend."""
+    return judge_invariants(spec.subject(Registry(), target), spec, ReferenceCache(), only, **options)
+
+
+def timed(target, workload, device, direction="forward"):
+    """Return the work of a callable or backend."""
+    spec = CheckSpec(workload, device)
+    return work_of(spec.subject(Registry(), target), spec, direction)
+
+
+def causal(q, k, v, **options):
+    """Return torch's attention with a causal mask, of grouped heads as well."""
+    return sdpa(q, k, v, is_causal=True, enable_gqa=True, **options)
+
+
+def explicit(q, k, v, *, scale=None, mask=None, softcap=None, sinks=None, bias=None):
+    """An honest kernel in float32 with options, to leave out or get wrong."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
+    score = q.float() @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    score = score if softcap is None else softcap * torch.tanh(score / softcap)
+    score = score if bias is None else score + bias.float()
+    score = score if mask is None else score.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.float().view(1, -1, 1, 1).expand(*score.shape[:3], 1)], -1)
+    p = score.softmax(-1)[..., : v.shape[2]]
+    return (p @ v).to(q.dtype)
+
+
+def positions(q_len, kv_len):
+    """Return the indices of rows and keys, to compare with one another."""
+    return torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
+
+
+def failure(fn, workload, **options):
+    """Return the message with which a check of a callable fails."""
+    with pytest.raises(AssertionError) as error:
+        pytest_attn.check(fn, workload, device="cpu", **options)
+    return str(error.value)
+
+
+def spec_of(workload=FULL, **options):
+    """Return what a check on a CPU depends on."""
+    return CheckSpec(workload, torch.device("cpu"), **options)
+
+
+def with_gradients(gradients_of):
+    """Return attention whose backward pass is what `gradients_of` returns for its plain gradients, a function of dout."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return attention(q, k, v)
+
+        @staticmethod
+        def backward(ctx, dout):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                return gradients_of(lambda dout: torch.autograd.grad(attention(*leaves), leaves, dout), dout)
+
+    return Changed.apply
+
+
+def measure(kernel, device, direction="forward", workload=SMALL, seconds=0.05, mode=None):
+    """Return the latency of a callable or backend, by the real clock."""
+    work = timed(kernel, workload, device, direction)
+    return stopwatch_of(device).measure(work, workload.id, "kernel", mode, seconds)

@@ -1,0 +1,134 @@
+"""The driver is asked for a graph in the device's memory, and what it answers is heard. On a GPU: test_timer.py."""
+
+import ctypes
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from judging import SMALL, attention, timed
+
+from pytest_attn.latency import cuda_graphs, device_graph
+from pytest_attn.latency.device_graph import DeviceGraph, DeviceGraphError
+
+CAPTURED, EXECUTABLE, STREAM = 11, 22, 33
+
+
+class Driver:
+    """A stand-in for libcuda, which gives each call its answer, 0 where none is given."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked, self.capture_mode = answers, [], 1
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if name == "cuGraphInstantiateWithFlags":
+                room, captured, flags = arguments
+                room._obj.value = EXECUTABLE
+                self.asked.append((name, captured.value, flags.value))
+            elif name == "cuThreadExchangeStreamCaptureMode":
+                self.asked.append((name, arguments[0]._obj.value))
+                arguments[0]._obj.value, self.capture_mode = self.capture_mode, arguments[0]._obj.value
+            else:
+                self.asked.append((name, *(argument.value for argument in arguments)))
+            return self.answers.get(name, 0)
+
+        return call
+
+
+@pytest.fixture
+def driver_of(monkeypatch):
+    def plant(driver):
+        monkeypatch.setattr(device_graph, "_driver", lambda: driver)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+        return driver
+
+    return plant
+
+
+def graph():
+    return SimpleNamespace(raw_cuda_graph=lambda: CAPTURED)
+
+
+def test_a_graph_is_instantiated_for_the_device_uploaded_launched_and_destroyed(driver_of):
+    driver = driver_of(Driver())
+    made = DeviceGraph(graph(), torch.device("cpu"))
+    made.replay()
+    del made
+    gc.collect()
+    assert driver.asked == [
+        ("cuGraphInstantiateWithFlags", CAPTURED, 4),
+        ("cuGraphUpload", EXECUTABLE, STREAM),
+        ("cuGraphLaunch", EXECUTABLE, STREAM),
+        ("cuThreadExchangeStreamCaptureMode", 2),
+        ("cuGraphExecDestroy", EXECUTABLE),
+        ("cuThreadExchangeStreamCaptureMode", 1),
+    ]
+
+
+@pytest.mark.parametrize("name", ["cuGraphInstantiateWithFlags", "cuGraphUpload", "cuGraphLaunch"])
+def test_a_driver_that_refuses_is_named(driver_of, name):
+    driver_of(Driver(**{name: 801}))
+    with pytest.raises(DeviceGraphError, match=f"{name}: CUDA error 801"):
+        DeviceGraph(graph(), torch.device("cpu")).replay()
+
+
+def test_a_driver_that_is_too_old_is_told(driver_of):
+    driver_of(object())
+    with pytest.raises(DeviceGraphError, match="cuGraphInstantiateWithFlags: this driver has no such function"):
+        DeviceGraph(graph(), torch.device("cpu"))
+
+
+def test_a_machine_without_the_driver_has_no_such_graphs(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    device_graph._driver.cache_clear()
+    with pytest.raises(DeviceGraphError, match=r"no driver: .*cannot open"):
+        DeviceGraph(graph(), torch.device("cpu"))
+
+
+def test_an_older_torch_keeps_no_graph(monkeypatch):
+    def old():
+        return object()
+
+    with pytest.raises(DeviceGraphError, match=r"torch 2\.\d+.* keeps no graph"):
+        captured(monkeypatch, old)
+
+
+def test_what_a_driver_refuses_is_told_from_what_cannot_be_captured(monkeypatch):
+    def refuse(graph, device):
+        raise DeviceGraphError("CUDA error 801")
+
+    monkeypatch.setattr(cuda_graphs, "DeviceGraph", refuse)
+    with pytest.raises(DeviceGraphError, match="801"):
+        captured(monkeypatch, lambda keep_graph: object())
+
+
+def test_what_cannot_be_captured_is_no_graph(monkeypatch):
+    def refuse(graph, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert captured(monkeypatch, lambda keep_graph: object(), refuse) == []
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.0, 6), (0.02, 6), (0.035, 4), (0.05, 3), (1.0, 3)])
+def test_a_host_that_is_slow_to_capture_cuda_graphs_fewer_graphs(monkeypatch, seconds, number):
+    made = []
+    monkeypatch.setattr(cuda_graphs, "_captured", lambda *_: made.append(1) or print)
+    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(perf_counter=lambda: len(made) * seconds))
+    assert captured(monkeypatch, None) == [print] * number
+
+
+def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontext()):
+    """Capture a kernel on a CPU, with stand-ins for what CUDA does."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make_graph)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    for name, answer in {"Stream": stream, "current_stream": stream, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    monkeypatch.setattr(cuda_graphs, "capturing", capturing)
+    work = timed(attention, SMALL, torch.device("cpu"), "forward")
+    return cuda_graphs.graphs_of(work, 4, 6, on_device=True)

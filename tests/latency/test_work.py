@@ -1,0 +1,81 @@
+"""The work of a timed call: its sets of tensors, what is staged before it, and what is made of its results."""
+
+import time
+
+import pytest
+import torch
+from judging import SMALL, attention, measure, timed
+
+from pytest_attn.backends.registry import Registry
+from pytest_attn.latency import timer
+from pytest_attn.latency.timer import HostTimer, Item
+from pytest_attn.latency.work import StaleError, Work
+
+
+def test_all_calls_of_a_sample_are_staged_before_the_first_is_made():
+    log = []
+    timer.repeated(lambda: log.append("stage") or (lambda: log.append("call")), 3)()()
+    assert log == ["stage"] * 3 + ["call"] * 3
+
+
+def test_the_plugin_s_own_backends_can_be_timed(device):
+    registry = Registry()
+    for name in ("math", "eager", "sdpa"):
+        assert measure(registry[name], device).p50 > 0
+
+
+def test_sets_of_tensors_are_alike_and_apart(device):
+    work = timed(attention, SMALL, device, "forward")
+    work.rotate_over(3)
+    pointers = {t.data_ptr() for tensors in work.sets for t in tensors}
+    assert len(pointers) == 9
+    assert all(torch.equal(work.sets[0][0], tensors[0]) for tensors in work.sets)
+    work.refresh()
+    assert torch.equal(work.sets[0][2], work.sets[2][2])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_moves_is_the_same_elsewhere(device, direction):
+    work = timed(attention, SMALL, device, direction)
+    work.rotate_over(3)
+    work.verify("first", work.result(work.stage()()))
+    before = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
+    work.move()
+    moved = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
+    assert not {tensor.data_ptr() for tensor in moved} & {tensor.data_ptr() for tensor in before}
+    assert all(torch.equal(tensor, was) for tensor, was in zip(moved, before, strict=True))
+    assert [tensor.requires_grad for tensor in moved] == [tensor.requires_grad for tensor in before]
+    work.refresh()
+    work.verify("moved, with another sign", work.result(work.stage()()))
+
+
+@pytest.mark.parametrize(("fault", "words"), [(float("nan"), "NaN: memory"), (-1.0, "200% of its norm")])
+def test_one_result_of_many_that_is_not_right_is_seen(fault, words):
+    work = timed(attention, SMALL, torch.device("cpu"), "forward")
+    right = work.result(work.stage()())
+    work.verify("alike", right, right)
+    with pytest.raises(StaleError, match=words):
+        work.verify("one is not", right, right * fault, right)
+
+
+def test_strides_survive_the_copies():
+    base = torch.randn(1, 64, 2, 32)
+    work = Work(attention, [base.transpose(1, 2)] * 3, base.transpose(1, 2).contiguous(), "forward")
+    work.rotate_over(2)
+    work.move()
+    assert work.sets[1][0].stride() == base.transpose(1, 2).stride()
+    assert torch.equal(work.sets[1][0], base.transpose(1, 2))
+
+
+def test_the_host_s_clock_counts_the_calls_of_a_sample(monkeypatch):
+    timer = HostTimer(torch.device("cpu"))
+    now, calls = [0], []
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+
+    def call():
+        calls.append(now[0])
+        now[0] += 2_000_000
+
+    (seconds,) = timer.block([Item("op", lambda: lambda: [call() for _ in range(5)], 5)])
+    assert len(calls) == 5
+    assert seconds == pytest.approx(0.002)

@@ -1,0 +1,395 @@
+"""The mutants: the honest kernel is right, every mutant is wrong where it says, and nowhere else."""
+
+import re
+from typing import get_args
+
+import pytest
+import torch
+from honest.equivalent import EQUIVALENT
+from honest.variants import HONEST, VARIANTS
+
+from pytest_attn import Window, Workload
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.mismatch import describe
+from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants.honest.backend import KernelBackend
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.mutant import Condition
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood
+from pytest_attn.workloads.workload import Pages
+
+CPU = torch.device("cpu")
+
+
+def named(name):
+    return builtin_catalog().select(name)[0]
+
+
+def slanted(score, b, h, q_idx, kv_idx):
+    return score * (1 + h) / 2 - (q_idx - kv_idx).abs() / 64
+
+
+def wider_per_head(b, h, q_idx, kv_idx):
+    return kv_idx <= q_idx + 17 * h
+
+
+def diagonal_blocks(batch, heads, q_len, kv_len, device):
+    return torch.arange(q_len)[:, None] // 32 == torch.arange(kv_len)[None] // 32
+
+
+def checkered(batch, heads, q_len, kv_len, device):
+    return (torch.arange(q_len)[:, None] // 16 + torch.arange(kv_len)[None] // 16) % 2 == 0
+
+
+SMALL = {"heads": 2, "head_dim": 32}
+GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 32}
+
+#: Every feature of a workload, and with the smaller ones of the groups smoke and edges every fault's place.
+COVERING = [
+    *(named(f"smoke-{name}") for name in ("full", "causal-gqa", "cross-br", "half", "single", "window", "padded", "packed")),
+    *(named(f"smoke-{name}") for name in ("paged", "softcap")),
+    *(named(f"edges-{name}") for name in ("one-row", "q129-k257-top-left", "gqa3", "gqa5", "d8")),
+    Workload(1, 200, batch=4, **GROUPED, kv_pages=Pages(64), kv_lens=(200, 90, 33, 64)),
+    Workload(3, 100, batch=3, **GROUPED, kv_pages=Pages(16), kv_lens=(100, 0, 33), mask="causal-bottom-right"),
+    Workload(130, **GROUPED, sinks=True, mask=Window(40, 3)),
+    Workload(70, 150, **GROUPED, alibi=True),
+    Workload(130, batch=2, **GROUPED, bias="hqk", softcap=5.0),
+    Workload(100, **SMALL, v_head_dim=48, scale=0.3),
+    Workload(100, heads=2, head_dim=48, v_head_dim=32, mask=Document((30, 50, 20), causal=True)),
+    Workload(96, **SMALL, mask=Neighborhood((8, 12), (3, 5), dilation=(2, 1), causal=(True, False))),
+    Workload(100, 40, **SMALL, mask="causal-bottom-right"),
+    Workload(**GROUPED, q_lens=(10, 0, 70, 33), kv_lens=(70, 20, 5, 90), mask="causal-bottom-right"),
+    Workload(heads=4, q_lens=(150, 20), kv_lens=(150, 40)),
+    Workload(100, **SMALL, kv_lens=(100, 0, 33), mask=Window(20, 5), dtype="float16"),
+    Workload(100, **SMALL, score_mod=slanted, softcap=8.0, dtype="float32"),
+    Workload(90, **GROUPED, mask=wider_per_head),
+    Workload(200, **SMALL, mask=BooleanMask(diagonal_blocks)),
+    Workload(300, heads=2, batch=2, mask="causal"),
+    Workload(8, heads=8, head_dim=32),
+]
+#: Enough of them to call a kernel honest.
+SOME = COVERING[1::2]
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return ReferenceCache()
+
+
+@pytest.fixture(autouse=True)
+def only_the_verdict(monkeypatch):
+    """Leave out the explanation of a failure: there are many here."""
+    monkeypatch.setattr("pytest_attn.correctness.judge.explain", lambda *_: (None, []))
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """Let torch fill what it does not initialise with NaN, so that the tests do not depend on what memory held."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def directions(w):
+    return (False,) if w.kv_pages else (False, True)
+
+
+def is_wrong(backend, w, backward, cache, inputs=("structured", "flat")):
+    try:
+        return not judge(backend, CheckSpec(w, CPU, backward, inputs), cache).passed
+    except ContractError:
+        return True
+
+
+# -- the catalog -----------------------------------------------------------------------------------------------------------
+
+#: The repositories behind the short names in references; others are written in full.
+REPOSITORIES = {
+    "FA": "Dao-AILab/flash-attention",
+    "FI": "flashinfer-ai/flashinfer",
+    "PT": "pytorch/pytorch",
+    "TE": "NVIDIA/TransformerEngine",
+    "xf": "facebookresearch/xformers",
+    "ComfyUI": "comfyanonymous/ComfyUI",
+    "FlagAttention": "flagos-ai/FlagAttention",
+    "HipKittens": "HazyResearch/HipKittens",
+    "KernelBench": "ScalingIntelligence/KernelBench",
+    "NATTEN": "SHI-Labs/NATTEN",
+    "SageAttention": "thu-ml/SageAttention",
+    "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
+    "aiter": "ROCm/aiter",
+    "cudnn-frontend": "NVIDIA/cudnn-frontend",
+    "diffusers": "huggingface/diffusers",
+    "executorch": "pytorch/executorch",
+    "ffpa": "xlite-dev/ffpa-attn",
+    "fla": "fla-org/flash-linear-attention",
+    "jax": "jax-ml/jax",
+    "llama.cpp": "ggml-org/llama.cpp",
+    "onnxruntime": "microsoft/onnxruntime",
+    "rocm-libraries": "ROCm/rocm-libraries",
+    "sglang": "sgl-project/sglang",
+    "torchtitan": "pytorch/torchtitan",
+    "transformers": "huggingface/transformers",
+    "triton": "triton-lang/triton",
+    "vllm": "vllm-project/vllm",
+    "zml": "zml/zml",
+}
+
+
+def test_the_catalog_is_large_enough_and_has_every_class():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names)) >= 80
+    kinds = {mutant.kind for mutant in MUTANTS}
+    assert kinds >= {"masks", "lengths", "heads", "options", "lse", "magnitude"}
+    assert kinds >= {"overflow", "memory", "state", "layout", "gradients"}
+    assert {mutant.condition for mutant in MUTANTS} == set(get_args(Condition))
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *EQUIVALENT], ids=lambda mutant: mutant.name)
+def test_a_mutant_says_what_it_is(mutant):
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name)
+    summary = mutant.summary if mutant in MUTANTS else mutant.does
+    assert summary.endswith(".")
+    assert "\n" not in summary
+    assert mutant.references
+    for reference in mutant.references:
+        repository, _ = re.fullmatch(r"([\w./-]+)(#\d+|@[0-9a-f]{7,})", reference).groups()
+        assert "/" in repository or repository in REPOSITORIES, reference
+
+
+def with_slow_ones_marked(kernels):
+    """Return a parameter for each kernel; those that take over ten seconds, and are like others, are slow."""
+    slow = ("nan-in-one-of-a-hundred-calls", "tiles-16-16")
+    return [
+        pytest.param(kernel, id=kernel.name, marks=[pytest.mark.slow] if kernel.name in slow else []) for kernel in kernels
+    ]
+
+
+# -- honest kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("honest", with_slow_ones_marked([*VARIANTS, *EQUIVALENT]))
+def test_an_honest_kernel_is_right(honest, cache):
+    backend = honest.backend()
+    for w in COVERING if honest is HONEST else SOME:
+        for backward in directions(w):
+            comparison = judge(backend, CheckSpec(w, CPU, backward), cache)
+            assert comparison.passed, describe(comparison)
+
+
+def test_the_honest_kernel_is_right_where_scores_are_large(cache):
+    for w in SOME:
+        for backward in directions(w):
+            assert not is_wrong(KernelBackend("honest", Kernel()), w, backward, cache, ("outlier", "large"))
+
+
+# -- what shows a mutant ---------------------------------------------------------------------------------------------------
+
+
+def call(backend, inputs, tensors=None, dout=None, of_lse=False):
+    """Return out, lse and, where there are any, the gradients of q, k and v."""
+    leaves = [t.detach().requires_grad_(not inputs.workload.kv_pages) for t in tensors or (inputs.q, inputs.k, inputs.v)]
+    out, lse = backend.prepare(inputs, backward=True)(*leaves)
+    if inputs.workload.kv_pages:
+        return [out, lse]
+    through, gradient = (lse, torch.ones_like(lse)) if of_lse else (out, inputs.dout if dout is None else dout)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(through, leaves, gradient)]
+
+
+def differ(these, those):
+    return not all(torch.allclose(a, b, rtol=0.05, atol=1e-3, equal_nan=True) for a, b in zip(these, those, strict=True))
+
+
+def shown_by_large_scores(make, w, cache):
+    return any(is_wrong(make(), w, backward, cache, ("outlier", "large")) for backward in directions(w))
+
+
+def shown_by_poison(make, w, cache):
+    inputs = draw_inputs(w)
+    tensors = [inputs.q, inputs.k.clone(), inputs.v.clone()]
+    for b, length in enumerate(inputs.kv_lens.tolist()):
+        for t in tensors[1:]:
+            if w.kv_pages:
+                for number, page in enumerate(inputs.page_table[b].tolist()):
+                    t[page, max(length - number * w.kv_pages.size, 0) :] = float("nan")
+            else:
+                t[b, :, length:] = float("nan")
+    return differ(call(make(), inputs), call(make(), inputs, tensors))
+
+
+def swapped(t):
+    """Lay out a tensor with its first two of three last dimensions, or of three, swapped in memory."""
+    return t.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def within(t, lead):
+    """Lay out a tensor as a slice of a larger one, of noise, that begins `lead` elements later."""
+    noise = torch.randn(lead + t.numel(), generator=torch.Generator().manual_seed(0)).to(t.dtype)
+    noise[lead:] = t.flatten()
+    return noise[lead:].view(t.shape)
+
+
+def spread(t):
+    """Lay out a tensor with gaps between the elements of each head's vector."""
+    return torch.stack([t, t + 1], -1)[..., 0]
+
+
+def expanded(t):
+    return t[:, :1].expand_as(t)
+
+
+def odd_batch_stride(t):
+    return t.as_strided(t.shape, (3331333, *t.stride()[1:])) if len(t) == 1 else t
+
+
+LAYOUTS = {
+    "q swapped": lambda q, k, v: (swapped(q), k, v),
+    "k swapped": lambda q, k, v: (q, swapped(k), v),
+    "all but q swapped": lambda q, k, v: (q, swapped(k), swapped(v)),
+    "slices": lambda q, k, v: (within(q, 40), within(k, 40), within(v, 40)),
+    "spread": lambda q, k, v: (spread(q), spread(k), spread(v)),
+    "expanded": lambda q, k, v: (q, expanded(k), expanded(v)),
+    "odd strides": lambda q, k, v: (odd_batch_stride(q), odd_batch_stride(k), odd_batch_stride(v)),
+}
+
+
+def shown_by_layout(make, w, cache):
+    inputs = draw_inputs(w)
+    for lay_out in LAYOUTS.values():
+        tensors = lay_out(inputs.q, inputs.k, inputs.v)
+        contiguous = [t.clone(memory_format=torch.contiguous_format) for t in tensors]
+        if differ(call(make(), inputs, contiguous), call(make(), inputs, tensors)):
+            return True
+    return differ(call(make(), inputs), call(make(), inputs, dout=swapped(inputs.dout)))
+
+
+def shown_by_layouts(make, w, cache):
+    inputs, backend = draw_inputs(w), make()
+    call(backend, inputs)
+    return differ(call(make(), inputs), call(backend, inputs, LAYOUTS["k swapped"](inputs.q, inputs.k, inputs.v)))
+
+
+def shown_by_calls(make, w, cache):
+    first, second, backend = draw_inputs(w), draw_inputs(w, seed=1), make()
+    tensors = [t.clone() for t in (first.q, first.k, first.v)]
+    call(backend, second, tensors)
+    for held, new in zip(tensors, (second.q, second.k, second.v), strict=True):
+        held.copy_(new)
+    return differ(call(make(), second), call(backend, second, tensors))
+
+
+OTHERS = [
+    (Workload(100, **SMALL, mask=BooleanMask(checkered)), Workload(100, **SMALL, mask=BooleanMask(diagonal_blocks))),
+    (Workload(100, **SMALL), Workload(100, **SMALL, mask="causal")),
+    (Workload(100, **SMALL, scale=0.5), Workload(100, **SMALL)),
+    (Workload(100, **SMALL, softcap=50.0), Workload(100, **SMALL, softcap=2.0)),
+    (Workload(100, **SMALL, kv_lens=(100, 40)), Workload(100, **SMALL, kv_lens=(30, 100))),
+    *[tuple(Workload(1, 96, **SMALL, batch=2, kv_pages=Pages(16), kv_lens=(96, 60), name=name) for name in ("one", "other"))],
+]
+
+
+def shown_by_workloads(make, w, cache):
+    for before, after in OTHERS:
+        backend = make()
+        call(backend, draw_inputs(before))
+        if differ(call(make(), draw_inputs(after)), call(backend, draw_inputs(after))):
+            return True
+    return False
+
+
+def shown_by_holding(make, w, cache):
+    first, second, backend = draw_inputs(w), draw_inputs(w, seed=1), make()
+    leaves = [t.clone().requires_grad_() for t in (first.q, first.k, first.v)]
+    out, _ = backend.prepare(first, backward=True)(*leaves)
+    before = out.detach().clone()
+    call(backend, second)
+    if differ([before], [out.detach()]):
+        return True
+    return differ(call(make(), first)[2:], torch.autograd.grad(out, leaves, first.dout))
+
+
+def shown_by_repeats(make, w, cache):
+    inputs, backend = draw_inputs(w), make()
+    first = call(backend, inputs)
+    return any(differ(first, call(backend, inputs)) for _ in range(500))
+
+
+def shown_by_lse_gradient(make, w, cache):
+    inputs = draw_inputs(w)
+    return differ(call(KernelBackend("honest", Kernel()), inputs, of_lse=True), call(make(), inputs, of_lse=True))
+
+
+def shown_by_a_call(make, w, cache):
+    return any(is_wrong(make(), w, backward, cache) for backward in directions(w))
+
+
+EXPERIMENTS = {
+    "call": shown_by_a_call,
+    "magnitude": shown_by_large_scores,
+    "poison": shown_by_poison,
+    "layout": shown_by_layout,
+    "layouts": shown_by_layouts,
+    "calls": shown_by_calls,
+    "workloads": shown_by_workloads,
+    "held": shown_by_holding,
+    "repeats": shown_by_repeats,
+    "lse-gradient": shown_by_lse_gradient,
+}
+
+
+def reaching(mutant):
+    """The covering workloads where a mutant applies."""
+    return [w for w in COVERING if any(mutant.applies(w, backward) for backward in directions(w))]
+
+
+@pytest.mark.parametrize("mutant", with_slow_ones_marked(MUTANTS))
+def test_a_mutant_is_wrong_where_it_says(mutant, cache):
+    shown = EXPERIMENTS[mutant.condition]
+    assert reaching(mutant)
+    assert any(shown(mutant.backend, w, cache) for w in reaching(mutant))
+
+
+@pytest.mark.parametrize("condition", sorted(set(get_args(Condition)) - {"call", "magnitude"}))
+def test_the_honest_kernel_is_right_under_every_condition(condition, cache):
+    padded = condition in ("poison", "repeats")
+    for name in ("smoke-padded",) if padded else ("smoke-full", "smoke-causal-gqa", "smoke-padded", "smoke-packed"):
+        assert not EXPERIMENTS[condition](HONEST.backend, named(name), cache)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_right_where_it_does_not_apply(mutant, cache):
+    for w in (named("edges-one-row"), named("smoke-softcap"), named("smoke-packed")):
+        backend = mutant.backend()
+        for backward in directions(w):
+            assert mutant.applies(w, backward) or not is_wrong(backend, w, backward, cache)
+
+
+#: Mutants whose calls with the same arguments, in the same order, do not always give the same bits.
+RANDOM = frozenset(
+    (
+        "delta-read-before-it-is-written",
+        "empty-rows-unwritten",
+        "gradient-of-padding-unwritten",
+        "grid-too-large",
+        "last-row-tile-unwritten",
+        "lse-unwritten",
+        "nan-in-one-of-a-hundred-calls",
+        "result-kept-by-address",
+        "share-of-dk-lost",
+        "share-of-out-lost",
+        "split-merged-before-it-is-written",
+        "values-of-previous-tile",
+    )
+)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in RANDOM], ids=lambda mutant: mutant.name)
+def test_a_deterministic_mutant_repeats_itself(mutant):
+    w = reaching(mutant)[0]
+    for one, other in zip(call(mutant.backend(), draw_inputs(w)), call(mutant.backend(), draw_inputs(w)), strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))

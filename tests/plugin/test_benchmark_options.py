@@ -1,0 +1,90 @@
+"""The options of pytest-benchmark on samples that were measured elsewhere: saved, compared, drawn, profiled, left out."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from fakes.benchmark import CONFTEST, MEASURING
+
+
+def test_a_saved_run_is_compared_and_fails_when_slower(bench, pytester):
+    def source(*samples):
+        return f"def test_it(attn):\n    assert attn.measure(*{samples!r}, p50=1)"
+
+    quiet = ("-W", "default", "--disable-warnings")  # of machine_info: the frequency of a CPU is never the same twice
+    bench("--benchmark-save=base", "--benchmark-save-data", source=source(1.0, 2.0, 9.0), passed=1)
+    [saved] = (pytester.path / ".benchmarks").rglob("*_base.json")
+    row = json.loads(saved.read_text())["benchmarks"][0]
+    assert (row["stats"]["data"], row["extra_info"]) == ([1.0, 2.0, 9.0], {"attn": {"p50": 1}})
+
+    def compare(rc, samples):
+        pytester.makepyfile(source(*samples))
+        args = ("--benchmark-compare", "--benchmark-compare-fail=median:5%", *quiet)
+        # in a process of its own: pytest-benchmark raises through pytest's main
+        result = pytester.runpytest_subprocess("-p", "no:attn", "-p", "no:cacheprovider", *args)
+        assert result.ret == rc
+        return result
+
+    result = compare(0, (2.1, 2.1, 0.1))  # 5 % is not above 5 %; mean and min are no matter
+    result.stdout.fnmatch_lines_random(["test_it (0001_base)*", "test_it (NOW)*"])
+    result = compare(1, (2.11, 2.11, 0.1))
+    result.stderr.fnmatch_lines(["*Performance has regressed*", "*test_it*'median' has failed*5.500000000 > 5.000000000*"])
+
+
+def test_autosave_writes_a_file(bench, pytester):
+    bench("--benchmark-autosave", source=MEASURING.format(taken=True), passed=2)
+    assert len(list((pytester.path / ".benchmarks").rglob("0001_*.json"))) == 1
+
+
+def test_histogram_is_drawn(bench, pytester):
+    if find_spec("pygal") is None:  # not importorskip: pygal changes how this process imports
+        pytest.skip("pygal, which draws --benchmark-histogram, is not installed")
+    source = """
+        import pytest
+
+        @pytest.mark.benchmark(group="flux")
+        def test_it(attn):
+            assert attn.measure(1.0, 2.0, 4.0)
+        """
+    bench("--benchmark-histogram=plot", source=source, in_process=False, passed=1)
+    drawn = (pytester.path / "plot-flux.svg").read_text()
+    assert "test_it - 3 rounds" in drawn
+    assert "Median: 2.0000" in drawn
+
+
+def test_cprofile_calls_once_more_and_changes_no_sample(report):
+    source = MEASURING.format(taken=True)
+    found = report(source, "--benchmark-cprofile=tottime", "--benchmark-cprofile-loops=3", passed=2)
+    assert found["test_measures"]["stats"]["data"] == [1e-3, 3e-3, 2e-3]
+    assert found["test_measures"]["cprofile"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--benchmark-disable", "--benchmark-json=out.json"),
+        ("-p", "no:benchmark"),
+        ("-n", "2", "--benchmark-json=out.json"),
+        ("-n", "2", "--benchmark-skip"),
+    ],
+    ids=" ".join,
+)
+def test_where_pytest_benchmark_does_not_record_nothing_happens(bench, pytester, args):
+    source = "def test_recorder(attn_benchmark):\n    attn_benchmark([1.0])\n" + MEASURING.format(taken=False)
+    expected = {"passed": 1, "skipped": 2} if "--benchmark-skip" in args else {"passed": 3}
+    result = bench(*args, source=source, in_process="-n" not in args, **expected)
+    assert "automatically disabled" not in result.stdout.str() + result.stderr.str()
+    assert not (pytester.path / "out.json").exists()
+
+
+def test_wants_says_whether_it_records(bench, pytester):
+    pytester.makeconftest(CONFTEST + "def pytest_unconfigure(config):\n    print('wants', pytest_benchmark.wants(config))\n")
+    for args, answer in (
+        ((), True),
+        (("--benchmark-disable",), False),
+        (("--benchmark-disable", "--benchmark-enable"), True),
+        (("--benchmark-skip",), False),
+        (("-p", "no:benchmark"), False),
+    ):
+        result = bench("-s", *args, source="def test_it():\n    pass", passed=1)
+        assert f"wants {answer}" in result.stdout.str()

@@ -1,0 +1,176 @@
+"""--attn-update-baselines as a user sees it: what is recorded, what is not, and why."""
+
+import json
+import os
+
+import pytest
+from fakes.timed import KERNEL
+
+
+def test_recording_says_what_it_wrote(project, baseline_file, real_processes):
+    result = project("--attn-update-baselines", "first recording")
+    result.assert_outcomes(passed=1)
+    result.stdout.re_match_lines(
+        [
+            r"baselines: 1 case, fresh process 1 of 3",
+            r"baselines: 1 of 1 cases recorded in .*baselines.*\.json",
+            r"latency: 1 recorded",
+        ],
+        consecutive=False,
+    )
+    (case,) = json.loads(baseline_file().read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+    assert case["reason"] == "first recording"
+    assert case["shape"] == "h2-s32-d32"
+    assert case["memory"] == 1000
+    assert len(case["z"]) == 3
+
+
+def test_a_recording_replaces_disturbed_processes(project, baseline_file):
+    project("--attn-update-baselines=first", HOT_IN="0,3,4").assert_outcomes(passed=1)
+    (case,) = json.loads(baseline_file().read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+
+
+def test_a_recording_on_a_busy_machine_keeps_the_good_processes_until_there_are_enough(project, baseline_file):
+    project("--attn-update-baselines=first", HOT_IN="0,2,3,4,5,6,7,8,9").assert_outcomes(passed=1)
+    (case,) = json.loads(baseline_file().read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+
+
+def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkeypatch):
+    monkeypatch.setattr("pytest_attn.timing.recording.MORE_PROCESSES", 4)
+    result = project("--attn-update-baselines=first", "--attn-json=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
+    result.assert_outcomes(passed=1, errors=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    words = "*2 fresh processes timed it undisturbed, 3 are needed; mostly: hot"
+    result.stdout.fnmatch_lines([f"not recorded: {words}", "latency: 1 not recorded*"])
+    assert not [*(pytester.path / "baselines").iterdir()]
+    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+    assert [record["verdict"] for record in records if record["question"] == "latency"] == ["unrecorded"]
+    assert "not recorded" in (pytester.path / "run.xml").read_text()
+
+
+def test_a_wrong_kernel_is_never_recorded(project, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * 0"))
+    result = project("--attn-update-baselines=first")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * mismatch: out of mine: *"])
+    assert not (pytester.path / "baselines").exists()
+
+
+def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester, baseline_file):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text() + "\n" + KERNEL[KERNEL.index("@pytest.mark") :].replace("test_mine", "test_other"))
+    recorded("--attn-update-baselines=slower on purpose", "-k", "test_other", TIMES="150").assert_outcomes(
+        passed=1, deselected=1
+    )
+    cases = json.loads(baseline_file().read_text())["cases"]
+    assert sorted(case["reason"] for case in cases.values()) == ["first recording", "slower on purpose"]
+    recorded("--attn-update-baselines=accepted", "-k", "not test_other", TIMES="150").assert_outcomes(passed=1, deselected=1)
+    cases = json.loads(baseline_file().read_text())["cases"]
+    assert [entry[2] for key, case in cases.items() for entry in case["history"] if "test_mine[" in key] == [
+        "first recording",
+        "accepted",
+    ]
+    result = recorded("-k", "not test_other", TIMES="150")
+    result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
+
+
+@pytest.mark.parametrize("mode", ["batched", "replay"])
+def test_recorded_anew_batches_and_replays_become_a_graph_in_every_process(recorded, mode, baseline_file):
+    path = baseline_file()
+    path.write_text(path.read_text().replace('"mode": "host"', f'"mode": "{mode}"'))
+    recorded(MODES="graph,events", PYTEST_ADDOPTS="--attn-update-baselines=captured").assert_outcomes(passed=1)
+    (case,) = json.loads(path.read_text())["cases"].values()
+    assert case["mode"] == "graph"
+    assert [entry[2] for entry in case["history"]] == ["captured"], "times of another mode are no history"
+
+
+def test_recorded_anew_another_mode_stays(recorded, baseline_file):
+    recorded("--attn-update-baselines=again", MODES="events,graph").assert_outcomes(passed=1)
+    (case,) = json.loads(baseline_file().read_text())["cases"].values()
+    assert case["mode"] == "host"
+    assert [entry[2] for entry in case["history"]] == ["first recording", "again"]
+
+
+def test_recording_takes_one_process(project):
+    result = project("-n", "2", "--attn-update-baselines=first")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--attn-update-baselines: records in processes of its own*leave out -n"])
+
+
+def test_threads_are_part_of_the_case(project, baseline_file):
+    project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
+    (key,) = json.loads(baseline_file().read_text())["cases"]
+    assert key.endswith("| 1 thread")
+
+
+def test_a_backend_is_the_same_case_in_every_test(project, pytester):
+    body = KERNEL[KERNEL.index("@pytest") :].replace("attn.measure(mine)", 'attn.measure("math")')
+    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest")] + body + body.replace("test_mine", "test_again"))
+    project("--attn-update-baselines=first", "-k", "not test_again").assert_outcomes(passed=1, deselected=1)
+    project("-k", "test_again").stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+
+
+def test_the_folder_of_baselines_can_be_another(project, pytester):
+    pytester.makeini("[pytest]\nattn_baselines = kept/here\n")
+    project("--attn-update-baselines=first").assert_outcomes(passed=1)
+    assert list((pytester.path / "kept" / "here").iterdir())
+
+
+def test_ctrl_c_while_recording_writes_nothing(pytester, project):
+    path = pytester.path / "conftest.py"
+    interrupted = "def interrupted(*arguments):\n    raise KeyboardInterrupt\nrecording.fresh_runs = interrupted\n"
+    path.write_text(f"{path.read_text()}\n{interrupted}")
+    result = project("--attn-update-baselines=first")
+    result.stdout.fnmatch_lines(["baselines: nothing recorded: interrupted"])
+    assert not list((pytester.path / "baselines").iterdir())
+    assert os.environ.get("PYTEST_ATTN_RUNS") is None
+
+
+def test_ids_with_an_at_sign_are_different_cases(project, pytester, baseline_file):
+    body = KERNEL[KERNEL.index("@pytest.mark") :].replace("def test_mine(attn)", "def test_mine(attn, n)")
+    mark = '@pytest.mark.parametrize("n", [1, 2], ids=["k@1", "k@2"])\n'
+    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest.mark")] + mark + body)
+    project("--attn-update-baselines=first").assert_outcomes(passed=2)
+    assert len(json.loads(baseline_file().read_text())["cases"]) == 2
+
+
+def test_one_backend_in_two_tests_is_one_value_per_process(project, pytester, baseline_file):
+    body = KERNEL[KERNEL.index("@pytest.mark") :].replace("attn.measure(mine)", 'attn.measure("math")')
+    both = body + "\n" + body.replace("test_mine", "test_again").replace('device="cpu"', 'device="cpu", inputs="large"')
+    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest.mark")] + both)
+    project("--attn-update-baselines=first").assert_outcomes(passed=2)
+    (case,) = json.loads(baseline_file().read_text())["cases"].values()
+    assert len(case["p50_ns"]) == 3
+    project().assert_outcomes(passed=2)
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_timed(project, pytester):
+    (pytester.path / "baselines").write_text("")
+    result = project("--attn-update-baselines=first")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["baselines: nothing recorded: *cannot be written*", "latency: 1 not recorded"])
+    result.stdout.no_fnmatch_line("*fresh process 1 of*")
+
+
+def test_a_test_that_fails_after_its_time_is_not_recorded(project, pytester):
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text() + "\n    assert False, 'after its time'\n")
+    result = project("--attn-update-baselines=first")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * after its time*"])
+    assert not (pytester.path / "baselines").exists()
+
+
+def test_two_callables_of_one_factory_in_one_test_are_two_cases(project, pytester, baseline_file):
+    path = pytester.path / "test_mine.py"
+    made = "def make(n):\n    def fn(q, k, v):\n        return sdpa(q, k, v) * 1.0 ** n\n    return fn\n"
+    text = KERNEL.replace("@pytest.mark", f"{made}\n@pytest.mark").replace(
+        "attn.measure(mine)", "[attn.measure(make(n)) for n in (1, 8)]"
+    )
+    path.write_text(text)
+    project("--attn-update-baselines=first").assert_outcomes(passed=1)
+    assert len(json.loads(baseline_file().read_text())["cases"]) == 2

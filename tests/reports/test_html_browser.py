@@ -1,0 +1,249 @@
+"""What a real Chromium makes of the page of --attn-report: filters, tables, plots, and that it asks for nothing."""
+
+import math
+import random
+import re
+
+from fakes.pages import CPU, FLUX, SDPA, set_filter, settled, texts
+from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing
+
+
+def test_five_thousand_cases_open_in_under_two_seconds_and_ask_for_nothing(show):
+    page = show(run_of(5000))
+    painted = page("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    read = page("performance.getEntriesByName('attn-read')[0].startTime")
+    assert painted < 2000
+    assert read < 2000
+    assert page("document.querySelectorAll('*').length") < 15_000
+    assert page.said() == []
+    assert [address for address in page.requests() if not address.startswith("file:///")] == []
+    assert len(page.requests()) == 1
+    page.close()
+
+
+def test_hostile_text_is_shown_and_does_nothing(page):
+    assert page("window.hacked") is None
+    assert any(HOSTILE in text for text in texts(page, "#wrong .reason"))
+    assert page("document.images.length") == 0
+    assert page.said() == []
+
+
+def test_what_is_wrong_comes_first_with_the_command_that_repeats_it(page):
+    first, *_ = texts(page, "main section h2")
+    assert first == "What is wrong"
+    findings = texts(page, "#wrong ol:first-of-type > li")
+    assert "✗ wrong" in findings[0]
+    assert "xformers" in findings[0]
+    assert "▼ regressed" in findings[-1]
+    assert "--attn-backends=sdpa_flash" in findings[-1]
+    assert page("document.getElementById('sentence').textContent").startswith("2 of ")
+    assert "inconclusive" in texts(page, "#wrong ol")[1], "what is undecided stands apart"
+
+
+def test_the_filters_narrow_the_whole_page(page):
+    everything = page("document.getElementById('showing').textContent")
+    set_filter(page, "filter-text", "flux-L512 flash2", "input")
+    page.wait_for("document.getElementById('showing').textContent.includes(' of ')")
+    settled(page)
+    assert set(texts(page, "#cases tbody th")) == {"flash2", "flash2+compile"}
+    assert texts(page, "#matrix tbody th") == ["flux-L512"]
+    assert texts(page, "#wrong .nothing") == ["Nothing that is shown is wrong."]
+    page("document.getElementById('clear').click()")
+    settled(page)
+    assert page("document.getElementById('showing').textContent") == everything
+    set_filter(page, "filter-verdict", "regressed")
+    assert [text.strip() for text in texts(page, "#cases .badge")] == ["▼ regressed"]
+    set_filter(page, "filter-direction", "backward")
+    assert texts(page, "#cases .nothing") == ["Nothing passes the filters."]
+    set_filter(page, "filter-verdict", "")
+    assert set(texts(page, "#cases tbody td:nth-child(5)")) == {"backward"}
+
+
+def test_backends_are_chosen_by_their_boxes(page):
+    page("document.querySelector('#filter-backends input[value=math]').click()")
+    settled(page)
+    assert "math" not in texts(page, "#curve .legend li")
+    assert "math" not in texts(page, "#matrix thead th")
+    assert texts(page, "#filter-backends summary span") == ["15 of 16"]
+    page("[...document.querySelectorAll('#filter-backends button')].find((b) => b.textContent === 'None').click()")
+    settled(page)
+    assert texts(page, "#matrix .nothing, #wrong .nothing")[0] == "Nothing passes the filters."
+
+
+def test_headers_sort_and_say_how(page):
+    z = "document.querySelector('#cases thead th:nth-child(6)')"
+    page(f"{z}.querySelector('button').click()")
+    assert page(f"{z}.getAttribute('aria-sort')") == "ascending"
+    column = [float(text.replace(",", "")) for text in texts(page, "#cases tbody td:nth-child(6)")]
+    assert column == sorted(column)
+    page(f"{z}.querySelector('button').click()")
+    assert page(f"{z}.getAttribute('aria-sort')") == "descending"
+    column = [float(text.replace(",", "")) for text in texts(page, "#cases tbody td:nth-child(6)")]
+    assert column == sorted(column, reverse=True)
+    assert column[0] > 100
+    assert page("[...document.querySelectorAll('#cases th[aria-sort]')].filter((t) => t.ariaSort !== 'none').length") == 1
+    assert len(column) == 100, "the rest waits for a button"
+    page("[...document.querySelectorAll('#cases .more button')].find((b) => b.textContent === 'Show all').click()")
+    assert len(texts(page, "#cases tbody tr")) > 300
+    p50 = [t for t in texts(page, "#cases tbody td:nth-child(6)") if t == "-"]
+    assert texts(page, "#cases tbody td:nth-child(6)")[-len(p50) :] == p50, "what has no z stands last"
+
+
+def test_the_matrix_is_walked_with_arrows_and_shows_what_is_behind_a_cell(page):
+    page("document.querySelector('#matrix td[data-cell][tabindex=\"0\"]').focus()")
+    first = page("document.activeElement.ariaLabel")
+    assert first.startswith("xformers on gpt-oss-s64-float32: wrong, 1 of 2, z ")
+    assert "21,825" in first
+    panel = page("document.querySelector('.panel').textContent")
+    assert HOSTILE in panel
+    assert "--attn-backends=xformers" in panel
+    assert "limits 8, 4, 1.5" in panel
+    page.press("ArrowDown")
+    assert page("document.activeElement.ariaLabel").startswith("xformers on flux-L512: right")
+    page.press("ArrowRight")
+    assert page("document.activeElement.ariaLabel").startswith("sdpa_flash on flux-L512: regressed, 1 of 4")
+    assert "p50 807.9 us" in page("document.querySelector('.panel').textContent")
+    assert page("document.querySelectorAll('#matrix td[tabindex=\"0\"]').length") == 1, "one stop for the Tab key"
+
+
+def test_groups_open_to_their_workloads(page):
+    page("document.querySelector('input[name=matrix-rows][value=groups]').click()")
+    settled(page)
+    assert page("document.activeElement.value") in ("groups", None)
+    button = "document.querySelector('#matrix .expand')"
+    assert page(f"{button}.textContent") == "flux 6"
+    before = len(texts(page, "#matrix tbody tr"))
+    page(f"{button}.click()")
+    assert page(f"{button}.getAttribute('aria-expanded')") == "true"
+    assert texts(page, "#matrix .child th")[:2] == ["flux-L512", "flux-L256"], "the gravest first"
+    page(f"{button}.click()")
+    assert len(texts(page, "#matrix tbody tr")) == before
+    page("document.querySelector('input[name=matrix-rows][value=workloads]').click()")
+
+
+def test_backends_that_ran_nowhere_are_shown_on_demand(page):
+    assert "natten" not in texts(page, "#matrix thead th")
+    page("document.querySelector('#matrix input[type=checkbox]').click()")
+    assert "natten" in texts(page, "#matrix thead th")
+    assert "natten is not installed" in texts(page, "#skipped tbody th")
+    page("document.querySelector('#matrix input[type=checkbox]').click()")
+
+
+def test_the_curve_has_a_line_per_backend_linear_and_log(page):
+    for scale in ("linear", "log"):
+        page(f"document.querySelector('#curve input[value={scale}]').click()")
+        page.wait_for(f"document.querySelectorAll('#curve .mark-line path').length === {len(BACKENDS)}")
+        assert page("document.querySelectorAll('#curve .mark-symbol path').length") == 6 * len(BACKENDS)
+        assert page("document.querySelectorAll('#curve .mark-rule.role-mark line').length") == 6 * len(BACKENDS), "intervals"
+        ticks = texts(page, "#curve .role-axis-label text")
+        assert {"4224", "4352", "4416", "4480", "4544", "4608"} <= set(ticks)
+        assert ("0 us" in ticks) == (scale == "linear")
+    assert "flux" in page(
+        "document.querySelector('#curve svg').ariaLabel ?? document.querySelector('#curve [aria-label*=flux]').ariaLabel"
+    )
+    page("document.querySelector('#curve details').open = true")
+    assert "sdpa_cudnn" in texts(page, "#curve details tbody th")
+
+
+def test_speed_is_told_against_the_fastest_that_is_exact(page):
+    row = page(
+        "[...document.querySelectorAll('#speed tbody tr')].find((r) => r.textContent.startsWith('flux-L512forward')).innerText"
+    )
+    assert "1.00\u00d7\nfastest" in row
+    assert re.search(r"≈ 0\.7\d\u00d7", row), "an approximate one is no measure"
+    assert re.search(r"1\.99\u00d7\n1\.98 to 2\.0", row) or re.search(r"1\.9\d\u00d7\n1\.9\d to [12]\.\d", row)
+    assert "tie" in row, "flash3 is 0.2 % slower, and its interval is as wide"
+
+
+def test_errors_are_held_against_three_limits(page):
+    assert texts(page, "#errors figcaption") == ["over an element, limit 8", "over a row, limit 4", "over a head, limit 1.5"]
+    assert page("document.querySelectorAll('#errors svg').length") == 3
+    backends = texts(page, "#errors svg:first-of-type .role-axis-label text")
+    assert "xformers" in backends
+    page("document.querySelector('#errors details').open = true")
+    row = page(
+        "[...document.querySelectorAll('#errors tbody tr')].find((r) => r.textContent.startsWith('xformers')).innerText"
+    )
+    assert "✗ " in row
+    assert "gpt-oss-s64-float32" in row
+
+
+def test_the_roofline_is_drawn_where_it_is_known(page, show):
+    assert "bfloat16 ceiling" in texts(page, "#roofline svg text")
+    unprofiled = show([timing("passed", FLUX[0], SDPA, "forward", random.Random(0))])
+    assert "not known: --attn-profile" in unprofiled("document.querySelector('#roofline .lead').textContent")
+    assert unprofiled("document.querySelectorAll('#roofline .mark-line path').length") == 0
+    assert unprofiled("document.querySelectorAll('#roofline .mark-symbol path').length") == 1
+    unprofiled.close()
+
+
+def test_work_of_both_passes_is_added_up(show):
+    both = timing("passed", FLUX[0], SDPA, "forward", random.Random(0))
+    both["direction"] = "forward+backward"
+    page = show([both])
+    page("document.querySelector('#roofline details').open = true")
+    flops = FLUX[0][2]["flops"]
+    expected = (flops["forward"] + flops["backward"]) / both["latency"]["p50"] * 1e-12
+    assert f"{expected:,.0f} TFLOP/s" in page("document.querySelector('#roofline tbody').innerText")
+    page.close()
+
+
+def test_history_shows_recordings_band_and_now_of_the_case_that_is_chosen(page):
+    assert "sdpa_flash on flux-L512, forward" in page("document.querySelector('#history h3').textContent")
+    ticks = texts(page, "#history svg .role-axis-label text")
+    assert {"2026-08-02", "2026-09-14", "2026-10-30", "this run"} <= set(ticks)
+    assert page("document.querySelectorAll('#history .mark-rect.role-mark path').length") == 1 + 10 + 2, "band, processes"
+    first, second = texts(page, "#history tbody tr")[:2]
+    assert first.startswith("sdpa_flash on flux-L512")
+    assert "+3." in first
+    page("document.querySelectorAll('#history tbody .link')[1].click()")
+    assert second[:10] in page("document.querySelector('#history h3').textContent")
+
+
+def test_kernels_are_listed_when_a_case_is_opened(page):
+    assert page("document.querySelectorAll('#kernels table table').length") == 0
+    page("document.querySelector('#kernels tbody details').open = true")
+    page.wait_for("document.querySelectorAll('#kernels table table').length === 1")
+    assert "void sdpa_cudnn_kernel<bfloat16, 128>" in page("document.querySelector('#kernels table table').textContent")
+
+
+def test_machines_never_share_a_plot(show):
+    draw = random.Random(0)
+    records = [timing("passed", w, SDPA, "forward", draw) for w in FLUX]
+    records += [timing("passed", w, SDPA, "forward", draw, slower=400.0, machine=CPU) for w in FLUX[:3]]
+    page = show(records)
+    assert page("document.getElementById('machine-field').hidden") is False
+    assert texts(page, "#machine option") == ["NVIDIA H200, torch 2.11.0+cu130", "AMD EPYC, torch 2.13.0+cpu"]
+    assert page("document.querySelectorAll('#curve .mark-symbol path').length") == 6
+    page("(() => { const m = document.getElementById('machine'); m.value = 1; m.dispatchEvent(new Event('change')); })()")
+    settled(page)
+    assert page("document.querySelectorAll('#curve .mark-symbol path').length") == 3
+    assert "AMD EPYC" in page("document.getElementById('facts').textContent")
+    page.close()
+
+
+def test_what_there_is_no_data_for_is_named_with_how_to_get_it(show):
+    page = show([check("passed", FLUX[0], SDPA, "forward", random.Random(0))])
+    assert texts(page, "main section h2") == ["What is wrong", "Verdicts", "Error distributions", "All judgments"]
+    missing = " ".join(texts(page, "#missing li"))
+    for option in ("--attn-profile", "--attn-update-baselines", "attn.measure(fn)"):
+        assert option in missing
+    assert page("document.getElementById('sentence').className") == "sentence fine"
+    page.close()
+
+
+def test_a_run_without_attention_tests_and_odd_records_open_as_well(show):
+    page = show([])
+    assert page("document.getElementById('sentence').textContent") == "No attention test ran."
+    assert page.said() == []
+    page.close()
+    infinite = check("mismatch", FLUX[0], SDPA, "forward", random.Random(0), reason="inf at 3 elements")
+    infinite["tensors"][0] |= {"z_element": math.inf, "found": math.inf}
+    infinite |= {"z_element": math.inf, "z_row": math.nan}
+    odd = {**record("check", "raised", FLUX[0], ("-", 1, "callable", ""), "", machine={}), "shape": {}, "workload": "?"}
+    page = show([infinite, odd, record("latency", "of tomorrow", FLUX[0], SDPA, "forward")])
+    assert page.said() == []
+    assert "z infinite element, NaN row" in page(
+        "document.querySelector('#matrix td.bad').click() || document.body.textContent"
+    )
+    page.close()

@@ -1,0 +1,214 @@
+"""The lines of --attn-json: strict JSON, one per judgment, read back as they were."""
+
+import json
+import math
+
+import pytest
+
+from pytest_attn.reports.records import (
+    FIELDS,
+    SCHEMA,
+    Record,
+    RecordWriter,
+    changed,
+    latency_of,
+    new_record,
+    read_records,
+    to_line,
+    verdict_of,
+)
+from pytest_attn.verdict import Cause, Verdict
+
+RECORD = {
+    "date": "2026-11-21T20:00:00+00:00",
+    "test": "tests/test_mine.py::test_right[flux-L512-mine]",
+    "line": 7,
+    "question": "check",
+    "verdict": "mismatch",
+    "reason": "NaN",
+    "workload": "flux-L512",
+    "subject": "mine",
+    "z_element": math.inf,
+    "z_row": math.nan,
+    "z_head": 1.25,
+    "latency": None,
+}
+TIMED = {**RECORD, "question": "latency", "verdict": "passed", "latency": {"p50": 4e-4, "samples": [4e-4, -math.inf]}}
+
+
+def written(tmp_path, *records, **options):
+    path = tmp_path / "run.jsonl"
+    writer = RecordWriter(str(path), **options)
+    for record in records:
+        writer.write([record])
+    writer.close()
+    return path
+
+
+def test_a_line_is_strict_json_in_the_order_of_the_schema():
+    line = to_line(RECORD)
+    parsed = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert parsed["schema"] == SCHEMA
+    assert parsed["z_element"] == "Infinity"
+    assert list(parsed) == [name for name, _, _ in FIELDS if name in parsed]
+    assert "\n" not in to_line({**RECORD, "reason": "two\nlines"})
+
+
+def test_records_come_back_as_they_were(tmp_path):
+    (record,) = read_records(written(tmp_path, RECORD))
+    assert math.isnan(record.pop("z_row"))
+    assert record == {k: v for k, v in new_record(**RECORD).items() if k != "z_row"}
+    assert record["reason"] == "NaN"  # a text stays one
+
+
+def test_samples_are_written_on_request(tmp_path):
+    assert "samples" not in read_records(written(tmp_path, TIMED))[0]["latency"]
+    assert read_records(written(tmp_path, TIMED, with_samples=True))[0]["latency"]["samples"] == [4e-4, -math.inf]
+
+
+def test_lines_are_there_before_the_run_ends(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("an earlier run\n")
+    writer = RecordWriter(str(path))
+    assert path.read_text() == "an earlier run\n"  # until there is something to put in its place
+    writer.write([RECORD, TIMED])
+    assert len(read_records(path)) == 2
+    writer.close()
+
+
+def test_a_run_without_records_leaves_an_empty_file(tmp_path):
+    assert read_records(written(tmp_path)) == []
+
+
+def test_a_line_that_was_cut_short_is_left_out_and_any_other_is_named(tmp_path):
+    path = written(tmp_path, RECORD)
+    with path.open("a") as file:
+        file.write(to_line(RECORD)[:40])
+    assert len(read_records(path)) == 1
+    path.write_text(to_line(RECORD)[:40] + "\n" + to_line(RECORD) + "\n")
+    with pytest.raises(ValueError, match=r"run.jsonl, line 1: is not JSON"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [('{"a": 1}', 'has no "schema"'), ("[]", 'has no "schema"'), (f'{{"schema": {SCHEMA + 1}}}', "install a newer one")],
+)
+def test_what_is_no_record_is_named_with_its_place(tmp_path, line, words):
+    path = tmp_path / "other.jsonl"
+    path.write_text(f"{to_line(RECORD)}\n{line}\n")
+    with pytest.raises(ValueError, match=words) as error:
+        read_records(path)
+    assert str(error.value).startswith(f"{path}, line 2: ")
+
+
+def test_files_of_several_runs_are_read_one_after_the_other(tmp_path):
+    path = written(tmp_path, RECORD, TIMED)
+    assert [r["question"] for r in read_records(path, path)] == ["check", "latency"] * 2
+
+
+# -- one definition ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_fields_is_the_definition_of_a_record():
+    assert [name for name, _, _ in FIELDS] == list(Record.__annotations__)
+    kinds = {name: kind for name, kind, _ in FIELDS}
+    assert (kinds["schema"], kinds["z_row"], kinds["is_sampled"]) == ("integer", "number or null", "boolean")
+    assert (kinds["aliases"], kinds["tensors"], kinds["latency"]) == ("array of strings", "array of objects", "object or null")
+    assert all(text for _, _, text in FIELDS)
+
+
+def test_a_new_record_has_every_field_and_says_nothing():
+    record = new_record()
+    assert list(record) == [name for name, _, _ in FIELDS]
+    assert record.pop("schema") == SCHEMA
+    assert not [name for name, value in record.items() if value]
+    assert json.loads(to_line(record))["z_row"] is None
+
+
+def test_a_new_record_is_read_back_as_it_was(tmp_path):
+    record = {**new_record(**RECORD, tags={"family": "own"}), "z_row": 1.5, "z_element": 2.5}
+    (read,) = read_records(written(tmp_path, record))
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()} == read
+
+
+def test_records_share_nothing_that_one_of_them_could_change():
+    first, second = new_record(), new_record()
+    first["tags"]["family"] = "own"
+    assert second["tags"] == new_record()["tags"] == {}
+
+
+def test_a_field_that_there_is_not_is_refused():
+    with pytest.raises(TypeError, match="a record has no field subjet, verdit"):
+        new_record(verdit="passed", subjet="mine", test="a")
+    with pytest.raises(TypeError, match="a record has no field verdit"):
+        changed(new_record(), verdit="passed")
+
+
+def test_a_changed_record_is_another():
+    record = new_record(verdict="recorded", reason="")
+    again = changed(record, verdict="unrecorded", reason="hot")
+    assert (record["verdict"], again["verdict"], again["reason"]) == ("recorded", "unrecorded", "hot")
+
+
+def test_a_record_of_a_check_says_nothing_of_a_time():
+    assert latency_of(new_record(**RECORD)) == {}
+    assert latency_of(new_record(**TIMED))["p50"] == 4e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"verdict": "passed"}, Verdict.PASSED),
+        ({"verdict": "passed", "is_approximate": True}, Verdict.APPROXIMATE),
+        ({"verdict": "passed", "cause": Cause.DEFECT_NOT_SHOWN.value}, Verdict.UNEXPECTED),
+        ({"verdict": "passed", "question": "latency", "is_approximate": True}, Verdict.FAST),
+        ({"verdict": "mismatch", "is_approximate": True}, Verdict.MISMATCH),
+        ({"verdict": "of tomorrow"}, None),
+    ],
+)
+def test_what_json_calls_passed_is_told_apart(changes, verdict):
+    assert verdict_of(new_record(**{"question": "check", **changes})) is verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": 7}, "has workload = 7, expected string"),
+        ({"tensors": "all"}, "has tensors = 'all', expected array of objects"),
+        ({"latency": []}, "has latency = [], expected object or null"),
+        ({"question": None}, "has question = None, expected string"),
+    ],
+)
+def test_a_field_of_another_type_is_named_with_its_place(tmp_path, changes, words):
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"schema": SCHEMA, **json.loads(to_line(RECORD)), **changes}) + "\n")
+    with pytest.raises(ValueError, match="is it a line that --attn-json wrote") as error:
+        read_records(path)
+    assert f"{path}, line 1: {words}" in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["question", "verdict", "workload", "subject"])
+def test_a_line_without_what_it_is_about_is_named(tmp_path, missing):
+    path = tmp_path / "run.jsonl"
+    complete = {"schema": SCHEMA, "question": "check", "verdict": "passed", "workload": "vit", "subject": "mine"}
+    path.write_text(json.dumps({name: value for name, value in complete.items() if name != missing}) + "\n")
+    with pytest.raises(ValueError, match=f'has no "{missing}", expected string'):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"reason": "#1 did not show: dq"}, {"cause": "defect not shown", "reason": "#1 did not show: dq"}),
+        ({"verdict": "known defect", "reason": "known defect #1: dq"}, {"cause": "", "reason": "#1: dq"}),
+        ({"name": "fuzz", "reason": "10 draws"}, {"source": "fuzz", "cause": ""}),
+        ({"reason": ""}, {"cause": "", "source": ""}),
+    ],
+)
+def test_lines_of_before_there_were_causes_are_read_as_if_there_had_been(tmp_path, written, read):
+    path = tmp_path / "old.jsonl"
+    line = {"schema": 1, "question": "check", "verdict": "passed", "workload": "w", "subject": "s", **written}
+    path.write_text(json.dumps(line) + "\n")
+    (record,) = read_records(path)
+    assert {name: record[name] for name in read} == read

@@ -1,0 +1,161 @@
+"""Fresh processes, one after the other: how many are started, with which tests in which order, and what they are told."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_attn.latency.judge import FreshError, StartError
+from pytest_attn.session import processes
+from pytest_attn.session.processes import _without_dropped, fresh_runs, is_lacking, undisturbed
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Start nothing; returns what each process would have been given. A process whose number is hot is disturbed."""
+    found = []
+    found_hot = set()
+
+    def one_process(config, names, folder, modes):
+        number = int(folder.name)
+        found.append((number, list(names), modes))
+        hot = ["hot"] if number in found_hot else []
+        return [{"key": name, "process": number, "disturbances": hot} for name in names]
+
+    monkeypatch.setattr(processes, "_one_process", one_process)
+    return SimpleNamespace(processes=found, hot=found_hot)
+
+
+@pytest.fixture
+def starting(monkeypatch, tmp_path):
+    """A process that answers `answer`, and leaves `times` if there are any; `told` is what each was told."""
+    told = []
+    plugins = SimpleNamespace(hasplugin=lambda name: False)
+    invocation = SimpleNamespace(args=["-k", "a", "test_a.py"], dir=tmp_path)
+    config = SimpleNamespace(
+        args=["test_a.py"],
+        args_source=pytest.Config.ArgsSource.ARGS,
+        invocation_params=invocation,
+        rootpath=tmp_path,
+        inipath=None,
+        pluginmanager=plugins,
+    )
+    process = SimpleNamespace(config=config, told=told, times=[], answer=SimpleNamespace(returncode=0, stdout=""))
+
+    def start(command, env, **_):
+        items = Path(command[-1].removeprefix("@")).read_text()
+        modes = json.loads(Path(env["PYTEST_ATTN_MODES"]).read_text()) if "PYTEST_ATTN_MODES" in env else None
+        told.append({"command": command, "environment": env, "items": items, "modes": modes})
+        if process.times:
+            Path(env["PYTEST_ATTN_RUNS"]).write_text("".join(json.dumps(time) + "\n" for time in process.times))
+        if isinstance(process.answer, Exception):
+            raise process.answer
+        return process.answer
+
+    monkeypatch.setattr(processes.subprocess, "run", start)
+    return process
+
+
+def lacking(wanted, *names):
+    return lambda runs: [name for name in names if is_lacking(runs, name, wanted)]
+
+
+def test_as_many_processes_are_started_as_are_wanted(started):
+    shown = []
+    runs = fresh_runs(None, ["a", "b"], 3, shown.append, {"a": "events"}, lacking(3, "a", "b"))
+    assert [(number, sorted(names), modes) for number, names, modes in started.processes] == [
+        (number, ["a", "b"], {"a": "events"}) for number in range(3)
+    ]
+    assert len(runs) == 6
+    assert shown[:3] == [0, 1, 2]
+
+
+def test_tests_have_other_neighbours_in_each_process_and_are_run_once(started):
+    names = list("abcdefgh")
+    fresh_runs(None, [*names, "a"], 3)
+    orders = [order for _, order, _ in started.processes]
+    assert all(sorted(order) == names for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_disturbed_process_is_replaced_by_a_further_one_for_the_tests_that_lack_it(started):
+    started.hot.update({1, 2})
+    runs = fresh_runs(None, ["a"], 2, lacking=lacking(2, "a"))
+    assert [number for number, *_ in started.processes] == [0, 1, 2, 3]
+    assert [run["process"] for run in undisturbed(runs, "a", 2)] == [0, 3]
+
+
+def test_where_all_processes_are_disturbed_no_further_one_is_started(started):
+    started.hot.update(range(9))
+    assert undisturbed(fresh_runs(None, ["a"], 2, lacking=lacking(2, "a")), "a", 2) == []
+    assert [number for number, *_ in started.processes] == [0, 1]
+
+
+def test_after_five_more_processes_nothing_is_tried_again(started):
+    started.hot.update(range(1, 20))
+    runs = fresh_runs(None, ["a"], 3, lacking=lacking(3, "a"))
+    assert [number for number, *_ in started.processes] == list(range(8))
+    assert len(undisturbed(runs, "a", 3)) == 1
+
+
+def test_a_second_time_in_one_process_is_no_second_value():
+    runs = [{"key": "a", "process": 0, "p50": p50, "disturbances": []} for p50 in (1, 2)]
+    runs += [{"key": "b", "process": 1, "p50": 3, "disturbances": []}]
+    assert [run["p50"] for run in undisturbed(runs, "a", 2)] == [1]
+    assert not is_lacking(runs, "a", 2), "nothing was disturbed: another process would not help"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "output", "words"),
+    [
+        (2, "", "a fresh process could not run it: it said nothing"),
+        (3, "line\nE   ImportError: no flash\nlater", "a fresh process could not run it: E   ImportError: no flash"),
+        (4, "usage: pytest\nERROR: file not found", "a fresh process could not run it: ERROR: file not found"),
+        (0, "1 skipped", "a fresh process could not run it: 1 skipped"),  # and left no times
+    ],
+)
+def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, returncode, output, words):
+    starting.answer = SimpleNamespace(returncode=returncode, stdout=output)
+    with pytest.raises(StartError) as error:
+        fresh_runs(starting.config, ["a"], 1)
+    assert str(error.value) == words
+
+
+def test_a_process_that_takes_too_long_confirms_nothing(starting):
+    starting.answer = processes.subprocess.TimeoutExpired("pytest", 1800)
+    with pytest.raises(FreshError, match="it took more than 1800 s") as error:
+        fresh_runs(starting.config, ["a"], 1)
+    assert not isinstance(error.value, StartError)
+
+
+def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, monkeypatch):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "this")
+    monkeypatch.setenv("PYTEST_ATTN_OWN", "12")
+    starting.times = [{"key": "a", "p50": 1.0}]
+    assert fresh_runs(starting.config, ["a"], 1, modes={"a": "graph"}) == [{"key": "a", "p50": 1.0, "process": 0}]
+    (told,) = starting.told
+    assert told["items"] == "a"
+    assert told["modes"] == {"a": "graph"}
+    assert "12" in told["environment"]["PYTEST_ATTN_OWN"].split(",")
+    assert not [name for name in told["environment"] if name.startswith(("PYTEST_XDIST", "PYTEST_CURRENT"))]
+    assert told["command"][1:4] == ["-m", "pytest", "-k"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["tests/test_a.py", "-q"], ["-q"]),
+        (["-k", "tests/test_a.py or b", "tests/test_a.py"], ["-k", "tests/test_a.py or b"]),
+        (["-n", "4", "--dist", "loadgroup", "-n4", "--numprocesses=2"], []),
+        (["-p", "pytest_attn.plugin", "-W", "ignore", "-o", "x=y"], ["-p", "pytest_attn.plugin", "-W", "ignore", "-o", "x=y"]),
+        (["--attn-update-baselines", "why", "--attn-backends=sdpa"], ["--attn-backends=sdpa"]),
+        (["--attn-update-baselines=why", "--attn-support=a.md", "--attn-device=cpu"], ["--attn-device=cpu"]),
+        (["--benchmark-json", "out.json", "--benchmark-only", "--benchmark-save=x", "--benchmark-histogram"], []),
+        (["-x", "--lf", "--junitxml=a.xml", "--pdb", "-s", "-v"], ["-v"]),
+        (["--import-mode=importlib", "--strict-markers"], ["--import-mode=importlib", "--strict-markers"]),
+    ],
+)
+def test_a_fresh_process_repeats_what_decides_on_the_test_only(given, kept):
+    assert list(_without_dropped(iter(given), {"tests/test_a.py"})) == kept

@@ -1,0 +1,87 @@
+"""The verdicts: which is graver, how each reads, and what follows from it."""
+
+import itertools
+import json
+
+import pytest
+
+from pytest_attn.reports.records import FIELDS
+from pytest_attn.verdict import Cause, Tone, Verdict
+
+#: what a report tells apart where JSON has another name, and what no record holds
+NOT_IN_JSON = {Verdict.UNEXPECTED, Verdict.APPROXIMATE, Verdict.FAST, Verdict.MEASURED}
+OF_RECORDS = {name: text for name, _, text in FIELDS}
+
+
+def test_what_is_wrong_is_graver_than_what_is_doubtful_and_that_than_the_rest():
+    by_severity = sorted(Verdict, key=lambda verdict: verdict.severity)
+    assert [tone for tone, _ in itertools.groupby(verdict.tone for verdict in by_severity)] == list(Tone)
+    assert [verdict.severity for verdict in by_severity] == list(range(len(Verdict)))
+
+
+@pytest.mark.parametrize(
+    ("graver", "than"),
+    [
+        (Verdict.MISMATCH, Verdict.RAISED),
+        (Verdict.RAISED, Verdict.REGRESSED),
+        (Verdict.REGRESSED, Verdict.UNCONFIRMED),
+        (Verdict.UNRECORDED, Verdict.INCONCLUSIVE),
+        (Verdict.INCONCLUSIVE, Verdict.KNOWN_DEFECT),
+        (Verdict.UNEXPECTED, Verdict.PASSED),
+        (Verdict.PASSED, Verdict.NO_BASELINE),
+        (Verdict.UNTIMED, Verdict.SKIPPED),
+    ],
+)
+def test_the_graver_of_two_comes_first(graver, than):
+    assert graver.severity < than.severity
+
+
+def test_what_is_wrong_is_shown_as_bad_and_everything_else_is_not():
+    assert {verdict for verdict in Verdict if verdict.is_wrong} == {verdict for verdict in Verdict if verdict.tone is Tone.BAD}
+    assert {verdict for verdict in Verdict if verdict.is_doubtful} == {Verdict.INCONCLUSIVE, Verdict.KNOWN_DEFECT}
+    assert not [verdict for verdict in Verdict if verdict.is_wrong and verdict.is_doubtful]
+
+
+def test_levels_are_those_of_annotations():
+    assert {verdict.level for verdict in Verdict} == {"error", "warning", "notice", ""}
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_verdict_is_its_name_wherever_it_is_written(verdict):
+    assert f"{verdict}" == str(verdict) == "".join((verdict,)) == verdict.value
+    assert f"{verdict:>20}" == verdict.value.rjust(20)
+    assert json.loads(json.dumps({verdict: verdict})) == {verdict.value: verdict.value}
+    assert Verdict.named(verdict.value) is verdict
+    assert verdict.word
+    assert verdict.glyph
+
+
+def test_a_name_of_tomorrow_is_none():
+    assert Verdict.named("of tomorrow") is None
+    assert Verdict.named("") is None
+
+
+def test_verdicts_read_differently():
+    for words in ([verdict.word for verdict in Verdict], [verdict.counted for verdict in Verdict]):
+        assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "word", "counted"),
+    [
+        (Verdict.MISMATCH, "wrong", "wrong"),
+        (Verdict.KNOWN_DEFECT, "known defect", "known defects"),
+        (Verdict.NO_BASELINE, "no baseline", "without a baseline"),
+        (Verdict.HELD, "invariants hold", "with all invariants"),
+        (Verdict.UNCONFIRMED, "slower, not confirmed", "slower and not confirmed"),
+    ],
+)
+def test_a_verdict_reads_alone_and_behind_a_number(verdict, word, counted):
+    assert (verdict.word, verdict.counted) == (word, counted)
+
+
+def test_the_record_says_which_verdicts_and_causes_there_are():
+    said = {word.strip() for part in OF_RECORDS["verdict"].split(";") for word in part.split(":")[1].split(",")}
+    assert said == {verdict.value for verdict in Verdict} - {verdict.value for verdict in NOT_IN_JSON}
+    named = {word.strip() for part in OF_RECORDS["cause"].split(";")[1:] for word in part.split(":")[1].split(",")}
+    assert named == {cause.value for cause in Cause}

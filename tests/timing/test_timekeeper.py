@@ -1,0 +1,227 @@
+"""What becomes of a time: compared, recorded or handed over; who holds the lock of the device meanwhile."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_attn.latency.gate import POLICIES, Decision
+from pytest_attn.latency.judge import DeviceBaselines, DisturbedError, FreshError, Measured
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import median_interval
+from pytest_attn.session import devices
+from pytest_attn.session.child import Child
+from pytest_attn.session.devices import device_lock
+from pytest_attn.timing import timekeeper
+from pytest_attn.timing.timekeeper import Comparing, HandingOver, Recorder
+from pytest_attn.verdict import Verdict
+
+CPU = torch.device("cpu")
+LATENCY = Latency(
+    *("tiny", "mine", "forward", 1e-4, median_interval([1e-4] * 6), (1e-4,) * 6, 6, "host", 1, "warm", 2e-5, {"pace": 1e-3})
+)
+
+
+class Measurement:
+    """One of a kernel that takes 100 us, in whatever mode it is asked for; knows in which it was."""
+
+    def __init__(self, latency=LATENCY, key="mine"):
+        self.latency, self.key, self.modes = latency, key, []
+        self.spec, self.item = SimpleNamespace(device=CPU), SimpleNamespace(nodeid=f"test_{key}.py::test_{key}")
+        self.name, self.test_name = f"{key} on tiny, forward", self.item.nodeid
+        self.policy, self.cases = replace(POLICIES["cpu"], runs=2), 1
+
+    def time(self, mode):
+        self.modes.append(mode)
+        return replace(self.latency, mode=mode or self.latency.mode)
+
+    def measured(self, latency):
+        return Measured(latency, self.key, "h2-s32-d32", "", "", None, {}, "", "cpu", Path("baselines"))
+
+    def to_baseline(self, latency, reason, date):
+        return f"{latency.mode}: {reason}"
+
+
+class Baselines:
+    """Of a run: every case was recorded in this mode; in none where that is None."""
+
+    def __init__(self, mode=None):
+        self._mode = mode
+
+    def of(self, measurement):
+        return SimpleNamespace(mode=self._mode) if self._mode else None
+
+    def on(self, device):
+        return DeviceBaselines()
+
+
+@pytest.fixture(autouse=True)
+def no_patience(tmp_path, monkeypatch):
+    """Wait for nobody, and let nobody wait for these tests."""
+    monkeypatch.setattr(devices, "_PATIENCE", 0.0)
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+@pytest.fixture
+def child(tmp_path):
+    """A fresh process; returns what it was told, and a function that reads what it handed over."""
+
+    def told(**modes):
+        return Child(tmp_path / "runs", modes), lambda: [
+            json.loads(one) for one in (tmp_path / "runs").read_text().splitlines()
+        ]
+
+    return told
+
+
+@contextmanager
+def counting(what, number):
+    yield lambda done: None
+
+
+def session(**settings):
+    return SimpleNamespace(settings=SimpleNamespace(**settings), progress=SimpleNamespace(counting=counting))
+
+
+# -- a fresh process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_process_times_while_the_one_that_waits_for_it_holds_the_device(child):
+    told, handed_over = child()
+    with device_lock(CPU):
+        latency = HandingOver(session(), Baselines(), told).take(Measurement())
+        with pytest.raises(pytest.fail.Exception, match="another process has been timing on cpu"):
+            Comparing(session(), Baselines(), None).take(Measurement())
+    assert latency.verdict == Verdict.MEASURED
+    assert [run["key"] for run in handed_over()] == ["mine"]
+
+
+def test_a_process_that_waits_holds_the_device_for_the_fresh_ones_that_it_starts(monkeypatch):
+    def from_fresh_processes(*_, **__):
+        with pytest.raises(pytest.fail.Exception, match="another process"), device_lock(CPU):
+            pass
+        return [{"key": "mine", "process": n, "p50": 1e-4, "anchors": {}, "launch": 0.0, "disturbances": []} for n in (0, 1)]
+
+    monkeypatch.setattr(timekeeper, "fresh_runs", from_fresh_processes)
+    assert len(Comparing(session(), Baselines(), None)._fresh_runs(Measurement())) == 2
+
+
+def test_what_is_handed_over_is_all_that_a_decision_needs(child):
+    told, handed_over = child()
+    hot = Measurement(replace(LATENCY, mode="events", disturbances=("hot",)))
+    HandingOver(session(), Baselines(), told).take(hot)
+    assert handed_over() == [
+        {"key": "mine", "p50": 1e-4, "launch": 2e-5, "anchors": {"pace": 1e-3}, "mode": "events", "disturbances": ["hot"]}
+    ]
+
+
+def test_the_host_s_clock_hands_over_no_launch(child):
+    told, handed_over = child()
+    HandingOver(session(), Baselines(), told).take(Measurement())
+    assert handed_over()[0]["launch"] == 0
+
+
+def test_a_fresh_process_neither_checks_nor_reports():
+    assert not HandingOver.checks_first
+    assert not HandingOver.reports
+    assert Comparing.checks_first
+    assert Recorder.reports
+
+
+# -- in which mode -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told_mode", "recorded", "mode"),
+    [("events", "graph", "events"), (None, "graph", "graph"), (None, None, None), ("events", None, "events")],
+)
+def test_a_fresh_process_times_as_it_is_told_or_as_was_recorded(child, told_mode, recorded, mode):
+    told, _ = child(**({"mine": told_mode} if told_mode else {}))
+    measurement = Measurement()
+    HandingOver(session(), Baselines(recorded), told).take(measurement)
+    assert measurement.modes == [mode]
+
+
+@pytest.mark.parametrize("mode", ["events", "batched", "graph", None])
+def test_what_is_compared_is_timed_as_it_was_recorded(mode):
+    measurement = Measurement()
+    Comparing(session(), Baselines(mode), None).take(measurement)
+    assert measurement.modes == [mode]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "mode"),
+    [("events", "events"), ("host", "host"), ("graph", "graph"), ("batched", None), ("replay", None), (None, None)],
+)
+def test_recorded_anew_only_batches_and_replays_may_become_a_graph(recorded, mode):
+    measurement, kept = Measurement(), []
+    recorder = Recorder(
+        session(update_baselines="again"), Baselines(recorded), SimpleNamespace(add=lambda *one: kept.append(one))
+    )
+    assert recorder.take(measurement).verdict == Verdict.RECORDED
+    assert measurement.modes == [mode]
+    assert kept == [("mine", "test_mine.py::test_mine", measurement.item, f"{mode or 'host'}: again", CPU)]
+
+
+# -- what a decision is given --------------------------------------------------------------------------------------------
+
+
+def test_a_run_remembers_from_one_time_to_the_next_that_its_machine_is_crowded(monkeypatch):
+    given = []
+    monkeypatch.setattr(timekeeper, "judge_latency", lambda *all_of_it: given.append(all_of_it) or Decision(Verdict.PASSED))
+    comparing, measurement = Comparing(session(), Baselines(), None), Measurement()
+    assert [comparing.take(measurement).verdict for _ in range(2)] == [Verdict.PASSED] * 2
+    (*_, first), (measured, _, policy, cases, _, second) = given
+    assert first is second
+    assert (measured.key, policy, cases) == ("mine", measurement.policy, measurement.cases)
+
+
+# -- what fresh processes found ------------------------------------------------------------------------------------------
+
+
+def run(process, p50=1e-4, key="mine", hot=()):
+    return {"key": key, "process": process, "p50": p50, "anchors": {"pace": 1e-3}, "launch": 1e-5, "disturbances": list(hot)}
+
+
+def confirmed(monkeypatch, *runs):
+    """Return the times that fresh processes confirm with, of two that are wanted."""
+    monkeypatch.setattr(timekeeper, "fresh_runs", lambda *_, **__: list(runs))
+    return [one.p50 for one in Comparing(session(), Baselines(), None)._fresh_runs(Measurement())]
+
+
+def test_one_time_of_each_process_confirms(monkeypatch):
+    others = [run(0, 9e-4, key="other"), run(1, 9e-4, key="other")]
+    assert confirmed(monkeypatch, *others, run(0, 2e-4), run(0, 3e-4), run(1, 4e-4)) == [2e-4, 4e-4]
+
+
+def test_a_disturbed_process_is_replaced_by_a_further_one(monkeypatch):
+    assert confirmed(monkeypatch, run(0, 2e-4), run(1, 3e-4, hot=["hot"]), run(2, 4e-4), run(3, 5e-4)) == [2e-4, 4e-4]
+
+
+def test_too_few_undisturbed_processes_say_what_disturbed_the_others(monkeypatch):
+    with pytest.raises(DisturbedError, match=r"^hot$"):
+        confirmed(monkeypatch, run(0), run(1, hot=["hot", "shared"]), run(2, hot=["late"]))
+
+
+def test_a_process_that_did_not_time_it_confirms_nothing(monkeypatch):
+    with pytest.raises(FreshError, match="1 of 2 fresh processes timed it") as error:
+        confirmed(monkeypatch, run(0), run(1, key="other"))
+    assert not isinstance(error.value, DisturbedError)
+
+
+def test_the_same_test_is_asked_for_while_some_of_its_processes_were_disturbed(monkeypatch):
+    asked = {}
+
+    def from_fresh_processes(config, names, processes, progress, lacking):
+        asked.update(config=config, names=names, processes=processes)
+        asked["again"] = [lacking([run(0), run(1)]), lacking([run(0), run(1, hot=["hot"])]), lacking([run(0, hot=["hot"])])]
+        return [run(0), run(1)]
+
+    monkeypatch.setattr(timekeeper, "fresh_runs", from_fresh_processes)
+    Comparing(session(), Baselines(), "the config")._fresh_runs(Measurement())
+    name = "test_mine.py::test_mine"
+    assert asked == {"config": "the config", "names": [name], "processes": 2, "again": [[], [name], []]}
