@@ -24,17 +24,17 @@ suite: $(VENV)/ready
 	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS)
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto --dist worksteal
+	$(BIN)/pytest tests -n auto --dist worksteal
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready
-	ATTN_TESTS=all OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto --dist worksteal
+	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
 
 # the oldest pytest that is supported, laid over the environment: what touches pytest most
 OLDEST = tests/plugin/test_stories.py tests/plugin/test_options.py tests/plugin/test_outputs.py
 test-oldest: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist and not workers1'
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist and not workers1'
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,4 +1,10 @@
+import os
+
 import pytest
+import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
+torch.set_num_threads(1)
 
 #: What pytest and the plugin read of the place they run in: a CI job's summary is longer, xdist's workers are told how wide
 #: the terminal is, and a log may be colored. A test that is about one of them sets it itself.

@@ -100,7 +100,7 @@ def test_on_a_gpu_it_is_timed_where_it_computes():
 
 @pytest.mark.parametrize("is_changed_alone", [False, True], ids=["honest", "keeps"])
 def test_a_kernel_that_really_keeps_the_results_of_data_that_it_knows_is_not_praised(is_changed_alone):
-    """By the real clock, on a machine that may be busy: then it is not known."""
+    """By the real clock, on a machine that may be busy: then it is asked until it is known."""
     workload, kept = Workload(256, heads=8, head_dim=64, dtype="float32"), {}
 
     def kernel(q, k, v):
@@ -112,8 +112,11 @@ def test_a_kernel_that_really_keeps_the_results_of_data_that_it_knows_is_not_pra
     work = timed(kernel, workload, CPU)
     with work.context():
         work.stage()()
-        try:
-            found = look_for_kept_results(work)
-        except StaleError as error:
-            found = str(error)
+        for _ in range(100 if is_changed_alone else 5):
+            try:
+                found = look_for_kept_results(work)
+            except StaleError as error:
+                found = str(error)
+            if found:
+                break
     assert ("on the data of the call before" in found) == is_changed_alone
