@@ -1,7 +1,6 @@
 """How a GPU's timer plans and takes its samples, on a GPU all of whose answers are made up."""
 
 import itertools
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -233,7 +232,9 @@ def test_launching_is_told_from_waiting(monkeypatch):
     log, clock = [], Clock()
     monkeypatch.setattr(calls, "time", clock)
     monkeypatch.setattr(calls, "wait", lambda device: log.append("wait") or clock.pass_by(20e-3))
-    work = SimpleNamespace(device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.pass_by(3e-3) or "out"))
+    work = SimpleNamespace(
+        device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.pass_by(3e-3) or "out")
+    )
     value, launched, done = calls.called(work)
     assert log == ["stage", "wait", "call", "wait"]
     assert value == "out"
