@@ -24,8 +24,8 @@ import torch
 from rules import RULES
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.precision import precision_named
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
@@ -42,6 +42,8 @@ from honest.variants import VARIANTS
 
 CPU = torch.device("cpu")
 CACHE = ReferenceCache(2 << 30)
+#: what it takes to see these is asked with --attn-thorough only
+THOROUGH = ("strides",)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -134,8 +136,11 @@ def is_refused(backend: Backend, case: Case) -> bool:
 def found_by_invariants(mutant: Mutant, cases: list[Case]) -> str:
     """Return the invariant that finds the mutant, "" where none does."""
     for case in cases:
+        spec, is_thorough = CheckSpec(case.workload, CPU, case.backward), mutant.condition in THOROUGH
         try:
-            report = judge_invariants(mutant.backend(), CheckSpec(case.workload, CPU, case.backward))
+            report = judge_invariants(mutant.backend(), spec, CACHE, thorough=is_thorough)
+        except TypeError:  # a mistake in a call from here is nothing that a mutant was caught by
+            raise
         except Exception as error:
             return type(error).__name__
         if report.broken:

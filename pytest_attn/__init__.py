@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pytest_attn.backends.capabilities import Capabilities
     from pytest_attn.backends.known_defect import KnownDefect
     from pytest_attn.backends.machine import Machine
+    from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.case import AttentionCase
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.failures.failure import Failure, load_failure
@@ -39,6 +40,7 @@ __all__ = [
     "Machine",
     "Neighborhood",
     "Pages",
+    "Precision",
     "Window",
     "Workload",
     "check",
@@ -65,6 +67,7 @@ _HOMES = {
     "Machine": "pytest_attn.backends.machine",
     "Neighborhood": "pytest_attn.workloads.masks",
     "Pages": "pytest_attn.workloads.workload",
+    "Precision": "pytest_attn.backends.precision",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
     "check": "pytest_attn.api",

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import current, machine_of, resolve_device
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
@@ -35,12 +36,14 @@ def check(
     *,
     backward: bool = False,
     inputs: str | tuple[str, ...] | None = None,
-    precision: str = "flash",
+    precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
     device: str = "auto",
     seed: int = 0,
     limits: str = "default",
+    empty_rows: str = "zero",
+    contiguous: bool = False,
     name: str | None = None,
 ) -> Comparison:
     """Hold a callable against exact attention, without pytest.
@@ -48,8 +51,10 @@ def check(
     fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; or a backend, or its name.
     workload: a `Workload` or a name of the catalog that stands for one workload.
     backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
-    precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: correctness/precision.py).
+    precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: backends/precision.py).
     layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+    empty_rows: what it returns in rows that see no key: "zero", "finite" (any finite numbers) or "any"; then these rows, and
+    their dout, are left out. contiguous: whether it takes only contiguous tensors, as its documentation says.
     device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps". name: what to call a callable, by default its qualified name.
 
     Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
@@ -57,7 +62,10 @@ def check(
     """
     __tracebackhide__ = True
     names = distribution_names(inputs)
-    spec = CheckSpec(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits)
+    spec = CheckSpec(
+        *(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits),
+        *(empty_rows, contiguous),
+    )
     return _checked(spec.subject(Registry(), fn, name), spec)
 
 
@@ -69,11 +77,13 @@ def check_invariants(
     skip: Names = None,
     thorough: bool = False,
     backward: bool = False,
-    precision: str = "flash",
+    precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
     device: str = "auto",
     seed: int = 0,
+    empty_rows: str = "zero",
+    contiguous: bool = False,
     name: str | None = None,
 ) -> InvariantReport:
     """Ask a callable, or a backend by its name, every invariant that applies, without pytest.
@@ -92,6 +102,8 @@ def check_invariants(
         layout=layout,
         returns_lse=returns_lse,
         seed=seed,
+        empty_rows=empty_rows,
+        contiguous=contiguous,
     )
     subject = spec.subject(Registry(), fn, name)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
@@ -106,13 +118,15 @@ def measure(
     *,
     backward: bool | Literal["both"] = False,
     inputs: str | tuple[str, ...] | None = None,
-    precision: str = "flash",
+    precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
     device: str = "auto",
     seed: int = 0,
     cold: bool = True,
     cpu_threads: int | None = None,
+    empty_rows: str = "zero",
+    contiguous: bool = False,
     name: str | None = None,
 ) -> Latency:
     """Check a callable as `pytest_attn.check` does, then time it, without pytest and without a baseline.
@@ -127,7 +141,11 @@ def measure(
     direction = direction_of(backward)
     where = resolve_device(device)
     names = distribution_names(inputs)
-    spec = CheckSpec(_named(workload), where, bool(backward), names, precision, layout, returns_lse, seed)
+    spec = CheckSpec(
+        *(_named(workload), where, bool(backward), names, precision, layout, returns_lse, seed),
+        empty_rows=empty_rows,
+        contiguous=contiguous,
+    )
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
     with current(where), threads(cpu_threads if where.type == "cpu" else None):

@@ -17,7 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pytest_attn
 from pytest_attn import hooks, plugin
-from pytest_attn.correctness.precision import PRECISIONS, Precision
+from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.plugin import MARKERS
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.session.settings import add_options
@@ -129,7 +129,7 @@ def precisions() -> Iterator[str]:
         yield f"``{name}``"
         yield f"   {said or 'float32 scores; rounds P, and dS in the backward pass, to the dtype'}"
         yield ""
-    yield ".. autoclass:: pytest_attn.correctness.precision.Precision()"
+    yield ".. autoclass:: pytest_attn.backends.precision.Precision()"
     yield "   :no-members:"
     yield ""
 

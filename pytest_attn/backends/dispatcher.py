@@ -10,6 +10,7 @@ from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.fields import DTYPES
 from pytest_attn.workloads.workload import Workload
 
@@ -87,7 +88,7 @@ class Dispatcher(LibraryBackend):
         """Refuse what the kernel refuses."""
         return self._kernel.unsupported_because(workload, machine, backward)
 
-    def precision_on(self, kind: str) -> str:
+    def precision_on(self, kind: str) -> str | Precision:
         """The kernel's, where the name has none of its own."""
         return self._entry.precision or self._kernel.precision_on(kind)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import Declared, Options, expanded, out_of_resources
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -28,7 +29,7 @@ class FunctionBackend(Backend):
         name: str,
         fn: Callable[..., Any],
         layout: str = "bhsd",
-        precision: str = "flash",
+        precision: str | Precision = "flash",
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
         configurations: Declared = (),
     ) -> None:

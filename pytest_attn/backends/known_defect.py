@@ -18,7 +18,8 @@ class KnownDefect:
     the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
     changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
     without, every failure of these tensors does. invariants: names of those that it may break, empty where it may break any;
-    tensors are empty where only invariants show it.
+    tensors are empty where only invariants show it. ends_cuda: these invariants would end the process's CUDA context, and are
+    not asked.
     """
 
     issue: str
@@ -30,6 +31,7 @@ class KnownDefect:
     changes_input: tuple[str, ...] = ()
     shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
     invariants: tuple[str, ...] = ()
+    ends_cuda: bool = False
 
     def spoils(self, workload: Workload, machine: Machine, backward: bool) -> bool:
         """Whether a workload is in its reach: one of gradients only is in a backward pass."""

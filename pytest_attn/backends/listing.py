@@ -9,6 +9,7 @@ from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.capabilities import COLUMNS
 from pytest_attn.backends.library import try_imports
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.catalog import Catalog
 
@@ -41,7 +42,7 @@ def capability_table(registry: Registry) -> Table:
     for name in registry.names:
         backend = registry[name]
         if backend.capabilities is not None:
-            kind = "approximate" if backend.is_approximate else backend.precision
+            kind = "approximate" if backend.is_approximate else precision_named(backend.precision).name
             rows.append((name, backend.needs, kind, *backend.capabilities.row()))
     return ("backend", "needs", "precision", *COLUMNS), rows
 

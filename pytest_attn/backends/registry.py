@@ -12,6 +12,7 @@ from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.graphed import Graphed
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.nearest import did_you_mean
@@ -53,7 +54,7 @@ class Registry:
         fn: Callable[..., Any],
         *,
         layout: str = "bhsd",
-        precision: str = "flash",
+        precision: str | Precision = "flash",
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
         configurations: Declared = (),
     ) -> None:
@@ -104,7 +105,7 @@ class Registry:
         name: str | None = None,
         *,
         layout: str = "bhsd",
-        precision: str = "flash",
+        precision: str | Precision = "flash",
         returns_lse: bool = False,
         within: str = "",
     ) -> Subject:

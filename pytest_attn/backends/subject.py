@@ -12,6 +12,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.naming import called_name
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
@@ -41,8 +42,8 @@ class Subject(ABC):
     library: str = ""
     #: "bhsd" or "bshd", in which a callable takes and returns tensors; of packed workloads it is "thd", of a backend "bhsd"
     layout: str = "bhsd"
-    #: the precision profile that it declares (correctness/precision.py)
-    precision: str = "flash"
+    #: the precision profile that it declares (backends/precision.py)
+    precision: str | Precision = "flash"
     #: whether its kernels return (out, lse)
     returns_lse: bool = False
     #: whether it quantizes its inputs; then `dequantized` says to what
@@ -65,7 +66,7 @@ class Subject(ABC):
         """Return the version of its library; "" where it has none."""
         return ""
 
-    def precision_on(self, kind: str) -> str:
+    def precision_on(self, kind: str) -> str | Precision:
         """Return its precision profile on a type of device ("cpu", "cuda", ...)."""
         del kind
         return self.precision
@@ -158,7 +159,7 @@ class CallableSubject(Subject):
         fn: Callable[..., Any],
         name: str | None = None,
         layout: str = "bhsd",
-        precision: str = "flash",
+        precision: str | Precision = "flash",
         returns_lse: bool = False,
         within: str = "",
     ) -> None:

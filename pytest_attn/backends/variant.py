@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -49,7 +50,7 @@ class Variant(Backend):
         """The inner backend's."""
         return self.inner.dequantized(inputs)
 
-    def precision_on(self, kind: str) -> str:
+    def precision_on(self, kind: str) -> str | Precision:
         """The inner backend's profile."""
         return self.inner.precision_on(kind)
 

@@ -79,7 +79,7 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
         reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
         outcome.skip(subject, f"no invariant that was asked for applies: {reasons}", "invariants")
     if report.passed:
-        outcome.record(subject, Verdict.HELD, question="invariants")
+        outcome.record(subject, Verdict.HELD, question="invariants", reason="; ".join(report.notes))
         return report
     broken = sorted({finding.invariant for finding in report.broken})
     if known := _breaking(run.defects_of(subject), set(broken)):

@@ -18,7 +18,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures.data import FailureData, tensors_of
-from pytest_attn.failures.encoding import encode_workload
+from pytest_attn.failures.encoding import encode_precision, encode_workload
 from pytest_attn.failures.failure import ENVIRONMENT, FORMAT, SCRIPT, TENSORS, write_tensors
 from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
 from pytest_attn.failures.script import KernelSource, conftest_backend, import_root, kernel_of, named_backend, script
@@ -115,9 +115,11 @@ class FailureSaver:
                 "backward": data.backward,
                 "layout": spec.layout,
                 "returns_lse": spec.returns_lse,
-                "precision": spec.precision,
-                "declared": spec.for_subject(self._subject).precision if self._subject else spec.precision,
+                "precision": encode_precision(spec.precision),
+                "declared": encode_precision(spec.for_subject(self._subject).precision if self._subject else spec.precision),
                 "limits": spec.limits,
+                "empty_rows": spec.empty_rows,
+                "contiguous": spec.contiguous,
                 "thorough": self._session.settings.thorough,
             },
             "machine": {**asdict(machine), "kind": machine.kind, "torch_version": str(machine.torch_version)},

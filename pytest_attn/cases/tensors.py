@@ -140,6 +140,8 @@ class CaseTensors:
             returns_lse=mark.returns_lse,
             seed=settings.seed,
             limits=settings.limits,
+            empty_rows=mark.empty_rows,
+            contiguous=mark.contiguous,
         )
 
     @property

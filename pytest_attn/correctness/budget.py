@@ -24,8 +24,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, UNIT
 from pytest_attn.correctness.blocks import Block, Chunk
-from pytest_attn.correctness.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, UNIT
 from pytest_attn.correctness.products import over_keys, per_key
 from pytest_attn.correctness.rounding import Rounding, row_tops
 

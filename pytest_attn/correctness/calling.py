@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import StridePattern
@@ -32,12 +33,14 @@ def call_kernel(
     laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = ("out", "lse") if spec.returns_lse else ("out",)
+    empty_rows = EmptyRows(pristine, spec.empty_rows)
     with nullcontext() if spec.backward else torch.no_grad():
         result = kernel(*given)
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:
-        tensors.update(_gradients(tensors["out"], given, pattern.of("dout", spec.in_layout(pristine.dout), spec.layout)))
+        dout = spec.in_layout(empty_rows.blanked(pristine.dout))
+        tensors.update(_gradients(tensors["out"], given, pattern.of("dout", dout, spec.layout)))
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
     changes = {
@@ -45,7 +48,8 @@ def call_kernel(
         for name, now, before in zip("qkv", given, kept, strict=True)
         if not torch.equal(now.detach(), before)
     }
-    return {name: t if name == "lse" else spec.in_layout(t) for name, t in tensors.items()}, changes
+    native = {name: t if name == "lse" else spec.in_layout(t) for name, t in tensors.items()}
+    return empty_rows.forget(native), changes
 
 
 def _gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.compare import compare_all, residual_over_budget
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.mistakes import likely_mistakes
-from pytest_attn.correctness.precision import Precision
 from pytest_attn.correctness.reference import Reference, compute_reference, heads_first, score_elements
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload

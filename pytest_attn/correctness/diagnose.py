@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import EXACT_PRECISIONS
 from pytest_attn.correctness.compare import residual_over_budget
 from pytest_attn.correctness.comparison import Location, Members, Suggestion, TensorComparison
 from pytest_attn.correctness.confirm import WholeCase, largest_z
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.mistakes import likely_mistakes
-from pytest_attn.correctness.precision import EXACT_PRECISIONS
 from pytest_attn.correctness.reference import Reference, compute_reference, heads_first
 from pytest_attn.workloads.workload import Workload
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.precision import SHARED, SLOPE_UNIT
 from pytest_attn.correctness.blocks import Block, Chunk
 from pytest_attn.correctness.budget import ForwardRows
-from pytest_attn.correctness.precision import SHARED, SLOPE_UNIT
 from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
 from pytest_attn.correctness.rounding import Rounding
 

@@ -15,6 +15,7 @@ from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch, T
 from pytest_attn.correctness.confirm import Returned, WholeCase
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.diagnose import explain
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, heads_first
 from pytest_attn.correctness.references import ReferenceCache
@@ -51,8 +52,8 @@ def judge(
 def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_evidence: bool = False) -> Comparison:
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
-    tensor = spec.in_layout(tensor)
-    limits, tensors = limits_named(spec.limits), {"out": tensor}
+    empty_rows = EmptyRows(reference.inputs, spec.empty_rows)
+    limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
     case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits)
     mismatch = None if row.passed else _mismatch(_Failed(row, reference, tensors), case, keep_evidence)
@@ -143,8 +144,10 @@ class _Judgment:
     # -- details -------------------------------------------------------------------------------------------------------
 
     @property
-    def _is_compiled(self) -> bool:
-        return self.kernel is not None and compilation_of(self.kernel) is not None
+    def _takes_views(self) -> bool:
+        """Whether tensors are handed over as models do; pools are as they are, and other strides cost another compilation."""
+        is_compiled = self.kernel is not None and compilation_of(self.kernel) is not None
+        return not (is_compiled or self.spec.contiguous or self.spec.workload.kv_pages)
 
     def _results(
         self, distribution: str, reference: Reference, pattern: StridePattern
@@ -155,7 +158,7 @@ class _Judgment:
         with self.deadline(), self.subject.calling(), _placing_faults(where), late_refusals_of(self.subject):
             if self.kernel is None:
                 self.kernel = self.subject.prepare(reference.called_with, self.spec.backward)
-            pattern = CONTIGUOUS if self._is_compiled or self.spec.workload.kv_pages else pattern
+            pattern = pattern if self._takes_views else CONTIGUOUS
             if pattern != CONTIGUOUS:
                 try:
                     with refusals():

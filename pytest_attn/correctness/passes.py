@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import Block, Chunk, row_chunks
 from pytest_attn.correctness.budget import ForwardBudget, ForwardRows
 from pytest_attn.correctness.exact import modify, scaled_scores, softmax
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients
-from pytest_attn.correctness.precision import Precision
 from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.rounding import Rounding
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.passes import compute_block
-from pytest_attn.correctness.precision import Precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths

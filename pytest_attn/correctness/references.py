@@ -6,9 +6,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.precision import Precision, precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -37,7 +37,7 @@ class ReferenceCache:
 
         For a subject that quantizes its inputs it is exact attention on the quantized values, computed for this one only.
         """
-        precision = precision_named(spec.precision)
+        precision = spec.profile
         distribution = distribution or spec.inputs[0]
         with quiet():  # the arithmetic is ours, its warnings are not the test's
             if subject is not None and subject.is_approximate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.precision import FLOOR, LARGEST, TINY, UNIT, Precision
+from pytest_attn.backends.precision import FLOOR, LARGEST, TINY, UNIT, Precision
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.precision import PRECISIONS, precision_named
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
@@ -24,18 +25,21 @@ class CheckSpec:
     """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
-    distributions. precision, layout, returns_lse: what the kernel declares. limits: a name in `correctness.limits.LIMITS`.
+    distributions. precision, layout, returns_lse, empty_rows, contiguous: what the kernel declares. limits: a name in
+    `correctness.limits.LIMITS`.
     """
 
     workload: Workload
     device: torch.device
     backward: bool = False
     inputs: tuple[str, ...] = ("structured", "flat")
-    precision: str = "flash"
+    precision: str | Precision = "flash"
     layout: str = "bhsd"
     returns_lse: bool = False
     seed: int = 0
     limits: str = "default"
+    empty_rows: str = "zero"
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         precision_named(self.precision)
@@ -45,6 +49,8 @@ class CheckSpec:
             raise ValueError(f"workload must be a name or a Workload, got {self.workload!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number >= 0, got {self.seed!r}")
+        if self.empty_rows not in EMPTY_ROWS:
+            raise ValueError(f"empty_rows must be one of {', '.join(EMPTY_ROWS)}, got {self.empty_rows!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         if (self.layout == "thd") != self.workload.is_packed:
@@ -54,11 +60,18 @@ class CheckSpec:
         if self.backward and self.workload.kv_pages:
             raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
 
+    @property
+    def profile(self) -> Precision:
+        """The precision profile that the kernel declares."""
+        return precision_named(self.precision)
+
     def for_subject(self, subject: Subject) -> CheckSpec:
         """Return the spec with the layout, precision and lse that a subject declares. Raises ValueError for an unknown one."""
         precision = subject.precision_on(self.device.type)
-        if precision not in PRECISIONS:
-            raise ValueError(f"backend {subject.name!r}: unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
+        try:
+            precision_named(precision)
+        except ValueError as error:
+            raise ValueError(f"backend {subject.name!r}: {error}") from None
         layout = "thd" if self.workload.is_packed else "bhsd" if subject.is_backend else subject.layout
         return dataclasses.replace(self, precision=precision, returns_lse=subject.returns_lse, layout=layout)
 

@@ -17,14 +17,24 @@ if TYPE_CHECKING:
 _REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
 
 
+def is_cuda_error(error: Exception) -> bool:
+    """Whether an exception is CUDA's own, after which the process may have no CUDA any more."""
+    return isinstance(error, RuntimeError) and "CUDA error: " in str(error)
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what a kernel raises that does not take some strides into RefusedError; a broken contract stays one."""
+    """Turn what a kernel raises that does not take some strides into RefusedError.
+
+    A broken contract stays one, and what CUDA raises is no refusal: the kernel has run.
+    """
     try:
         yield
     except ContractError:
         raise
     except _REFUSALS as error:
+        if is_cuda_error(error):
+            raise
         raise RefusedError(str(error) or type(error).__name__) from error
 
 

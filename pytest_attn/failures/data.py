@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.precision import precision_named
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.failures.encoding import mask_is_function
 from pytest_attn.workloads.inputs import Inputs
@@ -90,7 +90,7 @@ def inputs_from(tensors: dict[str, torch.Tensor], workload: Workload, device: to
     return Inputs(workload, device, **given)
 
 
-def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: str) -> Reference | None:
+def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: Precision) -> Reference | None:
     """Return the saved reference of saved inputs, None where none was saved."""
     import torch
 
@@ -109,6 +109,6 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
     if not expected:
         return None
     if "quantised.q" not in tensors:
-        return Reference(inputs, precision_named(precision), expected)
+        return Reference(inputs, precision, expected)
     q, k, v = (tensors[f"quantised.{name}"].to(inputs.device) for name in "qkv")
-    return Reference(dataclasses.replace(inputs, q=q, k=k, v=v), precision_named(precision), expected, inputs)
+    return Reference(dataclasses.replace(inputs, q=q, k=k, v=v), precision, expected, inputs)

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
@@ -38,6 +39,16 @@ def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) ->
     """
     score_mod = fields["score_mod"] and _decode_function(fields["score_mod"])
     return Workload(**{**fields, "mask": _decode_mask(fields["mask"], mask), "score_mod": score_mod})
+
+
+def encode_precision(precision: str | Precision) -> str | dict[str, Any]:
+    """Return a profile's name, and of one's own its fields."""
+    return precision if isinstance(precision, str) else dataclasses.asdict(precision)
+
+
+def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:
+    """Return the precision of `encode_precision`."""
+    return encoded if isinstance(encoded, str) else Precision(**encoded)
 
 
 def mask_is_function(workload: Workload) -> bool:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.api import judged_in_words
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import resolve_device
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.precision import precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures.data import inputs_from, reference_from
-from pytest_attn.failures.encoding import UnknownFunctionError, decode_workload
+from pytest_attn.failures.encoding import UnknownFunctionError, decode_precision, decode_workload
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.messages import invariants, mismatch
@@ -129,20 +129,23 @@ class Failure:
             device=where,
             backward=asked["backward"],
             inputs=(asked["distribution"],),
-            precision=asked["precision"],
+            precision=decode_precision(asked["precision"]),
             layout=asked["layout"],
             returns_lse=asked["returns_lse"],
             seed=asked["seed"],
             limits=asked["limits"],
+            empty_rows=asked.get("empty_rows", "zero"),
+            contiguous=asked.get("contiguous", False),
         )
-        reference = reference_from(self.tensors, inputs, asked["declared"])
-        return spec, SavedReferences(inputs, reference, asked["declared"], self.environment["kernel"]["name"])
+        declared = precision_named(decode_precision(asked["declared"]))
+        reference = reference_from(self.tensors, inputs, declared)
+        return spec, SavedReferences(inputs, reference, declared, self.environment["kernel"]["name"])
 
 
 class SavedReferences(ReferenceCache):
     """Answers with the saved inputs, and with the saved reference of the precision and the kernel that it was computed for."""
 
-    def __init__(self, inputs: Inputs, reference: Reference | None, precision: str, kernel: str) -> None:
+    def __init__(self, inputs: Inputs, reference: Reference | None, precision: Precision, kernel: str) -> None:
         super().__init__()
         self._inputs, self._reference, self._precision, self._kernel = inputs, reference, precision, kernel
 
@@ -153,13 +156,13 @@ class SavedReferences(ReferenceCache):
     def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
         """Return the saved reference where it serves, else one that is computed from the saved inputs."""
         is_approximate = subject is not None and subject.is_approximate
-        if self._reference is not None and spec.precision == self._precision:
+        if self._reference is not None and spec.profile == self._precision:
             is_quantized = self._reference.given is not None
             if is_quantized == is_approximate and (not is_approximate or subject.name == self._kernel):  # type: ignore[union-attr]
                 return self._reference
         if is_approximate:
             return super().reference_of(spec, distribution, subject)
-        return compute_reference(self._inputs, precision_named(spec.precision), spec.backward)
+        return compute_reference(self._inputs, spec.profile, spec.backward)
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class StartedCall:
         leaves: list[Tensor],
         handed_out: dict[str, Tensor],
         dout: Tensor,
+        empty_rows: EmptyRows,
     ) -> None:
         """calling: makes the context of each call."""
-        self._spec, self._calling = spec, calling
+        self._spec, self._calling, self._empty_rows = spec, calling, empty_rows
         self._leaves, self.handed_out, self._dout = leaves, handed_out, dout
 
     @property
@@ -75,4 +77,6 @@ class StartedCall:
 
             torch.cuda.synchronize(spec.device)
         both = {**self.handed_out, **gradients}
-        return {name: (t if name == "lse" else spec.in_layout(t)).detach() for name, t in both.items()}
+        return self._empty_rows.forget(
+            {name: (t if name == "lse" else spec.in_layout(t)).detach() for name, t in both.items()}
+        )

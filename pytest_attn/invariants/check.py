@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
+from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants.invariant import Invariant, NotApplicable
+from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, what_was_raised
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
+
+if TYPE_CHECKING:
+    import torch
 
 Names = Iterable[str] | str | None
 
@@ -39,25 +44,57 @@ def judge_invariants(
     spec = spec.for_subject(subject)
     probe = Probe(subject, spec, references.inputs_of(spec, spec.inputs[0]), deadline, thorough)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once
-    findings = tuple(_find(invariant, probe) for invariant in invariants)
-    return InvariantReport(spec.workload.id, subject.name, findings)
+    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe)))
+
+
+def _findings(invariants: Iterable[Invariant], probe: Probe) -> Iterator[Finding]:
+    """Ask one after the other, until a kernel has taken CUDA from this process: what was not asked is not broken."""
+    lost = ""
+    for invariant in invariants:
+        if lost:
+            yield Finding(invariant.name, "not applicable", lost, 0)
+            continue
+        yield (finding := _find(invariant, probe))
+        if finding.outcome == "broken" and (said := lost_because(probe.device)):
+            lost = f"not asked: this process has no CUDA any more since {invariant.name} was ({said})"
+
+
+def lost_because(device: torch.device) -> str:
+    """Return what CUDA says where this process cannot use it any more, "" where it can."""
+    if device.type != "cuda":
+        return ""
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _find(invariant: Invariant, probe: Probe) -> Finding:
     """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend."""
-    before = probe.calls
+    before, probe.note = probe.calls, ""
 
     def finding(outcome: Outcome, evidence: str) -> Finding:
         return Finding(invariant.name, outcome, evidence, probe.calls - before)
 
-    if reason := invariant.inapplicable_because(probe):
+    if reason := _known_to_end_cuda(invariant, probe) or invariant.inapplicable_because(probe):
         return finding("not applicable", reason)
     try:
         evidence = invariant.run(probe)
     except (NotApplicable, RefusedError) as reason:
         return finding("not applicable", str(reason))
-    except ContractError as error:
+    except (ContractError, KernelRaised) as error:
         return finding("broken", str(error))
     except Exception as error:
-        return finding("broken", f"the kernel raised {type(error).__name__}: {error}")
-    return finding("broken" if evidence else "passed", evidence)
+        return finding("broken", what_was_raised(error))
+    return finding("broken", evidence) if evidence else finding("passed", probe.note)
+
+
+def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str:
+    """Say which known defect would take CUDA from this process, "" where none would."""
+    machine = machine_of(probe.device)
+    known = probe.subject.defects_on(probe.workload, machine, probe.backward)
+    fatal = (defect for defect in known if defect.ends_cuda and invariant.name in defect.invariants)
+    return next((f"{defect.issue}: {defect.summary}" for defect in fatal), "")

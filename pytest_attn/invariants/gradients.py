@@ -143,7 +143,7 @@ class LseGradient(Invariant):
         lse = pending.handed_out["lse"]
         if not lse.requires_grad:
             raise NotApplicable("lse carries no gradient")
-        arriving = torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype)
+        arriving = probe.empty_rows.blanked(torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype))
         found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving))
         q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
         groups = (q.shape[0], w.kv_heads, w.group)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.strides import is_cuda_error
 
 if TYPE_CHECKING:
     from pytest_attn.invariants.probe import Probe
@@ -14,6 +20,28 @@ QUANTIZES = "a kernel that quantises its inputs mixes keys, and rounds in other 
 
 class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error
     """An invariant that says nothing about this kernel after all; the text is the reason."""
+
+
+class KernelRaised(Exception):  # noqa: N818 - a finding, whose text is the evidence
+    """A kernel raised what is no refusal; the text says on what, and what it raised."""
+
+
+@contextmanager
+def on(words: str) -> Iterator[None]:
+    """Say of what a kernel raises on what it did. words: how its tensors lie, or what they hold."""
+    try:
+        yield
+    except (ContractError, NotApplicable, RefusedError):
+        raise
+    except Exception as error:
+        raise KernelRaised(f"{words}: {what_was_raised(error)}") from error
+
+
+def what_was_raised(error: Exception) -> str:
+    """Return an exception in words, without CUDA's advice to debug it."""
+    text = str(error)
+    said = text.splitlines()[0] if is_cuda_error(error) else text
+    return f"the kernel raised {type(error).__name__}: {said}"
 
 
 class Invariant(ABC):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import fused, refusals, swapped
 from pytest_attn.invariants.call import Tensors
-from pytest_attn.invariants.invariant import Invariant, NotApplicable
+from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
 from pytest_attn.invariants.probe import Probe
 
 if TYPE_CHECKING:
@@ -35,12 +35,6 @@ def innermost(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor + 1], -1)[..., 0]
 
 
-def odd_where_one(tensor: Tensor) -> Tensor:
-    """Dimensions of size 1 have strides that mean nothing."""
-    strides = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(tensor.shape, strides)
-
-
 def same(tensor: Tensor) -> Tensor:
     """The tensor as it is."""
     return tensor
@@ -61,31 +55,30 @@ class Arrangement:
         return Tensors(self.q(tensors.q), self.k(tensors.k), self.v(tensors.v), self.dout(tensors.dout))
 
 
-def _all(words: str, relaid: Relaid) -> Arrangement:
+def all_of(words: str, relaid: Relaid) -> Arrangement:
+    """Return the arrangement in which all four tensors lie so."""
     return Arrangement(words, relaid, relaid, relaid, relaid)
 
 
+#: as models hand tensors over: one projection's, seen by heads; a slice of wider keys, beside values seen by heads
 _DEFAULT = (
-    _all("q, k, v and dout with heads and rows swapped in memory", swapped),
+    all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
     Arrangement(
-        "k a slice of a wider tensor, v swapped in memory, strides of 7 in q's dimensions of size 1",
-        odd_where_one,
-        fused,
-        swapped,
-        padded,
+        "k a slice of a wider tensor, v and dout with heads and rows swapped in memory", same, fused, swapped, swapped
     ),
-    Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
 )
 _THOROUGH = (
+    Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
     Arrangement("q alone a slice of a wider tensor", fused, same, same, same),
     Arrangement("q alone swapped in memory", swapped, same, same, same),
     Arrangement("k alone with room behind its rows", same, padded, same, same),
     Arrangement("v alone swapped in memory", same, same, swapped, same),
     Arrangement("q, k and v slices of one wider tensor each", fused, fused, fused, same),
     Arrangement("dout alone swapped in memory", same, same, same, swapped),
+    Arrangement("dout alone with room behind its rows", same, same, same, padded),
     Arrangement("dout's elements two apart", same, same, same, innermost),
-    _all("strides of 7 in dimensions of size 1", odd_where_one),
 )
+CONTIGUOUS_ONLY = "the marker says that the kernel takes contiguous tensors only"
 
 
 class Layout(Invariant):
@@ -95,31 +88,45 @@ class Layout(Invariant):
     summary = "tensors with other strides give what contiguous ones give, or are refused"
     calls = len(_DEFAULT) + 1
 
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Leave out kernels that are documented to take contiguous tensors."""
+        return CONTIGUOUS_ONLY if probe.spec.contiguous else None
+
     def run(self, probe: Probe) -> str:
         """Call with each arrangement that is no refusal."""
-        base, refusal, answered = probe.base, "", 0
-        for arrangement in _arrangements(probe):
-            try:
-                with refusals():
-                    found = probe.call(arrangement.of(probe.handed()))
-            except RefusedError as error:
-                refusal = f"{arrangement.words}: refused in its own words: {_first_line(error)}"
-                continue
-            answered += 1
-            if changed := probe.change(found, base):
-                return f"{arrangement.words}: {changed}"
-        if broken := _expanded(probe):
-            return broken
-        if not answered:
-            raise NotApplicable(refusal)
-        return ""
+        return judge_arrangements(probe, _arrangements(probe), _expanded)
+
+
+def judge_arrangements(
+    probe: Probe, arrangements: Iterable[Arrangement], afterwards: Callable[[Probe], str] = lambda probe: ""
+) -> str:
+    """Return how an arrangement changes the results, "" where none does; raises NotApplicable where all are refused.
+
+    afterwards: what else is asked where none changes them.
+    """
+    base, refusal, answered = probe.base, "", 0
+    for arrangement in arrangements:
+        try:
+            with on(arrangement.words), refusals():
+                found = probe.call(arrangement.of(probe.handed()))
+        except RefusedError as error:
+            refusal = f"{arrangement.words}: refused in its own words: {_first_line(error)}"
+            continue
+        answered += 1
+        if changed := probe.change(found, base):
+            return f"{arrangement.words}: {changed}"
+    if broken := afterwards(probe):
+        return broken
+    if not answered:
+        raise NotApplicable(refusal)
+    return ""
 
 
 def _arrangements(probe: Probe) -> tuple[Arrangement, ...]:
-    """Choose arrangements: all, the default ones, or the most mixed of these where each costs a compilation."""
+    """Choose arrangements: all, those of models, or the most mixed of these where each costs a compilation."""
     if probe.thorough:
         return *_DEFAULT, *_THOROUGH
-    return _DEFAULT[1:2] if probe.is_compiled else _DEFAULT
+    return _DEFAULT[1:] if probe.is_compiled else _DEFAULT
 
 
 def _expanded(probe: Probe) -> str:
@@ -133,8 +140,9 @@ def _expanded(probe: Probe) -> str:
         return tensor.narrow(axis, 0, 1).expand(tensor.shape)
 
     dout = tensors.dout.narrow(-1, 0, 1).expand(tensors.dout.shape)
+    words = "k and v with heads of stride 0, dout with elements of stride 0"
     try:
-        with refusals():
+        with on(words), refusals():
             found = probe.call(Tensors(tensors.q, one_head(tensors.k), one_head(tensors.v), dout))
     except RefusedError:
         return ""
@@ -148,7 +156,7 @@ def _expanded(probe: Probe) -> str:
         inputs, k=written_out(inputs.k, of_heads), v=written_out(inputs.v, of_heads), dout=written_out(inputs.dout, -1)
     )
     misfit = probe.misfit(found, values)
-    return f"k and v with heads of stride 0, dout with elements of stride 0: {misfit}" if misfit else ""
+    return f"{words}: {misfit}" if misfit else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.precision import precision_named
 from pytest_attn.invariants.derived import TOO_LONG
 from pytest_attn.invariants.difference import Results, at_first
-from pytest_attn.invariants.invariant import QUANTIZES, Invariant
+from pytest_attn.invariants.invariant import QUANTIZES, Invariant, on
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 
@@ -37,7 +36,8 @@ class Magnitude(Invariant):
     def run(self, probe: Probe) -> str:
         """Call with large scores, then with large shifts."""
         for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
-            found = probe.run(inputs)
+            with on(words):
+                found = probe.run(inputs)
             if misfit := _no_average(found, inputs) if _rounds_scores(probe) else probe.misfit(found, inputs):
                 return f"{words}: {misfit}"
         return ""
@@ -45,7 +45,7 @@ class Magnitude(Invariant):
 
 def _rounds_scores(probe: Probe) -> bool:
     """Whether scores of 10,000 are off by more than the softmax bears, so that out may be any average of values."""
-    precision = precision_named(probe.spec.precision)
+    precision = probe.spec.profile
     return precision.rounds_scores or precision.rounds_scaled_query
 
 

@@ -12,7 +12,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.call import Tensors
-from pytest_attn.invariants.invariant import Invariant
+from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.inputs import Inputs
 
@@ -42,7 +42,7 @@ class Poison(Invariant):
         places = f"with NaN around each tensor and in fresh memory{filled}"
         with _dirty_memory(probe):
             try:
-                with refusals():
+                with on(places), refusals():
                     found = probe.call(Tensors(*(band.inside for band in bands)))
             except RefusedError:  # of tensors that begin within a larger one
                 places = f"with NaN in fresh memory{filled}"

@@ -15,8 +15,8 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.calling import late_refusals_of
 from pytest_attn.correctness.compare import compare_tensor
 from pytest_attn.correctness.contract import check_contract
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.precision import precision_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.call import StartedCall, Tensors
@@ -45,7 +45,8 @@ class Count:
 class Probe:
     """One kernel on one workload and one draw of inputs.
 
-    `base` is its plain answer, which the others are held against. `thorough` asks for more repetitions.
+    `base` is its plain answer, which the others are held against. `thorough` asks for more repetitions. `note` is what is to
+    be told of an invariant that holds.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Probe:
         thorough: bool = False,
         count: Count | None = None,
     ) -> None:
+        self.empty_rows = EmptyRows(inputs, spec.empty_rows)
         self.subject, self.spec, self.inputs = subject, spec, inputs
         self.deadline, self.thorough = deadline, thorough
         self.count = count or Count()
         self._current = spec.device
         self._kernel: AttentionFn | None = None
         self._base: dict[str, Tensor] | None = None
+        self.note = ""
         self._references: list[tuple[Inputs, Reference]] = []
 
     # -- what is known -------------------------------------------------------------------------------------------------
@@ -117,6 +120,10 @@ class Probe:
             self._base = self.run(self.inputs)
         return self._base
 
+    def settle(self, base: dict[str, Tensor], note: str) -> None:
+        """Take another answer for the plain one, and say why."""
+        self._base, self.note = base, note
+
     @property
     def kernel(self) -> AttentionFn:
         """The callable, prepared for the workload where a backend makes it."""
@@ -140,7 +147,8 @@ class Probe:
     def handed(self, inputs: Inputs | None = None) -> Tensors:
         """Return copies of q, k, v and dout, contiguous in the kernel's layout."""
         given = inputs or self.inputs
-        tensors = (given.q, False), (given.k, True), (given.v, True), (given.dout, False)
+        dout = self.empty_rows.blanked(given.dout)
+        tensors = (given.q, False), (given.k, True), (given.v, True), (dout, False)
         return Tensors(*(self.spec.in_layout(t, is_kv).clone() for t, is_kv in tensors))
 
     def run(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -164,9 +172,10 @@ class Probe:
         with self.calling(), nullcontext() if self.backward else torch.no_grad():
             result = kernel(*leaves)
         names = ("out", "lse") if spec.returns_lse else ("out",)
-        empty = Reference(self.inputs, precision_named(spec.precision))
+        empty = Reference(self.inputs, spec.profile)
         handed_out = check_contract(result, names, empty, self.workload, spec.layout)
-        return StartedCall(spec, self.calling, leaves, dict(zip(names, handed_out, strict=True)), tensors.dout)
+        by_name = dict(zip(names, handed_out, strict=True))
+        return StartedCall(spec, self.calling, leaves, by_name, tensors.dout, self.empty_rows)
 
     # -- other workloads -----------------------------------------------------------------------------------------------
 
@@ -213,9 +222,7 @@ class Probe:
             if known is inputs:
                 return reference
         with quiet():
-            reference = compute_reference(
-                self.subject.dequantized(inputs), precision_named(self.spec.precision), self.backward
-            )
+            reference = compute_reference(self.subject.dequantized(inputs), self.spec.profile, self.backward)
         self._references = [(inputs, reference), *self._references][:_KEPT_REFERENCES]
         return reference
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_attn.invariants.algebra import Algebra
+from pytest_attn.invariants.alignment import Alignment
 from pytest_attn.invariants.batch import Batch
 from pytest_attn.invariants.device import Device
 from pytest_attn.invariants.equivalence import Equivalence
@@ -42,6 +43,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     State(),
     Graph(),
     Device(),
+    Alignment(),
 )
 
 

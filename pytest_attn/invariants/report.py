@@ -12,7 +12,8 @@ Outcome: TypeAlias = Literal["passed", "broken", "not applicable"]
 class Finding:
     """One invariant on one workload.
 
-    evidence: where broken, the smallest thing that shows it; where not applicable, the reason. calls: of the kernel.
+    evidence: where broken, the smallest thing that shows it; where not applicable, the reason; where passed, what is worth
+    knowing of it, if anything. calls: of the kernel.
     """
 
     invariant: str
@@ -43,6 +44,11 @@ class InvariantReport:
     def applied(self) -> tuple[Finding, ...]:
         """The findings of invariants that could be tried on this workload and device."""
         return tuple(finding for finding in self.findings if finding.outcome != "not applicable")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing of invariants that hold."""
+        return tuple(f"{one.invariant}: {one.evidence}" for one in self.findings if one.outcome == "passed" and one.evidence)
 
     @property
     def calls(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -53,8 +54,10 @@ class Work:
         tensors: list[torch.Tensor],
         dout: torch.Tensor,
         direction: LatencyDirection,
+        counted: Callable[[torch.Tensor], torch.Tensor] = lambda result: result,
     ) -> None:
-        self.kernel, self.dout, self.direction = kernel, dout, direction
+        """counted: what of a result is looked at."""
+        self.kernel, self.dout, self.direction, self._counted = kernel, dout, direction, counted
         self.sets = [self._own(tensors)]
         self._sign = 1
         self._turn = 0
@@ -108,7 +111,7 @@ class Work:
     def result(self, value: Any) -> torch.Tensor:
         """Return what `verify` looks at: out, or dq."""
         tensor: torch.Tensor = value[0] if isinstance(value, tuple | list) else value
-        return tensor.detach()
+        return self._counted(tensor.detach())
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
         """Raise StaleError unless each result is that of the data as it stands; the very first one is taken as it is."""
@@ -168,4 +171,9 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare(inputs, backward=direction != "forward")
     tensors = [spec.in_layout(inputs.q), spec.in_layout(inputs.k, is_kv=True), spec.in_layout(inputs.v, is_kv=True)]
-    return Work(kernel, tensors, spec.in_layout(inputs.dout), direction)
+    empty_rows = EmptyRows(inputs, spec.empty_rows)
+
+    def counted(result: torch.Tensor) -> torch.Tensor:
+        return empty_rows.blanked(spec.in_layout(result)) if empty_rows.are_there else result
+
+    return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, counted)

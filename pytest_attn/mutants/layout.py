@@ -73,12 +73,21 @@ class _ExpandedReadAsContiguous(Kernel):
         return q, k, v
 
 
-@LAYOUT("innermost-stride-ignored", "PT#187506", applies=always, condition="layout")
+@LAYOUT("innermost-stride-ignored", "PT#187506", applies=always, condition="strides")
 class _InnermostStrideIgnored(Kernel):
     """The elements of a head's vector are taken to lie side by side."""
 
     def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
+
+
+@LAYOUT("address-rounded-to-16-bytes", "FA#2745", applies=always, condition="strides")
+class _AddressRoundedTo16Bytes(Kernel):
+    """v is read from the last address before its own that is a multiple of 16 bytes."""
+
+    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
+        aligned = v.storage_offset() // (16 // v.element_size()) * (16 // v.element_size())
+        return q, k, read_with_strides(v, v.stride(), start=aligned)
 
 
 @LAYOUT("keys-read-again-with-strides-of-q", "FA@2423cca3", "PT#146377", applies=in_backward, condition="layout")

@@ -21,6 +21,7 @@ Condition: TypeAlias = Literal[
     "magnitude",  # inputs with large scores, such as the distributions outlier and large
     "poison",  # NaN in padding and in unused parts of pages
     "layout",  # tensors with other strides than contiguous ones
+    "strides",  # tensors with strides, or at addresses, that no model passes
     "layouts",  # calls whose tensors have different strides, with one kernel
     "calls",  # calls with different values, with one kernel
     "workloads",  # calls with workloads that differ in one option or length, with one kernel

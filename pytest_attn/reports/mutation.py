@@ -14,6 +14,7 @@ _CONDITIONS = {
     "magnitude": 'inputs="outlier" or "large" in the marker',
     "poison": "attn.check_invariants",
     "layout": "attn.check_invariants",
+    "strides": "attn.check_invariants with --attn-thorough",
     "layouts": "attn.check_invariants",
     "calls": "attn.check_invariants",
     "workloads": "attn.check_invariants, or more workloads in one test",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.backends.machine import is_device_name
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.versions import satisfies
-from pytest_attn.correctness.precision import PRECISIONS
+from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.session.options import size
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import dtype_name
@@ -36,8 +37,10 @@ class AttentionMark:
     device: str | None = None
     backward: bool = False
     inputs: tuple[str, ...] | None = None
-    precision: str = "flash"
+    precision: str | Precision = "flash"
     returns_lse: bool = False
+    empty_rows: str = "zero"
+    contiguous: bool = False
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
@@ -57,8 +60,9 @@ class AttentionMark:
         if values.get("inputs") is not None:
             values["inputs"] = distribution_names(values["inputs"])
         _one_of("layout", values.get("layout", "bhsd"), LAYOUTS)
-        _one_of("precision", values.get("precision", "flash"), tuple(PRECISIONS))
-        for flag in ("backward", "returns_lse"):
+        precision_named(values.get("precision", "flash"))
+        _one_of("empty_rows", values.get("empty_rows", "zero"), EMPTY_ROWS)
+        for flag in ("backward", "returns_lse", "contiguous"):
             _one_of(flag, values.get(flag, False), (True, False))
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):

@@ -11,10 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Backend, Workload
 from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
+from pytest_attn.backends.precision import EXACT_PRECISIONS
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.limits import LIMITS
-from pytest_attn.correctness.precision import EXACT_PRECISIONS
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe

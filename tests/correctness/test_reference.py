@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn import Pages, Workload, draw_inputs
 from pytest_attn.backends.dense import index_tensors
+from pytest_attn.backends.precision import PRECISIONS
 from pytest_attn.correctness import blocks, reference
-from pytest_attn.correctness.precision import PRECISIONS
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.catalog import builtin_catalog
 

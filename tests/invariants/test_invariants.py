@@ -8,7 +8,7 @@ import torch
 from honest.variants import HONEST, VARIANTS
 from judging import asked
 
-from pytest_attn import Window, Workload, check_invariants
+from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -49,7 +49,6 @@ FAULTS = {
         ("head-stride-from-batch-stride", BATCHED),
         ("storage-offset-ignored", BATCHED),
         ("expanded-read-as-contiguous", CAUSAL),
-        ("innermost-stride-ignored", PLAIN),
         ("keys-read-again-with-strides-of-q", BATCHED),
         ("dout-assumed-contiguous", PLAIN),
         ("dq-written-with-strides-of-q", PLAIN),
@@ -96,6 +95,7 @@ FAULTS = {
         ("saved-lse-in-shared-workspace", PLAIN),
         ("gradient-sums-not-cleared", PLAIN),
     ],
+    "alignment": [("address-rounded-to-16-bytes", PLAIN)],
     "shapes": [("head-dim-tail-not-read", PLAIN), ("tile-of-one-key-lost", CAUSAL)],
 }
 
@@ -180,6 +180,28 @@ def test_an_invariant_sees_its_fault(invariant, name, workload):
 
 def test_every_invariant_has_a_fault():
     assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "graph", "device"}  # below
+
+
+def test_layouts_that_no_model_passes_are_asked_thoroughly():
+    innermost = mutant_named("innermost-stride-ignored")
+    assert not ask(innermost.backend(), PLAIN, "layout").broken
+    assert ask(innermost.backend(), PLAIN, "layout", thorough=True).broken
+
+
+def test_a_kernel_that_is_documented_to_take_contiguous_tensors_is_asked_no_other():
+    def contiguous_only(q, k, v):
+        assert all(tensor.is_contiguous() for tensor in (q, k, v)), "a stride"
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    for thorough in (False, True):
+        report = check_invariants(contiguous_only, PLAIN, thorough=thorough, contiguous=True, device="cpu")
+        reasons = {f.invariant: f.evidence for f in report.findings if f.outcome == "not applicable"}
+        assert reasons["layout"] == "the marker says that the kernel takes contiguous tensors only"
+        assert ("alignment" in reasons) is thorough
+        assert report.passed
+    assert check(contiguous_only, PLAIN, contiguous=True, device="cpu").passed
+    strides = check_invariants(contiguous_only, PLAIN, only="layout", device="cpu").findings[0]
+    assert strides.evidence.endswith("swapped in memory: refused in its own words: a stride")
 
 
 def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():

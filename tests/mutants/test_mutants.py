@@ -13,6 +13,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.alignment import unaligned
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.honest.backend import KernelBackend
@@ -255,6 +256,7 @@ LAYOUTS = {
     "spread": lambda q, k, v: (spread(q), spread(k), spread(v)),
     "expanded": lambda q, k, v: (q, expanded(k), expanded(v)),
     "odd strides": lambda q, k, v: (odd_batch_stride(q), odd_batch_stride(k), odd_batch_stride(v)),
+    "unaligned": lambda q, k, v: (unaligned(q), unaligned(k), unaligned(v)),
 }
 
 
@@ -333,6 +335,7 @@ EXPERIMENTS = {
     "magnitude": shown_by_large_scores,
     "poison": shown_by_poison,
     "layout": shown_by_layout,
+    "strides": shown_by_layout,
     "layouts": shown_by_layouts,
     "calls": shown_by_calls,
     "workloads": shown_by_workloads,

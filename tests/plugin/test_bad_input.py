@@ -18,7 +18,10 @@ import pytest
         ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, got 'sbhd'"),
         ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
         ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
-        ('"smoke-full", precision="int2"', "precision must be one of flash, flash2, eager"),
+        ('"smoke-full", precision="int2"', "unknown precision 'int2'; known: flash, flash2, eager"),
+        ('"smoke-full", precision=[8]', "unknown precision [8]; known: flash, flash2, eager"),
+        ('"smoke-full", empty_rows="nan"', "empty_rows must be one of zero, finite, any, got 'nan'"),
+        ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
         ('"smoke-full", backward="yes"', "backward must be one of True, False, got 'yes'"),
         ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
         (

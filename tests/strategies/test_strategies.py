@@ -8,7 +8,7 @@ from hypothesis import find, given, settings
 from traits import features, layout, mask_kind
 
 from pytest_attn import Document, Pages, Window, Workload, check
-from pytest_attn.correctness.precision import precision_named
+from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.strategies import workloads
 from pytest_attn.strategies.scope import FEATURES, LAYOUT_KINDS, MASK_KINDS

@@ -7,7 +7,7 @@ from covering import covering_pairs, pairwise_workloads
 from traits import features, layout, mask_kind
 
 from pytest_attn import check
-from pytest_attn.correctness.precision import precision_named
+from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.inputs import draw_inputs

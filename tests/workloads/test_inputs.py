@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pytest_attn import Pages, Window, Workload, draw_inputs
-from pytest_attn.correctness.precision import PRECISIONS
+from pytest_attn.backends.precision import PRECISIONS
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 

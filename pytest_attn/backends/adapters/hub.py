@@ -13,6 +13,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document, Window
@@ -82,7 +83,7 @@ class HubKernel(LibraryBackend):
         reasons = [f"its {name} has no {parameter}" for parameter in _needed_parameters(workload) if parameter not in known]
         return reasons or self._refusals_of_one_token(workload, machine, backward)
 
-    def precision_on(self, kind: str) -> str:
+    def precision_on(self, kind: str) -> str | Precision:
         """FlashAttention 2 is the one that takes dropout_p."""
         del kind
         function = getattr(self._loaded, _DENSE, None) or getattr(self._loaded, _PACKED, None)

@@ -138,8 +138,17 @@ PRECISIONS = {
 EXACT_PRECISIONS = {name: precision for name, precision in PRECISIONS.items() if not precision.is_quantized}
 
 
-def precision_named(name: str) -> Precision:
-    """Return a profile by name; raise ValueError for an unknown one."""
-    if name not in PRECISIONS:
-        raise ValueError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+def precision_named(precision: str | Precision) -> Precision:
+    """Return a profile by its name, or a profile of one's own as it is.
+
+    Raises ValueError for an unknown name, for one's own profile under the name of another, and for what is neither.
+    """
+    if isinstance(precision, Precision):
+        if PRECISIONS.get(precision.name, precision) != precision:
+            raise ValueError(f"precision: {precision.name!r} is the name of another profile; give yours one of its own")
+        return precision
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ValueError(
+            f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}, or a pytest_attn.Precision of your own"
+        )
+    return PRECISIONS[precision]
