@@ -37,12 +37,12 @@ __all__ = [  # what pytest finds as fixtures here
 
 MARKERS = (
     "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
-    " precision='flash', returns_lse=False, empty_rows='zero', contiguous=False): run the test on these attention"
-    " workloads (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or 'bshd' (flash-attn), of the tensors that"
-    " fn takes and returns; backward: gradients too; inputs: names of distributions ('structured', 'flat', 'randn', 'peaky',"
-    " 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash', 'eager', ...); returns_lse: fn returns"
-    " (out, lse); empty_rows: what it returns where a row sees no key ('zero', 'finite', 'any'); contiguous: it takes no other"
-    " tensors",
+    " precision='flash', returns_lse=False, empty_rows='zero', contiguous=False): run the test on these attention workloads"
+    " (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or"
+    " 'bshd' (flash-attn), of the tensors that fn takes and returns; backward: gradients too; inputs: names of distributions"
+    " ('structured', 'flat', 'randn', 'peaky', 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash',"
+    " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); empty_rows: what fn returns where a row sees no key"
+    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only",
     "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
     " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
     " is missing",

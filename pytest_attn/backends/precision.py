@@ -45,6 +45,11 @@ class Precision:
 
     rounds_scores: scores are rounded to the dtype before and after the scale, dP and dS likewise in the backward pass.
     rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
+    rounds_scaled_key: k is, in the same way.
+    rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
+    rounds_shifted_scores: the row's maximum is subtracted from its scores in the dtype.
+    rounds_sinks: sinks times log2 e are rounded to the dtype.
+    rounds_rescaling: the factors by which an online softmax rescales its sums, as the maximum grows, are rounded to the dtype.
     ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
     rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
     sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
@@ -65,6 +70,11 @@ class Precision:
     name: str
     rounds_scores: bool = False
     rounds_scaled_query: bool = False
+    rounds_scaled_key: bool = False
+    rounds_products: bool = False
+    rounds_shifted_scores: bool = False
+    rounds_sinks: bool = False
+    rounds_rescaling: bool = False
     ds_from_rounded_p: bool = False
     rounds_scaled_ds: bool = False
     sums_rounded_heads: bool = False
@@ -82,6 +92,12 @@ class Precision:
     def is_quantized(self) -> bool:
         """Whether P has fewer bits than the workload's dtype: a profile for approximate kernels."""
         return bool(self.p_step or self.p_dtype)
+
+    @property
+    def has_noisy_scores(self) -> bool:
+        """Whether scores are rounded to the dtype, in one way or another."""
+        of_operands = self.rounds_scaled_query or self.rounds_scaled_key or self.rounds_products
+        return self.rounds_scores or self.rounds_shifted_scores or of_operands
 
     @property
     def is_coarse(self) -> bool:
@@ -109,6 +125,16 @@ PRECISIONS = {
     "eager": Precision("eager", rounds_scores=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
+    # ... or into k
+    "kscale": Precision("kscale", rounds_scaled_key=True),
+    # eager, with the maximum subtracted in the dtype
+    "eager_shifted": Precision("eager_shifted", rounds_scores=True, rounds_shifted_scores=True, sums_rounded_heads=True),
+    # decoding of one token without tensor cores: q * k and their sum in the dtype
+    "decode": Precision("decode", rounds_products=True),
+    # sinks brought to base 2 in their dtype
+    "rounded_sinks": Precision("rounded_sinks", rounds_sinks=True),
+    # the online softmax's factors in the dtype
+    "rescale": Precision("rescale", rounds_rescaling=True),
     # CUTLASS fmha (SDPA's memory-efficient kernel): keeps P in shared memory in the dtype and forms
     # dS = (dP - D) * P from it, then rounds scale * dS. Source: mem_eff_attention/kernel_backward.h in PyTorch.
     "cutlass": Precision("cutlass", ds_from_rounded_p=True, rounds_scaled_ds=True, float32_unit=2.0**-23),
@@ -134,8 +160,8 @@ PRECISIONS = {
 }
 
 
-#: those of kernels that are exact but for rounding
-EXACT_PRECISIONS = {name: precision for name, precision in PRECISIONS.items() if not precision.is_quantized}
+#: what a failure may suggest: profiles of kernels that do not quantize, and none that would excuse sums in the dtype, a fault
+SUGGESTED = {name: p for name, p in PRECISIONS.items() if not (p.is_quantized or p.rounds_rescaling)}
 
 
 def precision_named(precision: str | Precision) -> Precision:

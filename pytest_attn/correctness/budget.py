@@ -24,18 +24,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, UNIT
-from pytest_attn.correctness.blocks import Block, Chunk
-from pytest_attn.correctness.products import over_keys, per_key
+from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, UNIT
+from pytest_attn.correctness.blocks import TILE, Block, Chunk
+from pytest_attn.correctness.exact import sinks_of
+from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.rounding import Rounding, row_tops
+from pytest_attn.correctness.score_noise import ScoreBudget, ScoreNoise
 
 if TYPE_CHECKING:
     import torch
 
 #: Largest value that a row of P has when kernels round it to fp8: 1, or what the format can hold.
 _FP8_PEAKS = (1.0, LARGEST["float8_e4m3fn"])
-#: An error of q or k may be a rare large one: scores are followed this many standard deviations up.
-_REACH = 8.0
 #: Tensor cores add 16 keys at a time, so a float16 sum over 64 keys rounds four times. The squares of its partial sums add up
 #: to 30/16 of that of the whole sum where the terms agree, and to 2.5 times the terms' own squares where they are random:
 #: both lie below this factor times (whole sum^2 + sum of terms^2).
@@ -43,16 +43,19 @@ _HALF_ROUNDINGS = 2.0
 
 
 @dataclass
-class ScoreNoise:
-    """How noisy the scores of a chunk are; every tensor is (n, heads, rows, keys).
+class RowNoise:
+    """A relative error that all P of a row share.
 
-    variance: of the scores. slope_var: of softcap's slope, which a rounded score moves; None without softcap.
-    highest: what the scores may be, where they may be far off; None elsewhere.
+    variance: of it, (n, heads, rows, 1). of_out: what it adds to that of out, beside its share in out itself, where the parts
+    of a row have such errors of their own: (n, heads, rows, v_head_dim), None elsewhere.
     """
 
     variance: torch.Tensor
-    slope_var: torch.Tensor | None = None
-    highest: torch.Tensor | None = None
+    of_out: torch.Tensor | None = None
+
+    def at(self, kept: torch.Tensor) -> RowNoise:
+        """Return that of the rows for which `kept` (rows,) is true."""
+        return RowNoise(self.variance[:, :, kept], None if self.of_out is None else self.of_out[:, :, kept])
 
 
 @dataclass
@@ -60,7 +63,7 @@ class ForwardRows:
     """What the forward pass of some query rows gave.
 
     q: (n, heads, rows, head_dim), out: (n, heads, rows, v_head_dim), lse: (n, heads, rows), p: (n, heads, rows, keys), and
-    p_noise_var: n_ij like p, None where scores count as exact.
+    p_noise_var: n_ij like p, None where scores count as exact. row_noise: None where all P of a row have errors of their own.
     """
 
     q: torch.Tensor
@@ -68,11 +71,13 @@ class ForwardRows:
     lse: torch.Tensor
     out: torch.Tensor
     p_noise_var: torch.Tensor | None
+    row_noise: RowNoise | None
 
     def at(self, kept: torch.Tensor) -> ForwardRows:
         """Return the rows for which `kept` (rows,) is true."""
         q, p, lse, out = (t[:, :, kept] for t in (self.q, self.p, self.lse, self.out))
-        return ForwardRows(q, p, lse, out, None if self.p_noise_var is None else self.p_noise_var[:, :, kept])
+        noise_var = None if self.p_noise_var is None else self.p_noise_var[:, :, kept]
+        return ForwardRows(q, p, lse, out, noise_var, self.row_noise and self.row_noise.at(kept))
 
 
 class ForwardBudget:
@@ -81,71 +86,8 @@ class ForwardBudget:
     def __init__(self, block: Block, rounding: Rounding) -> None:
         self.workload, self.rounding, self.precision = block.workload, rounding, rounding.precision
         self.scale, self.kv_len = block.workload.softmax_scale, block.k.shape[2]
-        self.unknown_q_var, self.unknown_k_var = rounding.of_unknown(block.q), rounding.of_unknown(block.k)
+        self.scores = ScoreBudget(block, rounding)
         self.v_rounding_var = rounding.of_v(block.v)
-        self.scores_are_noisy = self._declares_noisy_scores() or rounding.is_float32 or self._float32_shows(block)
-
-    def _declares_noisy_scores(self) -> bool:
-        """Whether the precision profile itself makes the scores noisy."""
-        return self.precision.rounds_scores or self.precision.rounds_scaled_query or self.precision.qk_error > 0
-
-    def _float32_shows(self, block: Block) -> bool:
-        """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
-        if not block.q.numel() or not block.k.numel():
-            return False
-        largest = self.scale * float(block.q.double().norm(dim=-1).max()) * float(block.k.norm(dim=-1).max())
-        return largest * TENSOR_CORE_UNIT * self.workload.head_dim / 4 > self.rounding.unit / 2
-
-    # -- scores ------------------------------------------------------------------------------------------------------
-
-    def of_scaled_scores(self, scaled: torch.Tensor, chunk: Chunk) -> ScoreNoise | None:
-        """Return the noise of the scaled scores (n, heads, rows, keys), as softcap leaves it; None where none shows."""
-        import torch
-
-        if not self.scores_are_noisy:
-            return None
-        variance, slope_var = self._scaled_score_variance(scaled, chunk), None
-        if self.workload.softcap is not None:  # tanh damps what lies before it
-            tanh_squared = torch.tanh(self._nearest_to_0(scaled, variance) / self.workload.softcap).square_()
-            damping = (1 - tanh_squared).square_()
-            tanh_squared = tanh_squared.fill_(1) if self.rounding.operand_unit else tanh_squared  # its most, wherever that is
-            slope_var = variance * damping * tanh_squared.mul_((2 / self.workload.softcap) ** 2)
-            variance *= damping
-        return ScoreNoise(variance.mul_(SHARED**2), slope_var)
-
-    def _nearest_to_0(self, scaled: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Return how near to 0, where softcap damps least, products in tf32 may move the scores; others as they are."""
-        if not self.rounding.operand_unit:
-            return scaled
-        return scaled.abs().sub_(variance.sqrt().mul_(SHARED * _REACH)).clamp_(min=0)
-
-    def _scaled_score_variance(self, scaled: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
-        unit, scale, head_dim = self.rounding.unit, self.scale, self.workload.head_dim
-        k_squared, q_squared = chunk.k.square(), chunk.q.square()
-        if self.rounding.is_float32:  # sums that round
-            variance = per_key(q_squared.mul(unit**2 * scale**2 * (1 + head_dim / 2)), k_squared)
-            variance += scaled.square().mul_(unit**2 * (2 + head_dim / 6))
-            variance += self.precision.exponential_unit**2  # a relative error of the exponential is an error of the score
-        else:  # sums that truncate: the errors of the products add up, they do not cancel
-            variance = scaled.square().mul_((TENSOR_CORE_UNIT * head_dim / 4) ** 2)
-        if self.rounding.rounds_scores_to_dtype:
-            variance += scaled.square().mul_(2 * unit**2).add_(per_key(q_squared.mul(unit**2 * scale**2), k_squared))
-        if self.precision.rounds_scaled_query:
-            variance += per_key(q_squared.mul(unit**2 * scale**2), k_squared)
-        if (cut := self.rounding.of_cut_products(scaled)) is not None:
-            variance += per_key(q_squared.mul(2 * self.rounding.operand_unit**2 * scale**2), k_squared).add_(cut)
-        if self.unknown_q_var is not None and self.unknown_k_var is not None:
-            unknown_k_var = self.unknown_k_var.repeat_interleave(self.workload.group, 1)
-            variance += per_key((self.unknown_q_var * scale**2).expand_as(q_squared), k_squared)
-            variance += (unknown_k_var * scale**2) * q_squared.sum(-1, keepdim=True)
-        return variance
-
-    def add_final_rounding(self, noise: ScoreNoise, scores: torch.Tensor) -> None:
-        """Add what float32 rounds of the final scores, after softcap, bias and ALiBi, and keep how high they may be."""
-        noise.variance += scores.clamp(min=-1e100).square_().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
-        if self.precision.qk_error or self.rounding.operand_unit:
-            noise.highest = scores + _REACH * noise.variance.sqrt()
 
     # -- P -----------------------------------------------------------------------------------------------------------
 
@@ -165,13 +107,26 @@ class ForwardBudget:
         import torch
 
         unit = self.rounding.operand_unit
-        if noise is None or not (self.precision.rounds_scores or self.precision.rounds_scaled_query or unit):
+        if noise is None or not (self.precision.has_noisy_scores or unit):
             return None
         if not unit:
-            return p.square().mul_(noise.variance).sum(-1)
+            moved = p if noise.highest is not None else p.square()  # far off, one score moves lse with it
+            return (moved * noise.variance).sum(-1)
         # all scores are cut alike, and moved far: lse moves by their mean, which is at most lse and the entropy of P
         mean = lse.masked_fill(lse == -math.inf, 0).abs_().add_(torch.special.entr(p).sum(-1))
         return (p * noise.variance).sum(-1).add_(mean.mul_(2 * unit).square_())
+
+    def of_rows(self, p: torch.Tensor, lse: torch.Tensor, chunk: Chunk) -> RowNoise | None:
+        """Return what moves all P of a row together: rounded sinks, rounded factors of the online softmax."""
+        unit, sinks = self.rounding.unit, sinks_of(chunk)
+        if self.precision.rounds_rescaling:
+            factors = 1 + math.log2(max(1.0, self.kv_len / TILE))  # the maximum grows ever more rarely
+            variance = lse.new_full((*lse.shape, 1), factors * (SHARED * unit) ** 2)
+            return RowNoise(variance, over_keys(p, chunk.v_squared).mul_(factors * (SHARED * unit) ** 2))
+        if self.precision.rounds_sinks and sinks is not None:
+            share = (sinks - lse.unsqueeze(-1)).exp_()  # of the denominator
+            return RowNoise(share.mul_(sinks).square_().mul_((SHARED * unit) ** 2))
+        return None
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -191,6 +146,9 @@ class ForwardBudget:
         q_var = self._query_variance(rows.q)
         if q_var is not None:
             variance += self._of_moved_rows(p, out, q_var, chunk)
+        if rows.row_noise is not None:
+            variance += out.square().mul_(rows.row_noise.variance)
+            variance = variance if rows.row_noise.of_out is None else variance.add_(rows.row_noise.of_out)
         if self.v_rounding_var is not None:
             variance += over_keys(p.square(), self.v_rounding_var[:, :, chunk.keys])
         if self.precision.half_sum_keys:
@@ -201,7 +159,7 @@ class ForwardBudget:
         """Return the variance of q's own error, (n, heads, rows or 1, head_dim or 1); None where q is exact."""
         if self.precision.rounds_scaled_query:
             return q.square().mul_(self.rounding.unit**2)
-        return self.unknown_q_var
+        return self.scores.unknown_q_var
 
     def _of_moved_rows(self, p: torch.Tensor, out: torch.Tensor, q_var: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Return what errors of q do to out: one error moves all scores of a row together (Cauchy-Schwarz)."""

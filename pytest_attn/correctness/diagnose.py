@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import EXACT_PRECISIONS
+from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.correctness.compare import residual_over_budget
 from pytest_attn.correctness.comparison import Location, Members, Suggestion, TensorComparison
 from pytest_attn.correctness.confirm import WholeCase, largest_z
@@ -57,7 +57,7 @@ def explain(
     if comparison.name == "out":
         return location, _mistake_or_profile(got, bad, reference, case, comparison)
     slope = _gradient_slope(comparison, workload, case)
-    other_profiles = [name for name in EXACT_PRECISIONS if name != reference.precision.name]
+    other_profiles = [name for name in SUGGESTED if name != reference.precision.name]
     return location, slope or _fitting_profiles(comparison.name, other_profiles, reference.precision.name, case)
 
 
@@ -169,7 +169,7 @@ def _scale_or_profile(
 ) -> list[Suggestion]:
     """Name the scale that explains the case, or the precision profiles: what fits the rows better."""
     w = case.workload
-    profiles = EXACT_PRECISIONS.items()
+    profiles = SUGGESTED.items()
     fits = {name: largest_z(got, reference.inputs, w, rows, profile, limits) for name, profile in profiles}
     scale = _fitted_scale(got, rows, reference, w)
     z = largest_z(got, reference.inputs, w.replace(scale=scale), rows, reference.precision, limits) if scale else None
@@ -205,7 +205,7 @@ def _fitted_scale(got: torch.Tensor, rows: torch.Tensor | None, reference: Refer
 
 def _fitting_profiles(name: str, tried: Iterable[str], declared: str, case: WholeCase) -> list[Suggestion]:
     """Name those of the profiles under which the whole case would pass."""
-    found = {profile: z for profile in tried if (z := case.z_under(EXACT_PRECISIONS[profile], name)) is not None}
+    found = {profile: z for profile in tried if (z := case.z_under(SUGGESTED[profile], name)) is not None}
     return [Suggestion("profiles", {"profiles": found, "declared": declared})] if found else []
 
 

@@ -50,7 +50,7 @@ def softmax(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Ten
     A row that sees nothing has P = 0 and lse = -inf.
     """
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
-    sinks = _sinks(chunk)
+    sinks = sinks_of(chunk)
     if sinks is not None:
         top = top.maximum(sinks)
     top = top.masked_fill_(top == -math.inf, 0.0)
@@ -102,7 +102,7 @@ def _require_boolean(visible: object, w: Workload) -> None:
         raise ValueError(f"{w.id}: mask must return a boolean tensor, it returned {describe(visible)}")
 
 
-def _sinks(chunk: Chunk) -> torch.Tensor | None:
+def sinks_of(chunk: Chunk) -> torch.Tensor | None:
     """Return the sinks' logits, (1, heads, 1, 1)."""
     sinks = chunk.block.segment.inputs.sinks
     if sinks is None or not chunk.block.workload.sinks:

@@ -91,6 +91,11 @@ class Gradients:
         row_sum = weighted.sum(-1, keepdim=True)
         unit_squared = self.rounding.unit_squared(self.workload.v_head_dim)
         row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
+        if (row_noise := forward.row_noise) is not None:
+            noise_var = _plus(noise_var, p.square().mul_(row_noise.variance))
+            row_sum_var += row_sum.square().mul_(row_noise.variance)
+            if row_noise.of_out is not None:
+                row_sum_var += dout.square().mul_(row_noise.of_out).sum(-1, keepdim=True)
         return BackwardRows(forward.q, dout, row_sum, row_sum_var, p, p_rounding_var, noise_var, slope, slope_var)
 
     def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
@@ -146,7 +151,9 @@ class Gradients:
             return ds, rows.p, variance
         before = ds.clone()
         ds, weight = ds.mul_(rows.slope), rows.p * rows.slope
-        variance = None if variance is None else variance.mul_(rows.slope).mul_(rows.slope)
+        if variance is not None:  # where both are off, they are together
+            slope_squared = rows.slope.square()
+            variance = variance.mul_(slope_squared if rows.slope_var is None else slope_squared.add_(rows.slope_var))
         if self.workload.softcap is not None:  # 1 - tanh^2 in float32 keeps an absolute error where it is small
             variance = _plus(variance, before.square().mul_(SLOPE_UNIT**2))
         if rows.slope_var is not None:

@@ -39,16 +39,17 @@ class _Passes:
     def run(self, chunk: Chunk) -> None:
         """Compute one chunk: put its rows in their place, add its share to the gradients of the keys."""
         scores = scaled_scores(chunk)
-        noise = self.budget.of_scaled_scores(scores, chunk)
+        noise = self.budget.scores.of_scaled(scores, chunk)
         scores, slope = modify(scores, chunk)
         if noise is not None:
-            self.budget.add_final_rounding(noise, scores)
+            self.budget.scores.add_final_rounding(noise, scores)
         p, lse = softmax(scores, chunk)
         out = over_keys(p, chunk.v)
-        lse_var = self.budget.of_lse(noise, p, lse)
+        row_noise = self.budget.of_rows(p, lse, chunk)
+        lse_var = _sum(self.budget.of_lse(noise, p, lse), None if row_noise is None else row_noise.variance.squeeze(-1))
         self._put_rows("lse", lse[:, :, chunk.kept], None if lse_var is None else lse_var[:, :, chunk.kept], chunk)
         p_noise_var = None if noise is None else self.budget.noise_of_p(noise, p, lse)
-        rows = ForwardRows(chunk.q, p, lse, out, p_noise_var)
+        rows = ForwardRows(chunk.q, p, lse, out, p_noise_var, row_noise)
         p_rounding_var = self._put_forward(rows, chunk)
         if self.key_gradients is not None:
             slope_var = None if noise is None else noise.slope_var
@@ -99,3 +100,8 @@ class _Passes:
         expected.value[heads].index_copy_(2, chunk.places, value)
         if variance is not None:
             expected.tau[heads].index_copy_(2, chunk.places, variance.sqrt().float())
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Add two variances, of which either may be none."""
+    return other if one is None else one if other is None else one + other

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Backend, Workload
 from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
-from pytest_attn.backends.precision import EXACT_PRECISIONS
+from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.limits import LIMITS
@@ -177,7 +177,7 @@ def test_a_query_scaled_in_the_dtype_needs_its_own_profile():
     assert "'qscale'" in failure(query_scaled_in_dtype, workload, inputs="randn")
 
 
-@pytest.mark.parametrize("name", EXACT_PRECISIONS)
+@pytest.mark.parametrize("name", SUGGESTED)
 def test_no_exact_profile_excuses_a_scale_that_is_two_percent_off(name):
     assert failure(lambda q, k, v: explicit(q, k, v, scale=1.02 / 8), FULL.replace(dtype="fp16"), precision=name)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.mutants.honest.backend import KernelBackend
 from pytest_attn.mutants.honest.kernel import Kernel
 from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
+from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Softmax, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +132,91 @@ class ScaledQuery(Kernel):
         return ds @ k * super().scale(tile.seq.call)
 
 
+class ScaledKey(Kernel):
+    """k times the scale is rounded to the dtype before q . k."""
+
+    def load_k(self, tile: Tile) -> Tensor:
+        """Fold the scale into k."""
+        return (super().load_k(tile) * super().scale(tile.seq.call)).to(tile.dtype).float()
+
+    def scale(self, call: Call) -> float:
+        """It is in k already."""
+        return 1.0
+
+    def dk(self, tile: Tile, ds: Tensor, q: Tensor) -> Tensor:
+        """Scale, as k itself was not."""
+        return super().dk(tile, ds, q) * super().scale(tile.seq.call)
+
+
+class RoundedProducts(Kernel):
+    """q . k in the dtype, as kernels of one query do without tensor cores: products, and a tree of sums, are rounded."""
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """Halve the terms until one is left."""
+        import torch
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(self._dtype).float()
+
+        terms = rounded(q.unsqueeze(-2) * k.unsqueeze(-3))
+        while terms.shape[-1] > 1:
+            if terms.shape[-1] % 2:
+                terms = torch.nn.functional.pad(terms, (0, 1))
+            terms = rounded(terms.unflatten(-1, (2, -1)).sum(-2))
+        return terms.squeeze(-1)
+
+    def load_q(self, seq: Sequence, rows: range) -> Tensor:
+        """Keep the dtype in mind."""
+        self._dtype = seq.call.q.dtype
+        return super().load_q(seq, rows)
+
+
+class ShiftedScores(HeadsRounded):
+    """softmax(q @ k.T * scale) @ v in the dtype, as in eager code, with the row's maximum subtracted in it as well."""
+
+    def __init__(self) -> None:
+        super().__init__(1024, 1024)
+
+    def scaled(self, tile: Tile, s: Tensor) -> Tensor:
+        """Round before the scale and after it."""
+        return super().scaled(tile, s.to(tile.dtype).float()).to(tile.dtype).float()
+
+    def masked(self, tile: Tile, s: Tensor) -> Tensor:
+        """Subtract what is added again, so that lse is that of the scores."""
+        masked = super().masked(tile, s)
+        top = self.shift(masked.amax(-1))[..., None]
+        return (masked - top).to(tile.dtype).float() + top
+
+
+class RoundedSinks(Kernel):
+    """Sinks are brought to base 2 in their dtype."""
+
+    def sinks(self, seq: Sequence) -> Tensor | None:
+        """Round their product with log2 e."""
+        sinks = seq.call.inputs.sinks
+        return None if sinks is None else (sinks * _LOG2E).float() / _LOG2E
+
+
+class RoundedRescaling(Kernel):
+    """The factors by which sums are rescaled are rounded to the dtype."""
+
+    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
+        """Keep the dtype in mind."""
+        self._dtype = tile.dtype
+        return super().step(tile, q, state)
+
+    def rescale(self, old: Tensor, new: Tensor) -> Tensor:
+        """Round the factor."""
+        return super().rescale(old, new).to(self._dtype).float()
+
+
+class RescaledByTiles(RoundedRescaling):
+    """The same in tiles of 16 keys, with more factors."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+
 class Tf32Products(Kernel):
     """float32 operands of products are cut off after 10 bits, as tensor cores take them."""
 
@@ -206,6 +291,12 @@ VARIANTS = (
     Honest("split-4", FourSplits),
     Honest("heads-rounded", HeadsRounded, "flash2"),
     Honest("scaled-query", ScaledQuery, "qscale", returns_lse=False),
+    Honest("scaled-key", ScaledKey, "kscale"),
+    Honest("rounded-products", RoundedProducts, "decode"),
+    Honest("shifted-scores", ShiftedScores, "eager_shifted"),
+    Honest("rounded-sinks", RoundedSinks, "rounded_sinks"),
+    Honest("rounded-rescaling", RoundedRescaling, "rescale"),
+    Honest("rescaled-by-tiles", RescaledByTiles, "rescale"),
     Honest("tf32-products", Tf32Products, "tf32"),
     Honest("rounded-tf32-products", RoundedTf32Products, "tf32"),
 )

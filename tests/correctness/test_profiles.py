@@ -1,0 +1,85 @@
+"""Profiles of what honest kernels round: each excuses its kernels on every distribution, and is needed."""
+
+import pytest
+import torch
+from honest.variants import VARIANTS, ScaledKey
+from judging import judged
+
+from pytest_attn import Precision, Workload
+from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.mutants.honest.backend import KernelBackend
+from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.distributions import DISTRIBUTIONS
+
+CPU = torch.device("cpu")
+REFERENCES = ReferenceCache()
+ROUNDING = {
+    v.name: v for v in VARIANTS if v.precision in ("kscale", "qscale", "decode", "eager_shifted", "rounded_sinks", "rescale")
+}
+#: softcap beside a bias, sinks, grouped heads, one row
+NAMES = ("features-bias-softcap", "features-sinks-causal", "smoke-causal-gqa", "edges-one-row")
+WORKLOADS = [workload for name in NAMES for workload in builtin_catalog().select(name)]
+
+
+def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
+    return CheckSpec(workload, CPU, not workload.kv_pages, inputs, precision, **more)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
+def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload):
+    variant = ROUNDING[name]
+    comparison = judged(variant.backend(), spec(workload, variant.precision), REFERENCES)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        ("scaled-key", Workload(96, heads=2, head_dim=40)),
+        ("rounded-products", Workload(96, heads=2, head_dim=64)),
+        ("shifted-scores", Workload(96, heads=2, head_dim=64)),
+        ("rounded-sinks", Workload(64, heads=2, head_dim=32, sinks=True)),
+    ],
+)
+def test_under_flash_the_same_kernel_is_wrong(name, workload):
+    variant = ROUNDING[name]
+    inputs = ("structured", "outlier")
+    backend = KernelBackend(name, variant.make(), "flash", returns_lse=True)
+    assert not judged(backend, spec(workload, "flash", inputs), REFERENCES).passed
+    backend = KernelBackend(name, variant.make(), variant.precision, returns_lse=True)
+    assert judged(backend, spec(workload, variant.precision, inputs), REFERENCES).passed
+
+
+def test_a_profile_of_ones_own_is_taken_as_it_is():
+    mine = Precision("folded", rounds_scaled_key=True, sums_rounded_heads=True)
+    workload = Workload(96, heads=4, kv_heads=2, head_dim=64)
+    backend = KernelBackend("folds", ScaledKey(), mine)
+    assert judged(backend, spec(workload, mine), REFERENCES).passed
+    assert precision_named(mine) is mine
+
+
+def test_a_profile_under_the_name_of_another_is_refused():
+    assert precision_named(Precision("flash")) == PRECISIONS["flash"]
+    with pytest.raises(ValueError, match="'flash' is the name of another profile; give yours one of its own"):
+        precision_named(Precision("flash", rounds_scores=True))
+
+
+class Sums(Kernel):
+    """Keeps the sum of values in the dtype, which is a fault."""
+
+    def accumulate(self, tile, acc, p, v):
+        return super().accumulate(tile, acc, p, v).to(tile.dtype).float()
+
+
+def test_an_accumulator_in_the_dtype_is_not_sold_as_a_profile():
+    assert "rescale" not in SUGGESTED
+    assert {"kscale", "eager_shifted", "decode", "rounded_sinks", "tf32"} <= set(SUGGESTED)
+    comparison = judged(
+        KernelBackend("sums", Sums()), spec(Workload(1024, heads=1, head_dim=32), "flash", ("structured", "flat"))
+    )
+    assert not comparison.passed
+    assert [s.kind for s in comparison.mismatch.suggestions if s.kind == "profiles"] == []
