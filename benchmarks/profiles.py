@@ -52,9 +52,7 @@ def main() -> None:
         failed = [one for one in found if not one.passed]
         print(f"{variant.name:24} {variant.precision:14} {len(found):3} cases  {levels}  {len(failed)} failed", flush=True)
         for one in failed:
-            wrong = {
-                f"{row.distribution}{' (not finite)' if row.wrong_positions else ''}" for row in one.tensors if not row.passed
-            }
+            wrong = {row.distribution + " (not finite)" * bool(row.wrong_positions) for row in one.tensors if not row.passed}
             print(f"    {one.workload}: {', '.join(sorted(wrong))}")
 
 

@@ -33,7 +33,7 @@ def leave_record(item: pytest.Item, record: Record) -> None:
 
 def change_last_record(item: pytest.Item, **changes: Any) -> None:
     """Change fields of the record that was left last."""
-    records = item.stash[RECORDS]
+    records = item.stash[RECORDS]  # there is one: what is changed was left before
     records[-1] = changed(records[-1], **changes)
 
 

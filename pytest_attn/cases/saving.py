@@ -15,6 +15,7 @@ import pytest
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.software import versions_of
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.records import change_last_record
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures.data import FailureData, tensors_of
@@ -46,18 +47,20 @@ class FailureSaver:
     def save(
         self, message: str, comparison: Comparison | None = None, broken: tuple[str, ...] = (), width: int = LABEL_WIDTH
     ) -> str:
-        """Save the failure that `message` tells; return a line that says where, or why not.
+        """Save the failure that `message` tells, and say where, or why not, in the case's record; return a line that says so.
 
         comparison: with the first mismatch, and the tensors that it kept; without one, as of a broken contract or of broken
         invariants, whose names are `broken`, the inputs are saved. width: of the line's label.
         """
         try:
             target = self._save(message, comparison, broken)
-        except NoSpaceError as error:
-            return labeled("not saved", str(error), width)
         except Exception as error:  # a failure that cannot be saved is still told
-            return labeled("not saved", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", width)
+            named = "" if isinstance(error, NoSpaceError) else f"{type(error).__name__}: "
+            why = f"{named}{' '.join(str(error).split())[:300]}"
+            change_last_record(self._item, unsaved=why)
+            return labeled("not saved", why, width)
         shown = _shown(target)
+        change_last_record(self._item, saved=shown)
         return labeled("saved", f"{shown}  (python {shlex.quote(f'{shown}/repro.py')})", width)
 
     def _save(self, message: str, comparison: Comparison | None, broken: tuple[str, ...]) -> Path:

@@ -90,6 +90,8 @@ class Record(TypedDict):
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
     seconds: Annotated[float, "how long the test took, all its questions together"]
     command: Annotated[str, "what to type to run this case again"]
+    saved: Annotated[str, "the folder in which --attn-save-failures put the failure; empty where it put none"]
+    unsaved: Annotated[str, "why a failure that was to be saved was not; empty elsewhere"]
 
 
 #: type in Python -> type in JSON, what JSON's reader gives, and the value of a field that nobody filled in

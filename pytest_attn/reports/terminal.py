@@ -37,6 +37,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
+    yield from _not_saved(records)
     text, markup = closing(records)
     yield text + _next(records, are_saved), markup
 
@@ -110,6 +111,12 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
         shown.update(fresh)
         if fresh:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
+
+
+def _not_saved(records: Sequence[Record]) -> Iterator[Line]:
+    """One line per reason for which failures were not saved."""
+    for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
+        yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
 
 
 def _next(records: Sequence[Record], are_saved: bool) -> str:

@@ -213,8 +213,9 @@ def failures_folder(text: str) -> str:
 
     if not text.strip() or text.startswith("-") or "::" in text:
         raise ValueError(f"must be a folder, got {text!r}")
-    if find_spec("safetensors") is None:
-        raise ValueError('needs safetensors, which is not installed: pip install "pytest-attn[failures]"')
+    for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
+        if find_spec(name) is None:
+            raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
     folder = Path(text).expanduser().resolve()
     probe = folder / f".{uuid.uuid4().hex}"
     try:

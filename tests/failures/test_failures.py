@@ -14,6 +14,7 @@ import torch
 import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.registry import Registry
+from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness import references as references_module
 from pytest_attn.correctness.judge import judge
@@ -27,6 +28,7 @@ from pytest_attn.failures.failure import ENVIRONMENT, TENSORS, load_failure, wri
 from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
 from pytest_attn.failures.script import import_root, kernel_of, named_backend, script
 from pytest_attn.messages.mismatch import describe
+from pytest_attn.reports.records import new_record
 from pytest_attn.session.machines import Machines
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -195,7 +197,7 @@ def test_tensors_of_every_dtype_and_stride_come_back(tmp_path, dtype):
 def save(folder, spec, target=on_module_level):
     """Save what `judge` finds, as a run would, and return its message."""
     session = SimpleNamespace(settings=SimpleNamespace(thorough=False), machines=Machines("cpu"), references=ReferenceCache())
-    item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list)
+    item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]})
     subject = spec.subject(Registry(), target)
     saver = FailureSaver(str(folder), session, item, spec, subject, "pytest test_x.py")
     comparison = judge(subject, spec, ReferenceCache(), keep_evidence=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pytest_attn
+from pytest_attn.reports.records import read_records
 
 WRONG = "attn.check(lambda q, k, v: v * 1.5)"
 SAVE = "--attn-save-failures=out"
@@ -323,11 +324,13 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(run, kernel_test, pyte
     assert repr(folder) in result.stderr.str()
 
 
-def test_missing_safetensors_is_a_usage_error_that_says_what_to_install(pytester, kernel_test, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("missing", ["safetensors", "numpy"])
+def test_what_saving_needs_is_a_usage_error_that_says_what_to_install(pytester, kernel_test, monkeypatch, missing):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else "there")
     kernel_test("raise SystemExit('ran')")
     result = pytester.runpytest_inprocess(SAVE)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"needs {missing}, which is not installed" in result.stderr.str()
     assert 'pip install "pytest-attn[failures]"' in result.stderr.str()
     assert not (pytester.path / "out").exists()
 
@@ -350,6 +353,7 @@ def test_what_cannot_be_saved_hides_no_diagnosis(pytester, kernel_test, monkeypa
     kernel_test(WRONG)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
     result.stdout.fnmatch_lines(["E*mismatch: *", "E*  not saved  RuntimeError: a fault of the writer"])
+    result.stdout.fnmatch_lines(["not saved     1 failure: RuntimeError: a fault of the writer"])
     assert list((pytester.path / "out").iterdir()) == []
 
 
@@ -362,6 +366,14 @@ def test_neither_torch_nor_safetensors_is_imported_at_the_start(pytester):
     result = pytester.run(sys.executable, "-c", code)
     assert result.outlines[-1] == "[]"
     assert Path(pytester.path, "out").is_dir()
+
+
+def test_records_say_where_a_failure_was_saved(pytester, kernel_test, saved):
+    kernel_test(WRONG)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-json=cases.jsonl")
+    (record,) = read_records(pytester.path / "cases.jsonl")
+    assert (pytester.path / record["saved"]).samefile(saved().folder)
+    assert record["unsaved"] == ""
 
 
 def test_environment_is_strict_json(pytester, kernel_test, saved):
