@@ -39,7 +39,8 @@ MARKERS = (
     "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
     " precision='flash', returns_lse=False, empty_rows='zero', contiguous=False): run the test on these attention workloads"
     " (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or"
-    " 'bshd' (flash-attn), of the tensors that fn takes and returns; backward: gradients too; inputs: names of distributions"
+    " 'bshd' (flash-attn), of the tensors that fn takes and returns; backward: gradients too, or of what ('q', 'k', 'v',"
+    " 'sinks', 'bias', 'alibi'); inputs: names of distributions"
     " ('structured', 'flat', 'randn', 'peaky', 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash',"
     " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); empty_rows: what fn returns where a row sees no key"
     " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only",

@@ -164,6 +164,10 @@ PRECISIONS = {
 SUGGESTED = {name: p for name, p in PRECISIONS.items() if not (p.is_quantized or p.rounds_rescaling)}
 
 
+#: of these, what few kernels do
+RARE = ("kscale", "eager_shifted", "decode", "rounded_sinks")
+
+
 def precision_named(precision: str | Precision) -> Precision:
     """Return a profile by its name, or a profile of one's own as it is.
 

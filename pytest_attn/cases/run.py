@@ -97,6 +97,9 @@ class CaseRun:
         """Skip the test, with the reason, where the device or the subject cannot take the case."""
         from pytest_attn.backends.subject import obstacle_of_any
 
+        if subject is not None and subject.is_backend and self.mark.parameters:
+            named = ", ".join(self.mark.parameters)
+            self.outcome.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
         obstacle = subject.obstacle if subject else obstacle_of_any
         if reason := obstacle(self.workload, self.machine, backward or self.mark.backward):
             self.outcome.skip(subject, reason)

@@ -123,6 +123,7 @@ class FailureSaver:
                 "limits": spec.limits,
                 "empty_rows": spec.empty_rows,
                 "contiguous": spec.contiguous,
+                "parameters": list(spec.parameters),
                 "thorough": self._session.settings.thorough,
             },
             "machine": {**asdict(machine), "kind": machine.kind, "torch_version": str(machine.torch_version)},

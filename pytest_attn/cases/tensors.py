@@ -126,6 +126,21 @@ class CaseTensors:
 
     @property
     def _spec(self) -> CheckSpec:
+        import dataclasses
+
+        return dataclasses.replace(self._declared, parameters=self._parameters)
+
+    @cached_property
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """What a test may close over and is asked for a gradient of."""
+        from pytest_attn.correctness.parameters import HELD_IN, parameters_of
+
+        wanted = [name for name in self._mark.parameters if name in parameters_of(self._workload)]
+        return {name: getattr(self._inputs, HELD_IN[name]).requires_grad_() for name in wanted}
+
+    @property
+    def _declared(self) -> CheckSpec:
+        """The spec, but for tensors."""
         from pytest_attn.correctness.spec import CheckSpec
         from pytest_attn.workloads.distributions import distribution_names
 
@@ -155,6 +170,8 @@ class CaseTensors:
 
         import torch
 
+        if self._mark.parameters:
+            return self._session.references.inputs_of(self._declared, self._declared.inputs[0])
         shared = self._reference.inputs
         values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
         own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,8 @@ def call_kernel(
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
-        tensors.update(_gradients(tensors["out"], given, pattern.of("dout", dout, spec.layout)))
+        leaves = {**dict(zip("qkv", given, strict=True)), **spec.parameters}
+        tensors.update(_gradients(tensors["out"], leaves, pattern.of("dout", dout, spec.layout)))
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
     changes = {
@@ -48,26 +49,32 @@ def call_kernel(
         for name, now, before in zip("qkv", given, kept, strict=True)
         if not torch.equal(now.detach(), before)
     }
-    native = {name: t if name == "lse" else spec.in_layout(t) for name, t in tensors.items()}
+    as_they_are = ("lse", *(f"d{name}" for name in spec.parameters))
+    native = {name: t if name in as_they_are else spec.in_layout(t) for name, t in tensors.items()}
     return empty_rows.forget(native), changes
 
 
-def _gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     if not out.requires_grad:
         raise ContractError(
             "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
         )
-    grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
-    for name, leaf, grad in zip(("dq", "dk", "dv"), leaves, grads, strict=True):
+    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is None:
-            raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
+            raise ContractError(f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name)}")
         if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
             raise ContractError(
-                f"{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
+                f"d{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
             )
-    return list(zip(("dq", "dk", "dv"), grads, strict=True))
+        yield f"d{name}", grad.to(out.device)  # what a kernel closes over may be a copy of a tensor elsewhere
+
+
+def _advice(name: str) -> str:
+    """Say what a kernel has to close over for the gradient of a parameter."""
+    return "" if name in "qkv" else f"; the callable must use attn.{'alibi_slopes' if name == 'alibi' else name} itself"
 
 
 @contextmanager

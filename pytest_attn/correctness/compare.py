@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.limits import Limits
+from pytest_attn.correctness.parameters import PARAMETERS, shape_of
 from pytest_attn.correctness.reference import Reference, heads_first
 from pytest_attn.workloads.workload import Workload
 
@@ -46,7 +47,11 @@ def compare_tensor(
 ) -> TensorComparison:
     """Compare one native tensor with the reference's tensor of the same name."""
     expected = reference.tensors[name]
-    got, unsampled_faults = _compared_rows(heads_first(tensor.detach(), workload), expected)
+    if name[1:] in PARAMETERS:  # an element for each head has no row to be looked at by itself
+        tensor, limits = tensor.view(shape_of(name[1:], workload)), _of_elements(limits) if name != "dbias" else limits
+        got, unsampled_faults = tensor.detach(), 0
+    else:
+        got, unsampled_faults = _compared_rows(heads_first(tensor.detach(), workload), expected)
     if name == "lse":
         return _compare_lse(distribution, got, expected)
     if got.shape[2] < FEW_ROWS:
@@ -71,7 +76,7 @@ def compare_tensor(
         elements=got.numel(),
         exceeding=int((z.abs() > limits.element).sum()),
         wrong_positions=wrong_count,
-        worst=_true_index(at, expected),
+        worst=_true_index(at, expected) if name not in ("dsinks", "dalibi") else at[1:2],
         found=float(got[at]),
         exact=float(expected.value[at]),
         budget=float(expected.tau[at]),
@@ -86,6 +91,11 @@ def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor,
         return got, 0
     faults = int((~got.isfinite()).sum()) if bool(expected.value.isfinite().all()) else 0
     return got[:, :, expected.rows.to(got.device)], faults
+
+
+def _of_elements(limits: Limits) -> Limits:
+    """Return limits that hold every level to that of an element."""
+    return replace(limits, row=limits.element, head=limits.element)
 
 
 def residual_over_budget(residual: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import SUGGESTED
+from pytest_attn.backends.precision import RARE, SUGGESTED
 from pytest_attn.correctness.compare import residual_over_budget
 from pytest_attn.correctness.comparison import Location, Members, Suggestion, TensorComparison
 from pytest_attn.correctness.confirm import WholeCase, largest_z
@@ -204,9 +204,12 @@ def _fitted_scale(got: torch.Tensor, rows: torch.Tensor | None, reference: Refer
 
 
 def _fitting_profiles(name: str, tried: Iterable[str], declared: str, case: WholeCase) -> list[Suggestion]:
-    """Name those of the profiles under which the whole case would pass."""
-    found = {profile: z for profile in tried if (z := case.z_under(SUGGESTED[profile], name)) is not None}
-    return [Suggestion("profiles", {"profiles": found, "declared": declared})] if found else []
+    """Name those of the profiles under which the whole case would pass, rare ones where no other does."""
+    names = list(tried)
+    for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
+        if found := {profile: z for profile in some if (z := case.z_under(SUGGESTED[profile], name)) is not None}:
+            return [Suggestion("profiles", {"profiles": found, "declared": declared})]
+    return []
 
 
 def _worst_rows(

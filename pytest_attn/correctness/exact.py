@@ -70,13 +70,17 @@ def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 
 def _alibi(slopes: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """Return slope_h |i + kv_len - q_len - j|, (n or 1, heads, rows, keys), with each batch entry's own kv_len."""
+    """Return slope_h |i + kv_len - q_len - j|, (n or 1, heads, rows, keys)."""
+    return slopes.to(chunk.q.device).double()[chunk.block.head_index] * distances_of(chunk)
+
+
+def distances_of(chunk: Chunk) -> torch.Tensor:
+    """Return |i + kv_len - q_len - j|, (n or 1, 1, rows, keys), with each batch entry's own kv_len."""
     block = chunk.block
     q_len, kv_len = block.segment.lengths
-    of_heads = slopes.to(chunk.q.device).double()[block.head_index]
     lens = block.segment.inputs.kv_lens
     kv_lens = kv_len if lens is None else lens.to(chunk.rows.device)[block.batch_index]
-    return of_heads * (chunk.query_index + kv_lens - q_len - chunk.key_index).abs()
+    return (chunk.query_index + kv_lens - q_len - chunk.key_index).abs()
 
 
 def _score_mod(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from pytest_attn.correctness.budget import ForwardBudget, ForwardRows
 from pytest_attn.correctness.exact import modify, scaled_scores, softmax
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients
+from pytest_attn.correctness.parameters import ParameterGradients, Sums
 from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.rounding import Rounding
 
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def compute_block(block: Block, precision: Precision, tensors: dict[str, Expected]) -> None:
-    """Compute the block's part of every tensor: out, lse and, if `tensors` has them, dq, dk and dv."""
-    passes = _Passes(block, precision, tensors)
+def compute_block(block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
+    """Compute the block's part of every tensor: out, lse and, if `tensors` has them, dq, dk and dv.
+
+    sums: of the gradients of parameters, which are added to.
+    """
+    passes = _Passes(block, precision, tensors, sums)
     for rows in row_chunks(block):
         passes.run(Chunk(block, rows))
     passes.finish()
@@ -29,11 +33,12 @@ def compute_block(block: Block, precision: Precision, tensors: dict[str, Expecte
 class _Passes:
     """What the chunks of one block share: the budgets, the sums over the chunks, and where results go."""
 
-    def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected]) -> None:
+    def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
         self.block, self.tensors = block, tensors
         self.rounding = Rounding(precision, block.workload.dtype)
         self.budget = ForwardBudget(block, self.rounding)
         self.gradients = Gradients(block, self.rounding)
+        self.parameters = ParameterGradients(block, self.gradients, sums) if sums else None
         self.key_gradients = KeyGradients(block, self.rounding) if "dk" in tensors else None
 
     def run(self, chunk: Chunk) -> None:
@@ -54,6 +59,8 @@ class _Passes:
         if self.key_gradients is not None:
             slope_var = None if noise is None else noise.slope_var
             backward_rows = self.gradients.rows_of(rows, p_rounding_var, slope, slope_var, chunk)
+            if self.parameters is not None:
+                self.parameters.add(backward_rows, lse, lse_var, chunk)
             self._run_backward(backward_rows, chunk, self.key_gradients)
 
     def _put_forward(self, rows: ForwardRows, chunk: Chunk) -> torch.Tensor | None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
+from pytest_attn.correctness.parameters import rounded, sums_of
 from pytest_attn.correctness.passes import compute_block
+from pytest_attn.correctness.rounding import Rounding
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -33,13 +35,15 @@ class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs before a backend quantised them to `inputs`, None where it does not.
+    inputs before a backend quantised them to `inputs`, None where it does not. parameters: those whose gradients are there, as
+    dsinks and so on.
     """
 
     inputs: Inputs
     precision: Precision
     tensors: dict[str, Expected] = field(default_factory=dict)
     given: Inputs | None = None
+    parameters: tuple[str, ...] = ()
 
     @property
     def called_with(self) -> Inputs:
@@ -72,8 +76,9 @@ def compute_reference(
     backward: bool = False,
     rows: torch.Tensor | None = None,
     workload: Workload | None = None,
+    parameters: tuple[str, ...] = (),
 ) -> Reference:
-    """Compute exact attention and its budget for `inputs`.
+    """Compute exact attention and its budget for `inputs`. parameters: of which gradients are wanted as well.
 
     `rows` restricts the query rows (forward only); by default long workloads choose their own sample. `workload` replaces
     the semantics (mask, scale, ...) while the tensors stay: so a diagnosis asks what another attention would have given.
@@ -82,7 +87,7 @@ def compute_reference(
 
     w = workload or inputs.workload
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
-    reference = Reference(inputs, precision)
+    reference = Reference(inputs, precision, parameters=parameters)
     sampled = rows is not None or _is_long(w, device)
     keys = None
     if sampled:
@@ -90,9 +95,12 @@ def compute_reference(
         keys = _sample(w.kv_len, device) if backward else None
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
+        sums = sums_of(parameters, w, device)
         for segment in _segments(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
-                compute_block(Block(segment, batches, kv_heads), precision, reference.tensors)
+                compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
+        for name, value, variance in rounded(sums, Rounding(precision, w.dtype), w.batch * w.q_len):
+            reference.tensors[name] = Expected(value, variance.sqrt_().float())
     return reference
 
 

@@ -45,21 +45,29 @@ class ReferenceCache:
                 reference = compute_reference(_quantized_by(subject, given), precision, spec.backward)
                 reference.given = given
                 return reference
-            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward)
+            wanted = tuple(spec.parameters)
+            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward, wanted)
 
     def get(
-        self, workload: Workload, distribution: str, seed: int, device: torch.device, precision: Precision, backward: bool
+        self,
+        workload: Workload,
+        distribution: str,
+        seed: int,
+        device: torch.device,
+        precision: Precision,
+        backward: bool,
+        parameters: tuple[str, ...] = (),
     ) -> Reference:
         """Return the reference, computing it where it is not kept; one with gradients also serves without."""
         for with_gradients in (True,) if backward else (False, True):
-            key = (workload, distribution, seed, str(device), precision, with_gradients)
+            key = (workload, distribution, seed, str(device), precision, with_gradients, parameters)
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         inputs = draw_inputs(workload, distribution, seed, device)
-        reference = compute_reference(inputs, precision, backward)
+        reference = compute_reference(inputs, precision, backward, parameters=parameters)
         self.computed += 1
-        self._kept[(workload, distribution, seed, str(device), precision, backward)] = reference
+        self._kept[(workload, distribution, seed, str(device), precision, backward, parameters)] = reference
         while len(self._kept) > 1 and sum(map(_held_bytes, self._kept.values())) > self.limit:
             self._kept.popitem(last=False)
         if _held_bytes(reference) > self.limit:

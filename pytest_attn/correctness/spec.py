@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ class CheckSpec:
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
     distributions. precision, layout, returns_lse, empty_rows, contiguous: what the kernel declares. limits: a name in
-    `correctness.limits.LIMITS`.
+    `correctness.limits.LIMITS`. parameters: what the kernel closes over, by name ("sinks", "bias", "alibi"), whose
+    gradients are compared as well.
     """
 
     workload: Workload
@@ -40,6 +41,7 @@ class CheckSpec:
     limits: str = "default"
     empty_rows: str = "zero"
     contiguous: bool = False
+    parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         precision_named(self.precision)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.expected import Expected
+from pytest_attn.correctness.parameters import PARAMETERS
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.failures.encoding import mask_is_function
 from pytest_attn.workloads.inputs import Inputs
@@ -96,7 +97,7 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
 
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     expected = {}
-    for name in ("out", "lse", "dq", "dk", "dv"):
+    for name in ("out", "lse", "dq", "dk", "dv", *(f"d{parameter}" for parameter in PARAMETERS)):
         key = f"reference.{name}"
         if key in tensors:
             value = tensors[key].to(device)
@@ -109,6 +110,7 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
     if not expected:
         return None
     if "quantised.q" not in tensors:
-        return Reference(inputs, precision, expected)
+        parameters = tuple(name for name in PARAMETERS if f"d{name}" in expected)
+        return Reference(inputs, precision, expected, parameters=parameters)
     q, k, v = (tensors[f"quantised.{name}"].to(inputs.device) for name in "qkv")
     return Reference(dataclasses.replace(inputs, q=q, k=k, v=v), precision, expected, inputs)

@@ -17,6 +17,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.parameters import HELD_IN
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -78,7 +79,7 @@ class Failure:
         Nothing that was saved is computed again: results are held against the saved reference, with the budgets of the
         precision that the test or backend had declared. For a backend that declares another precision, or quantizes its inputs
         in its own way, exact attention is computed on the saved inputs. Where invariants were broken, these are asked again,
-        on the saved inputs.
+        on the saved inputs. Where a gradient of sinks, the bias or slopes was asked for, fn closes over those of `tensors`.
 
         device: by default the kind on which the failure was seen ("cpu", "cuda", ...). name: what to call a callable, by
         default its qualified name. Returns what `pytest_attn.check` or `check_invariants` returns. Raises AssertionError
@@ -136,6 +137,7 @@ class Failure:
             limits=asked["limits"],
             empty_rows=asked.get("empty_rows", "zero"),
             contiguous=asked.get("contiguous", False),
+            parameters={name: self.tensors[HELD_IN[name]] for name in asked.get("parameters", ())},
         )
         declared = precision_named(decode_precision(asked["declared"]))
         reference = reference_from(self.tensors, inputs, declared)
@@ -181,6 +183,8 @@ def load_failure(folder: str | os.PathLike[str]) -> Failure:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{place / ENVIRONMENT} describes no workload: {type(error).__name__}: {error}") from None
     environment["workload"]["lost"] = lost
+    for name in environment.get("question", {}).get("parameters", ()):
+        tensors[HELD_IN[name]].requires_grad_()
     return Failure(place, workload, tensors, environment)
 
 

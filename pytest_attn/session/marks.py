@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from pytest_attn.backends.machine import is_device_name
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.versions import satisfies
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
+from pytest_attn.correctness.parameters import PARAMETERS, parameters_of
 from pytest_attn.session.options import size
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import dtype_name
@@ -41,11 +42,12 @@ class AttentionMark:
     returns_lse: bool = False
     empty_rows: str = "zero"
     contiguous: bool = False
+    parameters: tuple[str, ...] = ()
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        _refuse_unknown("attention", mark.kwargs, cls, positional="workloads")
+        _refuse_unknown("attention", mark.kwargs, cls, besides=("workloads", "parameters"))
         values: dict[str, Any] = dict(mark.kwargs)
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
         if mark.args and not values["workloads"]:
@@ -62,6 +64,9 @@ class AttentionMark:
         _one_of("layout", values.get("layout", "bhsd"), LAYOUTS)
         precision_named(values.get("precision", "flash"))
         _one_of("empty_rows", values.get("empty_rows", "zero"), EMPTY_ROWS)
+        if isinstance(values.get("backward"), list | tuple):
+            values["parameters"] = _parameters(values["backward"], values["workloads"])
+            values["backward"] = True
         for flag in ("backward", "returns_lse", "contiguous"):
             _one_of(flag, values.get(flag, False), (True, False))
         device = values.get("device")
@@ -119,8 +124,8 @@ class RequiresMark:
         return None
 
 
-def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], cls: type, positional: str = "") -> None:
-    known = [f.name for f in dataclasses.fields(cls) if f.name != positional]
+def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], cls: type, besides: tuple[str, ...] = ()) -> None:
+    known = [f.name for f in dataclasses.fields(cls) if f.name not in besides]
     for name in kwargs:
         if name not in known:
             raise ValueError(f"{marker} got an unknown argument {name!r}; known: {', '.join(known)}")
@@ -134,6 +139,18 @@ def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
     if isinstance(argument, list | tuple):
         return [w for one in argument for w in _workloads(one, catalog)]
     raise ValueError(f"a workload must be a name or a Workload, got {describe(argument)} {argument!r}")
+
+
+def _parameters(names: Sequence[object], workloads: Sequence[Workload]) -> tuple[str, ...]:
+    """Return of which parameters gradients are asked for, beside q, k and v; each must be one of a workload's."""
+    wanted = tuple(str(name) for name in names if name not in ("q", "k", "v"))
+    unknown = [name for name in wanted if name not in PARAMETERS]
+    if unknown or not {"q", "k", "v"} <= set(map(str, names)):
+        raise ValueError(f'backward must be True, False, or "q", "k", "v" and any of {", ".join(PARAMETERS)}, got {names!r}')
+    for name in wanted:
+        if workloads and not any(name in parameters_of(workload) for workload in workloads):
+            raise ValueError(f"backward asks for a gradient of {name}, and no workload of the marker has {name}")
+    return wanted
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:

@@ -1,0 +1,75 @@
+"""`backward=("q", "k", "v", "sinks")`: gradients of what a kernel closes over."""
+
+import pytest
+
+import pytest_attn
+
+KERNEL = """
+import math, pytest, torch
+from pytest_attn import Workload
+
+def attention(q, k, v, sinks):
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
+
+@pytest.mark.attention(Workload(64, heads=2, head_dim=32, sinks=True), backward=("q", "k", "v", "sinks"), device="cpu")
+def test_kernel(attn{fixture}):
+    attn.check({what})
+"""
+
+
+@pytest.fixture
+def judged(pytester):
+    def run(what, *args, fixture=""):
+        pytester.makepyfile(test_it=KERNEL.format(what=what, fixture=fixture))
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rs", *args)
+
+    return run
+
+
+def test_a_kernel_that_closes_over_the_sinks_is_right(judged):
+    result = judged("lambda q, k, v: attention(q, k, v, attn.sinks)")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_gradient_that_is_lost_is_named_saved_and_judged_again(judged, pytester):
+    lost = "lambda q, k, v: attention(q, k, v, attn.sinks.detach() + 0 * attn.sinks)"
+    result = judged(lost, "--attn-save-failures=out")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E*mismatch: dsinks of *", "E*worst      dsinks[[]?] = *", "E*suggests   dsinks is all zeros"]
+    )
+    (folder,) = (pytester.path / "out").iterdir()
+    failure, found = pytest_attn.load_failure(folder), {}
+    exec(KERNEL.split("@pytest")[0], found)
+    sinks = failure.tensors["sinks"]
+    assert failure.check(lambda q, k, v: found["attention"](q, k, v, sinks)).passed
+    with pytest.raises(AssertionError, match="mismatch: dsinks of"):
+        failure.check(lambda q, k, v: found["attention"](q, k, v, sinks.detach() + 0 * sinks))
+
+
+def test_a_copy_is_no_leaf(judged):
+    result = judged("lambda q, k, v: attention(q, k, v, attn.sinks.detach())")
+    result.stdout.fnmatch_lines(["E*dsinks is missing: *; the callable must use attn.sinks itself"])
+
+
+def test_a_backend_is_skipped_with_the_reason(judged):
+    result = judged("attn_backend", "--attn-backends=math", fixture=", attn_backend")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*math: the marker asks for a gradient of sinks, which a callable has, and no backend"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ('("q", "k", "v", "mask")', 'backward must be True, False, or "q", "k", "v" and any of sinks, bias, alibi, got '),
+        ('("q", "sinks")', 'backward must be True, False, or "q", "k", "v" and any of sinks, bias, alibi, got '),
+        ('("q", "k", "v", "bias")', "backward asks for a gradient of bias, and no workload of the marker has bias"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(pytester, marker, message):
+    pytester.makepyfile(KERNEL.replace('("q", "k", "v", "sinks")', marker).format(what="print", fixture=""))
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
