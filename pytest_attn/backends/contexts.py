@@ -11,16 +11,26 @@ from contextlib import contextmanager
 
 
 @contextmanager
+def untraced() -> Iterator[None]:
+    """Keep torch's compiler trace out of captured logs: hundreds of lines that say nothing of a kernel.
+
+    pytest puts its own handlers on a logger that does not propagate, so it is silenced, unless TORCH_TRACE wants it.
+    """
+    trace = logging.getLogger("torch.__trace")
+    before = trace.disabled
+    trace.disabled = before or "TORCH_TRACE" not in os.environ
+    try:
+        yield
+    finally:
+        trace.disabled = before
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Keep the warnings of libraries from failing a run under -W error, and torch's compiler trace out of captured logs."""
-    trace = logging.getLogger("torch.__trace")
-    propagated, trace.propagate = trace.propagate, False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        trace.propagate = propagated
+    with untraced(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

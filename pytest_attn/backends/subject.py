@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.contexts import quiet, untraced
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.naming import called_name
@@ -184,7 +184,7 @@ class CallableSubject(Subject):
 
     def calling(self) -> AbstractContextManager[object]:
         """Leave its warnings to its test."""
-        return nullcontext()
+        return untraced()
 
     def baseline_name(self, test: str) -> str:
         """Return a name that does not change with the line that the callable stands on; it belongs to its test."""

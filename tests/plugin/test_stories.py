@@ -293,3 +293,11 @@ def test_a_callable_with_the_name_of_a_backend_is_none(run, kernel_test, pyteste
     run("--attn-json=run.jsonl").assert_outcomes(passed=1)
     record = json.loads((pytester.path / "run.jsonl").read_text())
     assert (record["subject"], record["tags"]["family"], record["version"]) == ("math", "callable", "")
+
+
+def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, kernel_test):
+    kernel_test("attn.check(lambda q, k, v: logging.getLogger('torch.__trace').debug('traced') or v)", before="import logging")
+    result = run()
+    result.assert_outcomes(failed=1)
+    assert "mismatch: out of" in result.stdout.str()
+    assert "traced" not in result.stdout.str().replace("debug('traced')", "")
