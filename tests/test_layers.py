@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pytest_attn
+from pytest_attn.session.served import modules_ahead
 
 ROOT = Path(pytest_attn.__file__).parent
 ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
@@ -209,6 +210,15 @@ print(sorted(tops - {"pytest_attn"} - set(sys.stdlib_module_names)))
 """
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_fresh_processes_find_imported_imports_no_other_plugin_of_pytest():
+    """Or pytest warns that it cannot rewrite the assertions of that plugin any more, where warnings may be errors."""
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in FILES}
+    ahead = [name for name in modules_ahead(names) if name in names]
+    assert len(ahead) > 100
+    late = ("hypothesis", "pytest_benchmark", "xdist", *(names.keys() - set(ahead)))
+    assert [name for name in ahead if any(one.startswith(late) for one in imported(names[name], top_level_only=True))] == []
 
 
 @pytest.mark.parametrize("name", ["utils", "common", "helpers", "constants"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
 from pytest_attn.session.options import declared_options
+from pytest_attn.session.served import Command, FreshProcesses
 from pytest_attn.session.settings import Settings
 
 #: options of pytest and its plugins that a fresh process must not repeat: outputs, other processes, stopping early
@@ -106,23 +105,14 @@ def _one_process(config: pytest.Config, names: Sequence[str], folder: Path, mode
     if modes:
         environment[MODES_VARIABLE] = str(folder / "modes")
         (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", *_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
+    arguments = [*_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
+    command = Command(arguments, environment, config.invocation_params.dir, runs, folder / "output")
     try:
-        done = subprocess.run(
-            command,
-            cwd=config.invocation_params.dir,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_SECONDS_PER_PROCESS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        done = FreshProcesses.of(config).run(command, _SECONDS_PER_PROCESS)
+    except TimeoutError:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
-        raise StartError(f"a fresh process could not run it: {_last_words(done.stdout)}")
+        raise StartError(f"a fresh process could not run it: {_last_words(done.output)}")
     return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
 
 

@@ -8,11 +8,9 @@ import getpass
 import json
 import os
 import pkgutil
-import subprocess
 import sys
 import tempfile
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 from fakes.benchmark import CONFTEST
@@ -22,7 +20,7 @@ import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import gate, protocol
-from pytest_attn.session import processes, tuning
+from pytest_attn.session import served, tuning
 from pytest_attn.timing import recording
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
@@ -112,8 +110,14 @@ def test_kernel({fixtures}):
 
 
 @pytest.fixture
-def real_processes():
-    """Let the fresh processes of a timed story be processes; asked for by name."""
+def real_processes(monkeypatch):
+    """Let the fresh processes of a timed story be forked ones, where any can be; asked for by name."""
+
+    def wholly_fresh(command, seconds):
+        raise AssertionError(f"not forked: {command.output.read_text() if command.output.exists() else 'no output'}")
+
+    if served.FreshProcesses.can_be_served:
+        monkeypatch.setattr(served, "wholly_fresh", wholly_fresh)
 
 
 @pytest.fixture
@@ -125,8 +129,7 @@ def _fresh_processes(request, pytester, monkeypatch):
     if "real_processes" in request.fixturenames:
         return
 
-    def run(command, env, **_):
-        assert command[:3] == [sys.executable, "-m", "pytest"]
+    def run(self, command, seconds):
         own = [
             name
             for name, module in sys.modules.items()
@@ -135,14 +138,14 @@ def _fresh_processes(request, pytester, monkeypatch):
         with monkeypatch.context() as patch:
             for name in own:
                 patch.delitem(sys.modules, name)
-            for name in os.environ.keys() - env.keys():
+            for name in os.environ.keys() - command.environment.keys():
                 patch.delenv(name)
-            for name, value in env.items():
+            for name, value in command.environment.items():
                 patch.setenv(name, value)
-            done = pytester.runpytest_inprocess(*command[3:])
-        return SimpleNamespace(returncode=done.ret, stdout=f"{done.stdout}\n{done.stderr}")
+            done = pytester.runpytest_inprocess(*command.arguments)
+        return served.Ended(done.ret, f"{done.stdout}\n{done.stderr}")
 
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
+    monkeypatch.setattr(served.FreshProcesses, "run", run)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 from fakes.timed import KERNEL
 
 
-def test_recording_says_what_it_wrote(project, baseline_file, real_processes):
+def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_processes):
+    pytester.makeini("[pytest]\nfilterwarnings = error\n")  # nothing was imported before pytest could rewrite it
     result = project("--attn-update-baselines", "first recording")
     result.assert_outcomes(passed=1)
     result.stdout.re_match_lines(

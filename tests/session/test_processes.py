@@ -9,6 +9,7 @@ import pytest
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session import processes
 from pytest_attn.session.processes import _without_dropped, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.served import Command, Ended, FreshProcesses
 
 
 @pytest.fixture
@@ -40,20 +41,23 @@ def starting(monkeypatch, tmp_path):
         rootpath=tmp_path,
         inipath=None,
         pluginmanager=plugins,
+        stash=pytest.Stash(),
+        add_cleanup=lambda close: None,
     )
-    process = SimpleNamespace(config=config, told=told, times=[], answer=SimpleNamespace(returncode=0, stdout=""))
+    process = SimpleNamespace(config=config, told=told, times=[], answer=Ended(0, ""))
 
-    def start(command, env, **_):
-        items = Path(command[-1].removeprefix("@")).read_text()
-        modes = json.loads(Path(env["PYTEST_ATTN_MODES"]).read_text()) if "PYTEST_ATTN_MODES" in env else None
-        told.append({"command": command, "environment": env, "items": items, "modes": modes})
+    def run(self, command: Command, seconds):
+        items = Path(command.arguments[-1].removeprefix("@")).read_text()
+        environment = command.environment
+        modes = json.loads(Path(environment["PYTEST_ATTN_MODES"]).read_text()) if "PYTEST_ATTN_MODES" in environment else None
+        told.append({"arguments": command.arguments, "environment": environment, "items": items, "modes": modes})
         if process.times:
-            Path(env["PYTEST_ATTN_RUNS"]).write_text("".join(json.dumps(time) + "\n" for time in process.times))
+            command.times.write_text("".join(json.dumps(time) + "\n" for time in process.times))
         if isinstance(process.answer, Exception):
             raise process.answer
         return process.answer
 
-    monkeypatch.setattr(processes.subprocess, "run", start)
+    monkeypatch.setattr(FreshProcesses, "run", run)
     return process
 
 
@@ -116,14 +120,14 @@ def test_a_second_time_in_one_process_is_no_second_value():
     ],
 )
 def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, returncode, output, words):
-    starting.answer = SimpleNamespace(returncode=returncode, stdout=output)
+    starting.answer = Ended(returncode, output)
     with pytest.raises(StartError) as error:
         fresh_runs(starting.config, ["a"], 1)
     assert str(error.value) == words
 
 
 def test_a_process_that_takes_too_long_confirms_nothing(starting):
-    starting.answer = processes.subprocess.TimeoutExpired("pytest", 1800)
+    starting.answer = TimeoutError()
     with pytest.raises(FreshError, match="it took more than 1800 s") as error:
         fresh_runs(starting.config, ["a"], 1)
     assert not isinstance(error.value, StartError)
@@ -140,7 +144,7 @@ def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, mo
     assert told["modes"] == {"a": "graph"}
     assert "12" in told["environment"]["PYTEST_ATTN_OWN"].split(",")
     assert not [name for name in told["environment"] if name.startswith(("PYTEST_XDIST", "PYTEST_CURRENT"))]
-    assert told["command"][1:4] == ["-m", "pytest", "-k"]
+    assert told["arguments"][:2] == ["-k", "a"]
 
 
 @pytest.mark.parametrize(

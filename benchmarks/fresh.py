@@ -1,0 +1,228 @@
+"""Fresh processes that a server forks, beside wholly fresh ones: what each costs, and whether their times are alike.
+
+    python benchmarks/fresh.py [--device cuda|cpu] [--processes 20] [--per-server 5] [--stories] [--out FILE.json]
+
+Wholly fresh and forked pytests take turns to time the same four cases; after every few forked ones a new server takes over.
+Prints, of one run: seconds per process and their ratio; for each case the p50s' median, relative standard deviation and range,
+of both; the difference of the medians, and F, the variance between servers over that within one. If the addresses or the hash
+seed that the processes of one server share were part of their times, F would be large: by chance it exceeds the value behind
+it in one case of twenty. --stories then times whole runs of pytest with both: a recording of the four cases, and what a
+suspect adds to a run. All of it on a GPU:
+
+    python benchmarks/fresh.py --device cuda --processes 30 --per-server 5 --stories --out fresh.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_attn.session.child import RUNS_VARIABLE
+from pytest_attn.session.served import Command, ForkServer, modules_ahead, wholly_fresh
+
+SUITE = """
+import os, pytest
+from pytest_attn import Workload
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def mine(q, k, v):
+    out = sdpa(q, k, v)
+    return sdpa(q, k, v) if os.environ.get("SLOWED") else out
+
+@pytest.mark.attention({workloads}, device="{device}")
+def test_mine(attn):
+    attn.measure(mine)
+"""
+WORKLOADS = {
+    "cuda": {
+        "flux-L512": "4608, heads=24, head_dim=128",
+        "s1024": "1024, heads=24, head_dim=128",
+        "s128": "128, heads=24, head_dim=128",
+        "vit-196": "196, batch=8, heads=12",
+    },
+    "cpu": {
+        "s128": "128, heads=2",
+        "s256": "256, heads=4",
+        "s512": "512, heads=2",
+        "s384": "384, heads=4",
+    },
+}
+#: told to the suite's conftest by variables: to list what a process has imported, and to fork none
+CONFTEST = """
+import os, sys
+from pathlib import Path
+
+def pytest_unconfigure():
+    if "MODULES" in os.environ:
+        Path(os.environ["MODULES"]).write_text("\\n".join(sys.modules))
+
+if "WHOLLY" in os.environ:
+    from pytest_attn.session.served import FreshProcesses
+    FreshProcesses.can_be_served = False
+"""
+_SECONDS = 600
+#: the value that F exceeds by chance in one case of twenty, for n servers of five processes
+_F_95 = {2: 5.32, 3: 3.89, 4: 3.24, 5: 2.87, 6: 2.62, 8: 2.31, 10: 2.12}
+
+
+class Suite:
+    """Tests of four cases in a folder, and the processes that time them."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder, self._names = folder, list(WORKLOADS[device])
+        workloads = ", ".join(f'Workload({shape}, name="{name}")' for name, shape in WORKLOADS[device].items())
+        (folder / "test_fresh.py").write_text(SUITE.format(workloads=workloads, device=device))
+        (folder / "conftest.py").write_text(CONFTEST)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        self._arguments = ["-q", "-p", "no:cacheprovider", *(["--attn-threads=1"] if device == "cpu" else [])]
+        self.time_all(0, None, MODULES=str(folder / "modules"))  # compiles what is compiled once, too
+        self.modules = modules_ahead((folder / "modules").read_text().splitlines())
+
+    def command(self, number: int, **environment: str) -> Command:
+        """Return the command of a process that times all cases, in an order of its own."""
+        order = random.Random(number).sample(self._names, len(self._names))
+        (self._folder / "items").write_text("\n".join(f"test_fresh.py::test_mine[{name}]" for name in order))
+        times = self._folder / "times"
+        times.unlink(missing_ok=True)
+        environment = {**os.environ, **environment, RUNS_VARIABLE: str(times)}
+        return Command(
+            [*self._arguments, f"@{self._folder / 'items'}"], environment, self._folder, times, self._folder / "output"
+        )
+
+    def time_all(self, number: int, server: ForkServer | None, **environment: str) -> dict[str, Any]:
+        """Time every case once, in a forked process, or without a server in a wholly fresh one."""
+        command = self.command(number, **environment)
+        begun = time.perf_counter()
+        ended = server.run(command, _SECONDS) if server else wholly_fresh(command, _SECONDS)
+        seconds = time.perf_counter() - begun
+        if not command.has_left(ended.returncode):
+            sys.exit(f"a process ended with {ended.returncode}:\n{ended.output}")
+        found = [json.loads(line) for line in command.times.read_text().splitlines()]
+        return {"process": number, "seconds": seconds, "cases": {run["key"].partition(" | ")[0]: run for run in found}}
+
+    def run(self, *arguments: str, **environment: str) -> float:
+        """Return the seconds of a whole run of pytest, which may fail."""
+        begun = time.perf_counter()
+        command = [sys.executable, "-m", "pytest", *self._arguments, *arguments]
+        done = subprocess.run(command, cwd=self._folder, env={**os.environ, **environment}, capture_output=True, text=True)
+        last = (done.stdout.splitlines() or ["nothing"])[-1]
+        print(f"  pytest {' '.join(arguments)} {environment}: {last}", file=sys.stderr)
+        return time.perf_counter() - begun
+
+
+def take_turns(suite: Suite, processes: int, per_server: int) -> dict[str, list[dict[str, Any]]]:
+    """Time in wholly fresh and in forked processes in turn; no server starts while anything is timed."""
+    found: dict[str, list[dict[str, Any]]] = {"fresh": [], "forked": []}
+    server: ForkServer | None = None
+    starts = []
+    try:
+        for number in range(processes):
+            if number % per_server == 0:
+                if server:
+                    server.close()
+                begun = time.perf_counter()
+                server = ForkServer(suite.command(number), suite.modules)
+                starts.append(time.perf_counter() - begun)
+            for kind in ("fresh", "forked") if number % 2 else ("forked", "fresh"):
+                run = suite.time_all(number, server if kind == "forked" else None)
+                found[kind].append({**run, "server": number // per_server})
+    finally:
+        if server:
+            server.close()
+    print(f"a server starts within {statistics.median(starts):.2f} s")
+    return found
+
+
+def report(found: dict[str, list[dict[str, Any]]], per_server: int) -> None:
+    """Print what a process costs, and how far the p50s of each kind agree."""
+    fresh, forked = (statistics.median(run["seconds"] for run in found[kind]) for kind in ("fresh", "forked"))
+    print(f"seconds per process: wholly fresh {fresh:.2f}, forked {forked:.2f}, ratio {forked / fresh:.2f}")
+    heads = " ".join(f"{kind:>9} {'spread':>7} {'range':>7}" for kind in ("fresh us", "forked us"))
+    print(f"{'case':12} {heads} {'differ':>7} {'F':>6}")
+    for case in found["fresh"][0]["cases"]:
+        kinds = {kind: undisturbed(found[kind], case) for kind in ("fresh", "forked")}
+        if min(map(len, kinds.values())) < 3:
+            print(f"{case:12} disturbed in too many processes")
+            continue
+        medians = {kind: statistics.median(p50s) for kind, p50s in kinds.items()}
+        cells = [f"{medians[kind] * 1e6:9.2f} {spread(p50s):7.2%} {extent(p50s):7.2%}" for kind, p50s in kinds.items()]
+        groups: dict[int, list[float]] = {}
+        for run in found["forked"]:
+            if not run["cases"][case]["disturbances"]:
+                groups.setdefault(run["server"], []).append(run["cases"][case]["p50"])
+        ratio = between_over_within(list(groups.values()))
+        print(f"{case:12} {cells[0]} {cells[1]} {medians['forked'] / medians['fresh'] - 1:+7.2%} {ratio:6.2f}")
+    servers = len({run["server"] for run in found["forked"]})
+    if per_server == 5 and servers in _F_95:
+        print(f"by chance, F of {servers} servers of 5 processes exceeds {_F_95[servers]} in one case of twenty")
+
+
+def undisturbed(runs: Sequence[dict[str, Any]], case: str) -> list[float]:
+    return [run["cases"][case]["p50"] for run in runs if not run["cases"][case]["disturbances"]]
+
+
+def spread(found: Sequence[float]) -> float:
+    return statistics.stdev(found) / statistics.mean(found)
+
+
+def extent(found: Sequence[float]) -> float:
+    return (max(found) - min(found)) / statistics.median(found)
+
+
+def between_over_within(groups: Sequence[Sequence[float]]) -> float:
+    """Return the F of a one-way analysis of variance; NaN where there are too few values."""
+    groups = [group for group in groups if group]
+    count = sum(map(len, groups))
+    if len(groups) < 2 or count <= len(groups):
+        return float("nan")
+    mean = sum(map(sum, groups)) / count
+    between = sum(len(group) * (statistics.mean(group) - mean) ** 2 for group in groups) / (len(groups) - 1)
+    within = sum((one - statistics.mean(group)) ** 2 for group in groups for one in group) / (count - len(groups))
+    return between / within
+
+
+def tell_stories(suite: Suite) -> None:
+    """Print what a recording of the four cases takes, and what a suspect adds, with both kinds of processes."""
+    name = suite._names[1]
+    for kind, environment in (("forked", {}), ("wholly fresh", {"WHOLLY": "1"})):
+        recording = suite.run("--attn-update-baselines=benchmark", **environment)
+        passing = suite.run("-k", name, **environment)
+        failing = suite.run("-k", name, SLOWED="1", **environment)
+        print(f"{kind}: a recording of four cases {recording:.1f} s; a suspect {failing - passing:.1f} s")
+
+
+def main() -> None:
+    """Take turns, report, and tell stories."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=20)
+    parser.add_argument("--per-server", type=int, default=5)
+    parser.add_argument("--stories", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        suite = Suite(Path(folder), options.device)
+        print(f"{options.device}, torch {torch.__version__}, {options.processes} processes of each kind, in turn")
+        if options.processes:
+            found = take_turns(suite, options.processes, options.per_server)
+            if options.out:
+                options.out.write_text(json.dumps(found))
+            report(found, options.per_server)
+        if options.stories:
+            tell_stories(suite)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Fresh processes of a run: forked by a server that has imported torch, or else started by themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
+
+#: what each fresh process is told for itself
+_OF_ONE_PROCESS = (MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE)
+#: what no server imports ahead
+_LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
+_OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")
+_START_SECONDS, _END_SECONDS = 300, 10
+
+_log = logging.getLogger(__name__)
+
+
+class Command(NamedTuple):
+    """A pytest that is to be started. environment: all of it. times: the file that it leaves; output: for what it prints."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: Path
+    times: Path
+    output: Path
+
+    def has_left(self, returncode: int) -> bool:
+        """Whether a process that ended so did what was asked for."""
+        return returncode == pytest.ExitCode.OK and self.times.exists()
+
+
+class Ended(NamedTuple):
+    """A pytest that has ended, and what it wrote."""
+
+    returncode: int
+    output: str
+
+
+class ServerError(Exception):
+    """The server of fresh processes does not serve, for the reason given."""
+
+
+def wholly_fresh(command: Command, seconds: float) -> Ended:
+    """Start a process of its own and wait for its end. Raises TimeoutError."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *command.arguments],
+            cwd=command.folder,
+            env=command.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    return Ended(done.returncode, done.stdout)
+
+
+class FreshProcesses:
+    """Starts the fresh processes of a run, each when the one before has ended.
+
+    Where a forked one cannot be had, or does not do what was asked for, that one and all later ones are wholly fresh.
+    """
+
+    #: elsewhere a library that has threads may not live through a fork, and nobody says whether it has
+    can_be_served = sys.platform == "linux"
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> FreshProcesses:
+        """Return those of a run, which end with it."""
+        if _FRESH not in config.stash:
+            config.stash[_FRESH] = made = cls()
+            config.add_cleanup(made.close)
+        return config.stash[_FRESH]
+
+    def run(self, command: Command, seconds: float) -> Ended:
+        """Run a pytest and wait for its end. Raises TimeoutError."""
+        if self.can_be_served:
+            try:
+                ended = self._serving(command).run(command, seconds)
+                if command.has_left(ended.returncode):
+                    return ended
+                _log.info("a forked process ended with %d: a wholly fresh one is asked", ended.returncode)
+            except ServerError as error:
+                _log.info("no server of fresh processes: %s", error)
+            except BaseException:  # it took too long, or somebody pressed Ctrl-C: what the server says next is of that process
+                self.close()
+                raise
+            self.can_be_served = False
+            self.close()
+            command.times.unlink(missing_ok=True)
+        return wholly_fresh(command, seconds)
+
+    def _serving(self, command: Command) -> ForkServer:
+        """Return the server, a new one where the last was started in another environment."""
+        if self._server is not None and not self._server.is_like(command):
+            self.close()
+        if self._server is None:
+            self._server = ForkServer(command, modules_ahead())
+        return self._server
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+_FRESH = pytest.StashKey[FreshProcesses]()
+
+
+class ForkServer:
+    """The server as the process sees it that started it (session/fork_server.py). Raises ServerError where it cannot serve."""
+
+    def __init__(self, like: Command, modules: Sequence[str]) -> None:
+        self._like = _shared(like)
+        self._socket, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno())],
+                cwd=like.folder,
+                env=self._like[0],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # what a terminal sends is for the process that waits
+            )
+        except OSError as error:
+            self._socket.close()
+            raise ServerError(str(error)) from error
+        finally:
+            theirs.close()
+        self._answers = self._socket.makefile("r", encoding="utf-8")
+        try:
+            self._say(modules=list(modules))
+            self.pid = int(self._answer("ready", time.monotonic() + _START_SECONDS))
+        except TimeoutError:
+            self.close()
+            raise ServerError(f"it took more than {_START_SECONDS} s to start") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def is_like(self, command: Command) -> bool:
+        """Whether a process by itself would be started in the same environment and folder as the server was."""
+        return self._like == _shared(command)
+
+    def run(self, command: Command, seconds: float) -> Ended:
+        """Have a pytest forked and wait for its end. Raises TimeoutError, and ServerError."""
+        end = time.monotonic() + seconds
+        own = f"{command.environment.get(OWN_VARIABLE, '')},{self.pid}".lstrip(",")
+        environment = {**command.environment, OWN_VARIABLE: own}
+        arguments, folder, output = list(command.arguments), str(command.folder), str(command.output)
+        self._say(arguments=arguments, environment=environment, folder=folder, output=output)
+        child = int(self._answer("started", end))
+        try:
+            returncode = int(self._answer("returncode", end))
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            raise
+        return Ended(returncode, command.output.read_text(encoding="utf-8", errors="replace"))
+
+    def _say(self, **request: object) -> None:
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise ServerError(f"it does not listen: {error}") from error
+
+    def _answer(self, wanted: str, end: float) -> Any:
+        """Return what the server says of what is wanted, before the end. Raises TimeoutError, and ServerError."""
+        self._socket.settimeout(max(end - time.monotonic(), 0.001))
+        try:
+            line = self._answers.readline()
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ServerError(f"it was cut off: {error}") from error
+        answer = json.loads(line) if line.endswith("\n") else {}
+        if wanted not in answer:
+            raise ServerError(answer.get("refused", "it has ended"))
+        return answer[wanted]
+
+    def close(self) -> None:
+        """End the server, and what it still runs."""
+        self._answers.close()
+        self._socket.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def modules_ahead(loaded: Iterable[str] | None = None) -> list[str]:
+    """Return what a server imports ahead: pytest, torch, and the parts of torch, triton and this package in use here."""
+    names = sys.modules if loaded is None else loaded
+    return ["pytest", "torch", *(name for name in names if _is_ahead(name))]
+
+
+def _is_ahead(name: str) -> bool:
+    """Whether importing a module only declares things.
+
+    Not so the compiler's parts, which start processes, what sets switches for torch's own tests, and what torch makes up as
+    modules. Our own tests, and what imports hypothesis, must be imported by pytest, which rewrites their assertions.
+    """
+    return name.startswith(("torch.", "triton", "pytest_attn.")) and not name.startswith((*_LATE, *_OWN_LATE))
+
+
+def _shared(command: Command) -> tuple[dict[str, str], Path]:
+    environment = {name: value for name, value in command.environment.items() if name not in _OF_ONE_PROCESS}
+    return environment, command.folder
