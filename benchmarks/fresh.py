@@ -4,10 +4,10 @@
 
 Wholly fresh and forked pytests take turns to time the same four cases; after every few forked ones a new server takes over.
 Prints, of one run: seconds per process and their ratio; for each case the p50s' median, relative standard deviation and range,
-of both; the difference of the medians, and F, the variance between servers over that within one. If the addresses or the hash
-seed that the processes of one server share were part of their times, F would be large: by chance it exceeds the value behind
-it in one case of twenty. --stories then times whole runs of pytest with both: a recording of the four cases, and what a
-suspect adds to a run. All of it on a GPU:
+of both, and the difference of the medians. F: the variance between servers over that among the processes of one. If the
+addresses or the hash seed that they share were part of their times, it would be larger than that behind it, of the wholly
+fresh ones that ran beside each server and share nothing but the hour. --stories then times whole runs of pytest with both: a
+recording of the four cases, and what a suspect adds to a run. All of it on a GPU:
 
     python benchmarks/fresh.py --device cuda --processes 30 --per-server 5 --stories --out fresh.json
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -59,7 +60,7 @@ WORKLOADS = {
         "s384": "384, heads=4",
     },
 }
-#: told to the suite's conftest by variables: to list what a process has imported, and to fork none
+#: told to the suite's conftest by variables: to list what a process has imported, and whether to fork
 CONFTEST = """
 import os, sys
 from pathlib import Path
@@ -68,13 +69,11 @@ def pytest_unconfigure():
     if "MODULES" in os.environ:
         Path(os.environ["MODULES"]).write_text("\\n".join(sys.modules))
 
-if "WHOLLY" in os.environ:
-    from pytest_attn.session.served import FreshProcesses
-    FreshProcesses.can_be_served = False
+from pytest_attn.session import served
+
+served._FORKED_ON = frozenset(("cuda", "cpu") if os.environ.get("FORKED") else ())
 """
 _SECONDS = 600
-#: the value that F exceeds by chance in one case of twenty, for n servers of five processes
-_F_95 = {2: 5.32, 3: 3.89, 4: 3.24, 5: 2.87, 6: 2.62, 8: 2.31, 10: 2.12}
 
 
 class Suite:
@@ -97,9 +96,8 @@ class Suite:
         times = self._folder / "times"
         times.unlink(missing_ok=True)
         environment = {**os.environ, **environment, RUNS_VARIABLE: str(times)}
-        return Command(
-            [*self._arguments, f"@{self._folder / 'items'}"], environment, self._folder, times, self._folder / "output"
-        )
+        arguments = [*self._arguments, f"@{self._folder / 'items'}"]
+        return Command(arguments, environment, self._folder, times, self._folder / "output", len(order))
 
     def time_all(self, number: int, server: ForkServer | None, **environment: str) -> dict[str, Any]:
         """Time every case once, in a forked process, or without a server in a wholly fresh one."""
@@ -107,7 +105,7 @@ class Suite:
         begun = time.perf_counter()
         ended = server.run(command, _SECONDS) if server else wholly_fresh(command, _SECONDS)
         seconds = time.perf_counter() - begun
-        if not command.has_left(ended.returncode):
+        if not command.is_done(ended.returncode):
             sys.exit(f"a process ended with {ended.returncode}:\n{ended.output}")
         found = [json.loads(line) for line in command.times.read_text().splitlines()]
         return {"process": number, "seconds": seconds, "cases": {run["key"].partition(" | ")[0]: run for run in found}}
@@ -145,32 +143,29 @@ def take_turns(suite: Suite, processes: int, per_server: int) -> dict[str, list[
     return found
 
 
-def report(found: dict[str, list[dict[str, Any]]], per_server: int) -> None:
+def report(found: dict[str, list[dict[str, Any]]]) -> None:
     """Print what a process costs, and how far the p50s of each kind agree."""
     fresh, forked = (statistics.median(run["seconds"] for run in found[kind]) for kind in ("fresh", "forked"))
     print(f"seconds per process: wholly fresh {fresh:.2f}, forked {forked:.2f}, ratio {forked / fresh:.2f}")
-    heads = " ".join(f"{kind:>9} {'spread':>7} {'range':>7}" for kind in ("fresh us", "forked us"))
-    print(f"{'case':12} {heads} {'differ':>7} {'F':>6}")
+    heads = " ".join(f"{kind:>9} {'spread':>7} {'range':>7} {'n':>3}" for kind in ("fresh us", "forked us"))
+    print(f"{'case':12} {heads} {'differ':>7} {'F':>5} {'fresh':>5}")
     for case in found["fresh"][0]["cases"]:
         kinds = {kind: undisturbed(found[kind], case) for kind in ("fresh", "forked")}
-        if min(map(len, kinds.values())) < 3:
+        if min(len(runs) for runs in kinds.values()) < 3:
             print(f"{case:12} disturbed in too many processes")
             continue
-        medians = {kind: statistics.median(p50s) for kind, p50s in kinds.items()}
-        cells = [f"{medians[kind] * 1e6:9.2f} {spread(p50s):7.2%} {extent(p50s):7.2%}" for kind, p50s in kinds.items()]
-        groups: dict[int, list[float]] = {}
-        for run in found["forked"]:
-            if not run["cases"][case]["disturbances"]:
-                groups.setdefault(run["server"], []).append(run["cases"][case]["p50"])
-        ratio = between_over_within(list(groups.values()))
-        print(f"{case:12} {cells[0]} {cells[1]} {medians['forked'] / medians['fresh'] - 1:+7.2%} {ratio:6.2f}")
-    servers = len({run["server"] for run in found["forked"]})
-    if per_server == 5 and servers in _F_95:
-        print(f"by chance, F of {servers} servers of 5 processes exceeds {_F_95[servers]} in one case of twenty")
+        p50s = {kind: [run["cases"][case]["p50"] for run in runs] for kind, runs in kinds.items()}
+        medians = {kind: statistics.median(one) for kind, one in p50s.items()}
+        cells = [
+            f"{medians[kind] * 1e6:9.2f} {spread(one):7.2%} {extent(one):7.2%} {len(one):3}" for kind, one in p50s.items()
+        ]
+        ratios = [between_over_within(runs, case) for runs in (kinds["forked"], kinds["fresh"])]
+        differ = medians["forked"] / medians["fresh"] - 1
+        print(f"{case:12} {cells[0]} {cells[1]} {differ:+7.2%} {ratios[0]:5.2f} {ratios[1]:5.2f}")
 
 
-def undisturbed(runs: Sequence[dict[str, Any]], case: str) -> list[float]:
-    return [run["cases"][case]["p50"] for run in runs if not run["cases"][case]["disturbances"]]
+def undisturbed(runs: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    return [run for run in runs if not run["cases"][case]["disturbances"]]
 
 
 def spread(found: Sequence[float]) -> float:
@@ -181,22 +176,23 @@ def extent(found: Sequence[float]) -> float:
     return (max(found) - min(found)) / statistics.median(found)
 
 
-def between_over_within(groups: Sequence[Sequence[float]]) -> float:
-    """Return the F of a one-way analysis of variance; NaN where there are too few values."""
-    groups = [group for group in groups if group]
-    count = sum(map(len, groups))
-    if len(groups) < 2 or count <= len(groups):
-        return float("nan")
-    mean = sum(map(sum, groups)) / count
-    between = sum(len(group) * (statistics.mean(group) - mean) ** 2 for group in groups) / (len(groups) - 1)
-    within = sum((one - statistics.mean(group)) ** 2 for group in groups for one in group) / (count - len(groups))
-    return between / within
+def between_over_within(runs: Sequence[dict[str, Any]], case: str) -> float:
+    """Return the F of a one-way analysis of variance, by server; NaN where there are too few values."""
+    groups: dict[int, list[float]] = {}
+    for run in runs:
+        groups.setdefault(run["server"], []).append(run["cases"][case]["p50"])
+    if len(groups) < 2 or len(runs) <= len(groups):
+        return math.nan
+    mean = statistics.mean(one for group in groups.values() for one in group)
+    between = sum(len(group) * (statistics.mean(group) - mean) ** 2 for group in groups.values()) / (len(groups) - 1)
+    within = sum((one - statistics.mean(group)) ** 2 for group in groups.values() for one in group)
+    return between / within * (len(runs) - len(groups))
 
 
 def tell_stories(suite: Suite) -> None:
     """Print what a recording of the four cases takes, and what a suspect adds, with both kinds of processes."""
     name = suite._names[1]
-    for kind, environment in (("forked", {}), ("wholly fresh", {"WHOLLY": "1"})):
+    for kind, environment in (("forked", {"FORKED": "1"}), ("wholly fresh", {})):
         recording = suite.run("--attn-update-baselines=benchmark", **environment)
         passing = suite.run("-k", name, **environment)
         failing = suite.run("-k", name, SLOWED="1", **environment)
@@ -219,7 +215,7 @@ def main() -> None:
             found = take_turns(suite, options.processes, options.per_server)
             if options.out:
                 options.out.write_text(json.dumps(found))
-            report(found, options.per_server)
+            report(found)
         if options.stories:
             tell_stories(suite)
 

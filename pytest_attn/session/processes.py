@@ -6,7 +6,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import pytest
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
 from pytest_attn.session.options import declared_options
-from pytest_attn.session.served import Command, FreshProcesses
+from pytest_attn.session.served import Command, FreshProcesses, are_forked
 from pytest_attn.session.settings import Settings
 
 #: options of pytest and its plugins that a fresh process must not repeat: outputs, other processes, stopping early
@@ -61,15 +61,18 @@ def fresh_runs(
     modes: Mapping[str, str] | None = None,
     lacking: Callable[[Runs], Sequence[str]] = lambda found: (),
     more: int = MORE_PROCESSES,
+    kinds: Iterable[str] = ("cpu",),
 ) -> Runs:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements wrote.
 
     modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items
-    are to be run once more, judging by what was found so far; in up to `more` further processes.
+    are to be run once more, judging by what was found so far; in up to `more` further processes. kinds: of devices on which
+    they time.
 
     Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
     """
     found: Runs = []
+    is_forked = are_forked(kinds)
     with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
         for number in range(processes + more):
             progress(min(number, processes))
@@ -78,7 +81,7 @@ def fresh_runs(
                 break
             order = list(dict.fromkeys(wanted))
             random.Random(number).shuffle(order)  # the same neighbours each time would be part of what is measured
-            found += _one_process(config, order, Path(folder) / str(number), modes)
+            found += _one_process(config, order, Path(folder) / str(number), modes, is_forked)
     return found
 
 
@@ -94,7 +97,9 @@ def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
 
 
-def _one_process(config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None) -> Runs:
+def _one_process(
+    config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None, is_forked: bool
+) -> Runs:
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")
@@ -106,9 +111,9 @@ def _one_process(config: pytest.Config, names: Sequence[str], folder: Path, mode
         environment[MODES_VARIABLE] = str(folder / "modes")
         (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
     arguments = [*_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
-    command = Command(arguments, environment, config.invocation_params.dir, runs, folder / "output")
+    command = Command(arguments, environment, config.invocation_params.dir, runs, folder / "output", len(names))
     try:
-        done = FreshProcesses.of(config).run(command, _SECONDS_PER_PROCESS)
+        done = FreshProcesses.of(config).run(command, _SECONDS_PER_PROCESS, is_forked)
     except TimeoutError:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():

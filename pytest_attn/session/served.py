@@ -26,21 +26,32 @@ _LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "
 _OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")
 _START_SECONDS, _END_SECONDS = 300, 10
 
+#: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
+#: see docs/latency.md
+_FORKED_ON = frozenset(("cuda",))
+
 _log = logging.getLogger(__name__)
 
 
 class Command(NamedTuple):
-    """A pytest that is to be started. environment: all of it. times: the file that it leaves; output: for what it prints."""
+    """A pytest that is to be started.
+
+    environment: all of it. times: the file that it leaves, with a line at least for each of so many tests; output: for what
+    it prints.
+    """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     folder: Path
     times: Path
     output: Path
+    tests: int
 
-    def has_left(self, returncode: int) -> bool:
-        """Whether a process that ended so did what was asked for."""
-        return returncode == pytest.ExitCode.OK and self.times.exists()
+    def is_done(self, returncode: int) -> bool:
+        """Whether a process that ended so did all that was asked for."""
+        if returncode != pytest.ExitCode.OK or not self.times.exists():
+            return False
+        return len(self.times.read_text(encoding="utf-8").splitlines()) >= self.tests
 
 
 class Ended(NamedTuple):
@@ -73,6 +84,11 @@ def wholly_fresh(command: Command, seconds: float) -> Ended:
     return Ended(done.returncode, done.stdout)
 
 
+def are_forked(kinds: Iterable[str]) -> bool:
+    """Whether processes that time on such kinds of devices may be forked."""
+    return _FORKED_ON.issuperset(kinds)
+
+
 class FreshProcesses:
     """Starts the fresh processes of a run, each when the one before has ended.
 
@@ -93,12 +109,12 @@ class FreshProcesses:
             config.add_cleanup(made.close)
         return config.stash[_FRESH]
 
-    def run(self, command: Command, seconds: float) -> Ended:
-        """Run a pytest and wait for its end. Raises TimeoutError."""
-        if self.can_be_served:
+    def run(self, command: Command, seconds: float, is_forked: bool = True) -> Ended:
+        """Run a pytest and wait for its end. is_forked: where it can be. Raises TimeoutError."""
+        if is_forked and self.can_be_served:
             try:
                 ended = self._serving(command).run(command, seconds)
-                if command.has_left(ended.returncode):
+                if command.is_done(ended.returncode):
                     return ended
                 _log.info("a forked process ended with %d: a wholly fresh one is asked", ended.returncode)
             except ServerError as error:

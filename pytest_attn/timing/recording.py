@@ -108,9 +108,11 @@ class Recording:
             say(f"{what} 1 of {FEWEST_RUNS}")
         modes = {one.key: one.baseline.mode for one in cases}
         with self._session.progress.counting(what, FEWEST_RUNS) as progress, ExitStack() as stack:
-            for device in {one.device for one in cases}:
+            devices = {one.device for one in cases}
+            for device in devices:
                 stack.enter_context(device_lock(device))
-            return fresh_runs(self._config, [one.test for one in cases], FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES)
+            names, kinds = [one.test for one in cases], {device.type for device in devices}
+            return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, kinds)
 
     def _name_the_missed(self, reasons: Mapping[str, str]) -> None:
         """Change the verdict of cases that were to be recorded and were not, by their keys."""

@@ -92,8 +92,9 @@ class Comparing(Timekeeper):
         def lacking(runs: Runs) -> list[str]:
             return [name] if is_lacking(runs, key, wanted) else []
 
-        with device_lock(measurement.spec.device), counting as progress:
-            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking)
+        device = measurement.spec.device
+        with device_lock(device), counting as progress:
+            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, kinds=[device.type])
         timed = [run for run in found if run["key"] == key]
         processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
         if timing < processes:

@@ -111,12 +111,13 @@ def test_kernel({fixtures}):
 
 @pytest.fixture
 def real_processes(monkeypatch):
-    """Let the fresh processes of a timed story be forked ones, where any can be; asked for by name."""
+    """Let the fresh processes of a timed story be forked ones, as on a GPU, where any can be; asked for by name."""
 
     def wholly_fresh(command, seconds):
         raise AssertionError(f"not forked: {command.output.read_text() if command.output.exists() else 'no output'}")
 
     if served.FreshProcesses.can_be_served:
+        monkeypatch.setattr(served, "_FORKED_ON", frozenset(("cuda", "cpu")))
         monkeypatch.setattr(served, "wholly_fresh", wholly_fresh)
 
 
@@ -129,7 +130,7 @@ def _fresh_processes(request, pytester, monkeypatch):
     if "real_processes" in request.fixturenames:
         return
 
-    def run(self, command, seconds):
+    def run(self, command, seconds, is_forked):
         own = [
             name
             for name, module in sys.modules.items()

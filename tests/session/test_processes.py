@@ -16,16 +16,17 @@ from pytest_attn.session.served import Command, Ended, FreshProcesses
 def started(monkeypatch):
     """Start nothing; returns what each process would have been given. A process whose number is hot is disturbed."""
     found = []
-    found_hot = set()
+    found_hot, forked = set(), []
 
-    def one_process(config, names, folder, modes):
+    def one_process(config, names, folder, modes, is_forked):
         number = int(folder.name)
         found.append((number, list(names), modes))
+        forked.append(is_forked)
         hot = ["hot"] if number in found_hot else []
         return [{"key": name, "process": number, "disturbances": hot} for name in names]
 
     monkeypatch.setattr(processes, "_one_process", one_process)
-    return SimpleNamespace(processes=found, hot=found_hot)
+    return SimpleNamespace(processes=found, hot=found_hot, forked=forked)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def starting(monkeypatch, tmp_path):
     )
     process = SimpleNamespace(config=config, told=told, times=[], answer=Ended(0, ""))
 
-    def run(self, command: Command, seconds):
+    def run(self, command: Command, seconds, is_forked):
         items = Path(command.arguments[-1].removeprefix("@")).read_text()
         environment = command.environment
         modes = json.loads(Path(environment["PYTEST_ATTN_MODES"]).read_text()) if "PYTEST_ATTN_MODES" in environment else None
@@ -81,6 +82,15 @@ def test_tests_have_other_neighbours_in_each_process_and_are_run_once(started):
     orders = [order for _, order, _ in started.processes]
     assert all(sorted(order) == names for order in orders)
     assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "forked"),
+    [(["cuda"], True), (["cpu"], False), (["cuda", "cpu"], False), (["xpu"], False)],
+)
+def test_processes_are_forked_only_where_that_was_seen_to_change_no_time(started, kinds, forked):
+    fresh_runs(None, ["a"], 2, kinds=kinds)
+    assert started.forked == [forked, forked]
 
 
 def test_a_disturbed_process_is_replaced_by_a_further_one_for_the_tests_that_lack_it(started):

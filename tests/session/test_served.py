@@ -55,12 +55,12 @@ def ask(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "pytest.ini").write_text("[pytest]\n")
 
-    def command(source, **environment):
+    def command(source, tests=1, **environment):
         (folder / "test_it.py").write_text(source)
         times, output = tmp_path / "times", tmp_path / "output"
         times.unlink(missing_ok=True)
         told = {**os.environ, "PYTEST_ATTN_RUNS": str(times), "PYTEST_ATTN_OWN": str(os.getpid()), **environment}
-        return Command(["-q", "-p", "no:cacheprovider", "test_it.py"], told, folder, times, output)
+        return Command(["-q", "-p", "no:cacheprovider", "test_it.py"], told, folder, times, output, tests)
 
     return command
 
@@ -203,6 +203,20 @@ def test_it():
 """
 
 
+def test_a_forked_process_that_times_less_than_a_wholly_fresh_one_is_not_believed(ask, fresh):
+    """As where a library cannot be used in a fork, and its tests are skipped."""
+    counted = """
+import os
+def test_it():
+    lines = 2 if os.getppid() == int(os.environ["TESTS"]) else 1
+    with open(os.environ["PYTEST_ATTN_RUNS"], "a") as file:
+        file.write("time\\n" * lines)
+"""
+    command = ask(counted, tests=2, TESTS=str(os.getpid()))
+    assert fresh.run(command, 60).returncode == 0
+    assert command.times.read_text().split() == ["time", "time"]
+
+
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh):
     fresh.run(ask(SELF), 60)  # so that the limit is not that of a start
     command = ask(HANG)
@@ -238,7 +252,7 @@ def test_nothing_outlives_the_process_that_waits_even_if_it_is_killed(ask):
 from pathlib import Path
 from pytest_attn.session.served import Command, ForkServer
 command = Command({command.arguments!r}, {dict(command.environment)!r}, Path({str(command.folder)!r}),
-                  Path({str(command.times)!r}), Path({str(command.output)!r}))
+                  Path({str(command.times)!r}), Path({str(command.output)!r}), 1)
 server = ForkServer(command, ["pytest", "torch"])
 print(server.pid, flush=True)
 server.run(command, 60)
@@ -272,6 +286,14 @@ def test_another_environment_is_another_server(ask, fresh):
     assert first["parent"] != second["parent"]
     assert second["parent"] == third["parent"], "what is told to each process makes no difference"
     assert is_gone(first["parent"])
+
+
+def test_nothing_is_forked_where_it_is_not_asked_for(ask, fresh, monkeypatch):
+    monkeypatch.setattr(served, "ForkServer", None)
+    assert (
+        what_it_saw(ask(SELF), lambda command, seconds: fresh.run(command, seconds, is_forked=False))["parent"] == os.getpid()
+    )
+    assert fresh.can_be_served
 
 
 def test_nothing_is_forked_where_that_is_not_safe(ask, monkeypatch):
