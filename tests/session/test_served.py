@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is fork
 
 #: tells all that a process can see of itself
 SELF = """
-import json, os, random, select, sys, threading, warnings
+import glob, json, os, random, select, sys, threading, warnings
 import numpy.random
 
 def test_self():
@@ -29,7 +29,7 @@ def test_self():
         pid=os.getpid(), parent=os.getppid(), group=os.getpgid(0), argv=sys.argv, orig_argv=sys.orig_argv,
         executable=sys.executable, flags=str(sys.flags), path=sys.path, folder=os.getcwd(), environment=dict(os.environ),
         streams=[(os.isatty(number), os.readlink(f"/proc/self/fd/{number}")) for number in (0, 1, 2)],
-        opened=[os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd in "3456789"],
+        opened=[os.readlink(path) for path in glob.glob("/proc/self/fd/*") if os.path.islink(path)],
         main=(main.__name__, main.__spec__ and main.__spec__.name, main.__file__),
         buffered=[sys.__stdout__.line_buffering, sys.__stdout__.encoding, sys.__stderr__.line_buffering],
         threads=threading.active_count(), umask=os.umask(0o22), loaded="test_before" in sys.modules,
@@ -80,8 +80,9 @@ def serve(ask):
 
 
 @pytest.fixture
-def fresh():
+def fresh(monkeypatch):
     """Return the starter of a run's processes, ended with the test."""
+    monkeypatch.setattr(served, "modules_ahead", lambda: ["pytest", "torch"])
     made = FreshProcesses()
     yield made
     made.close()
@@ -145,13 +146,14 @@ def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tm
         ("crash", "it has ended|it was cut off|it does not listen"),
     ],
 )
-def test_a_server_that_is_not_as_good_as_new_forks_nothing(ask, serve, fresh, monkeypatch, planted, words):
+def test_a_server_that_is_not_as_good_as_new_forks_nothing(serve, planted, words):
     with pytest.raises(ServerError, match=words):
-        serve(FAKE_TORCH=planted)
-    monkeypatch.setenv("FAKE_TORCH", planted)
-    command = ask("import os\ndef test_it():\n    open(os.environ['PYTEST_ATTN_RUNS'], 'w').write(str(os.getppid()))\n")
-    assert fresh.run(command, 60).returncode == 0
-    assert command.times.read_text() == str(os.getpid()), "a wholly fresh one"
+        serve(["torch"], FAKE_TORCH=planted)
+
+
+def test_without_a_server_all_processes_are_wholly_fresh(ask, fresh):
+    saw = [what_it_saw(ask(SELF, FAKE_TORCH=planted), fresh.run) for planted in ("initialized", "")]
+    assert [one["parent"] for one in saw] == [os.getpid()] * 2
     assert not fresh.can_be_served
 
 
@@ -217,11 +219,20 @@ def test_it():
     assert command.times.read_text().split() == ["time", "time"]
 
 
-def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh):
-    fresh.run(ask(SELF), 60)  # so that the limit is not that of a start
+def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh, monkeypatch):
     command = ask(HANG)
+    server = fresh._serving(command)
+    answer = server._answer
+
+    def waited_long_enough(wanted, end):
+        if wanted == "returncode":
+            wait_until(lambda: command.times.exists() and len(command.times.read_text().split()) == 2)
+            end = time.monotonic()
+        return answer(wanted, end)
+
+    monkeypatch.setattr(server, "_answer", waited_long_enough)
     with pytest.raises(TimeoutError):
-        fresh.run(command, 3)
+        fresh.run(command, 60)
     pids = [*map(int, command.times.read_text().split())]
     wait_until(lambda: all(map(is_gone, pids)))
     assert fresh.can_be_served
@@ -259,7 +270,7 @@ server.run(command, 60)
 """
     waiting = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=command.environment)
     server = int(waiting.stdout.readline())
-    wait_until(lambda: command.times.exists() and command.times.read_text())
+    wait_until(lambda: command.times.exists() and len(command.times.read_text().split()) == 2)
     waiting.kill()
     waiting.wait()
     waiting.stdout.close()
@@ -267,7 +278,7 @@ server.run(command, 60)
     wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_a_server_ends_with_the_run(ask):
+def test_a_server_ends_with_the_run(ask, fresh):
     cleanups = []
     config = SimpleNamespace(stash=pytest.Stash(), add_cleanup=cleanups.append)
     processes = FreshProcesses.of(config)
