@@ -60,7 +60,7 @@ WORKLOADS = {
         "s384": "384, heads=4",
     },
 }
-#: told to the suite's conftest by variables: to list what a process has imported, and whether to fork
+#: told to the suite's conftest by a variable: to list what a process has imported
 CONFTEST = """
 import os, sys
 from pathlib import Path
@@ -71,7 +71,7 @@ def pytest_unconfigure():
 
 from pytest_attn.session import served
 
-served._FORKED_ON = frozenset(("cuda", "cpu") if os.environ.get("FORKED") else ())
+served._FORKED_ON = frozenset(("cuda", "cpu"))
 """
 _SECONDS = 600
 
@@ -189,10 +189,10 @@ def between_over_within(runs: Sequence[dict[str, Any]], case: str) -> float:
 
 def tell_stories(suite: Suite, name: str) -> None:
     """Print what a recording of the four cases takes, and what a suspect adds to a run of one, with both kinds."""
-    for kind, environment in (("forked", {"FORKED": "1"}), ("wholly fresh", {})):
-        recording, recorded = suite.run("--attn-update-baselines=benchmark", **environment)
-        passing, passed = suite.run("-k", name, **environment)
-        failing, failed = suite.run("-k", name, SLOWED="1", **environment)
+    for kind, how in (("forked", "--attn-fresh=forked"), ("wholly fresh", "--attn-fresh=started")):
+        recording, recorded = suite.run("--attn-update-baselines=benchmark", how)
+        passing, passed = suite.run("-k", name, how)
+        failing, failed = suite.run("-k", name, how, SLOWED="1")
         print(f"{kind}: a recording of four cases {recording:.1f} s; a suspect {failing - passing:.1f} s")
         print(f"  recording: {recorded}\n  as fast: {passed}\n  slower, which must fail: {failed}")
 

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import pytest
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
 from pytest_attn.session.options import declared_options
-from pytest_attn.session.served import Command, FreshProcesses, are_forked
+from pytest_attn.session.served import Command, FreshProcesses
 from pytest_attn.session.settings import Settings
 
 #: options of pytest and its plugins that a fresh process must not repeat: outputs, other processes, stopping early
@@ -61,18 +61,17 @@ def fresh_runs(
     modes: Mapping[str, str] | None = None,
     lacking: Callable[[Runs], Sequence[str]] = lambda found: (),
     more: int = MORE_PROCESSES,
-    kinds: Iterable[str] = ("cpu",),
+    is_forked: bool = False,
 ) -> Runs:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements wrote.
 
     modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items
-    are to be run once more, judging by what was found so far; in up to `more` further processes. kinds: of devices on which
-    they time.
+    are to be run once more, judging by what was found so far; in up to `more` further processes. is_forked: whether a
+    server may fork them.
 
     Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
     """
     found: Runs = []
-    is_forked = are_forked(kinds)
     with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
         for number in range(processes + more):
             progress(min(number, processes))

@@ -84,9 +84,9 @@ def wholly_fresh(command: Command, seconds: float) -> Ended:
     return Ended(done.returncode, done.stdout)
 
 
-def are_forked(kinds: Iterable[str]) -> bool:
-    """Whether processes that time on such kinds of devices may be forked."""
-    return _FORKED_ON.issuperset(kinds)
+def are_forked(how: str, kinds: Iterable[str]) -> bool:
+    """Whether processes that time on such kinds of devices are forked. how: what --attn-fresh says."""
+    return how == "forked" and _FORKED_ON.issuperset(kinds)
 
 
 class FreshProcesses:

@@ -84,6 +84,13 @@ class Settings:
         "STATE",
         options.one_of("cold", "warm"),
     )
+    fresh: str = option(
+        "started or forked: how the fresh processes come about that confirm and record a GPU's times; forked by a server that"
+        " has imported torch takes less time, and was not compared on a GPU yet (default: started)",
+        "started",
+        "HOW",
+        options.one_of("started", "forked"),
+    )
     lock_clocks: str = option(
         "Lock the GPU's clock while it is timed, max or a number of MHz, and undo it; needs permission (default: not)",
         "",

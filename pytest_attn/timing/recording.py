@@ -18,6 +18,7 @@ from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
 from pytest_attn.session.devices import device_lock
 from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.timing.baselines import RunBaselines
 from pytest_attn.verdict import Verdict
@@ -111,8 +112,9 @@ class Recording:
             devices = {one.device for one in cases}
             for device in devices:
                 stack.enter_context(device_lock(device))
-            names, kinds = [one.test for one in cases], {device.type for device in devices}
-            return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, kinds)
+            names = [one.test for one in cases]
+            is_forked = are_forked(self._session.settings.fresh, {device.type for device in devices})
+            return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, is_forked)
 
     def _name_the_missed(self, reasons: Mapping[str, str]) -> None:
         """Change the verdict of cases that were to be recorded and were not, by their keys."""

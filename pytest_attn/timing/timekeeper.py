@@ -17,6 +17,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock, untimed_because
 from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.timing.baselines import RunBaselines
 from pytest_attn.timing.measurement import Measurement
@@ -94,7 +95,8 @@ class Comparing(Timekeeper):
 
         device = measurement.spec.device
         with device_lock(device), counting as progress:
-            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, kinds=[device.type])
+            is_forked = are_forked(self.session.settings.fresh, [device.type])
+            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, is_forked=is_forked)
         timed = [run for run in found if run["key"] == key]
         processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
         if timing < processes:

@@ -118,6 +118,7 @@ def real_processes(monkeypatch):
 
     if served.FreshProcesses.can_be_served:
         monkeypatch.setattr(served, "_FORKED_ON", frozenset(("cuda", "cpu")))
+        monkeypatch.setenv("PYTEST_ADDOPTS", "--attn-fresh=forked")
         monkeypatch.setattr(served, "wholly_fresh", wholly_fresh)
 
 

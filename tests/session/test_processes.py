@@ -9,7 +9,7 @@ import pytest
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session import processes
 from pytest_attn.session.processes import _without_dropped, fresh_runs, is_lacking, undisturbed
-from pytest_attn.session.served import Command, Ended, FreshProcesses
+from pytest_attn.session.served import Command, Ended, FreshProcesses, are_forked
 
 
 @pytest.fixture
@@ -84,13 +84,21 @@ def test_tests_have_other_neighbours_in_each_process_and_are_run_once(started):
     assert len({tuple(order) for order in orders}) == 3
 
 
-@pytest.mark.parametrize(
-    ("kinds", "forked"),
-    [(["cuda"], True), (["cpu"], False), (["cuda", "cpu"], False), (["xpu"], False)],
-)
-def test_processes_are_forked_only_where_that_was_seen_to_change_no_time(started, kinds, forked):
-    fresh_runs(None, ["a"], 2, kinds=kinds)
+@pytest.mark.parametrize("forked", [True, False])
+def test_processes_are_forked_where_that_is_asked_for(started, forked):
+    fresh_runs(None, ["a"], 2, is_forked=forked)
     assert started.forked == [forked, forked]
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds", "forked"),
+    [
+        *[("forked", ["cuda"], True), ("forked", ["cpu"], False), ("forked", ["cuda", "cpu"], False)],
+        *[("forked", ["xpu"], False), ("started", ["cuda"], False)],
+    ],
+)
+def test_where_that_may_change_a_time_none_is_forked(how, kinds, forked):
+    assert are_forked(how, kinds) is forked
 
 
 def test_a_disturbed_process_is_replaced_by_a_further_one_for_the_tests_that_lack_it(started):

@@ -84,7 +84,7 @@ def counting(what, number):
 
 
 def session(**settings):
-    return SimpleNamespace(settings=SimpleNamespace(**settings), progress=SimpleNamespace(counting=counting))
+    return SimpleNamespace(settings=SimpleNamespace(**{"fresh": "started", **settings}), progress=SimpleNamespace(counting=counting))
 
 
 # -- a fresh process -----------------------------------------------------------------------------------------------------
@@ -216,12 +216,12 @@ def test_a_process_that_did_not_time_it_confirms_nothing(monkeypatch):
 def test_the_same_test_is_asked_for_while_some_of_its_processes_were_disturbed(monkeypatch):
     asked = {}
 
-    def from_fresh_processes(config, names, processes, progress, lacking, kinds):
-        asked.update(config=config, names=names, processes=processes, kinds=kinds)
+    def from_fresh_processes(config, names, processes, progress, lacking, is_forked):
+        asked.update(config=config, names=names, processes=processes, is_forked=is_forked)
         asked["again"] = [lacking([run(0), run(1)]), lacking([run(0), run(1, hot=["hot"])]), lacking([run(0, hot=["hot"])])]
         return [run(0), run(1)]
 
     monkeypatch.setattr(timekeeper, "fresh_runs", from_fresh_processes)
     Comparing(session(), Baselines(), "the config")._fresh_runs(Measurement())
     name = "test_mine.py::test_mine"
-    assert asked == {"config": "the config", "names": [name], "processes": 2, "kinds": ["cpu"], "again": [[], [name], []]}
+    assert asked == {"config": "the config", "names": [name], "processes": 2, "is_forked": False, "again": [[], [name], []]}
