@@ -100,6 +100,12 @@ class Precision:
         return self.rounds_scores or self.rounds_shifted_scores or of_operands
 
     @property
+    def moves_lse(self) -> bool:
+        """Whether lse is off by what the profile declares."""
+        of_rows = self.rounds_sinks or self.rounds_rescaling
+        return self.has_noisy_scores or self.operand_unit > 0 or of_rows
+
+    @property
     def is_coarse(self) -> bool:
         """Whether P has so few steps that roundings of many keys may go the same way."""
         return bool(self.p_step) or self.p_dtype == "float8_e4m3fn"

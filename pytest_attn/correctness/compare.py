@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.limits import Limits
-from pytest_attn.correctness.parameters import PARAMETERS, shape_of
-from pytest_attn.correctness.reference import Reference, heads_first
+from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,11 +46,9 @@ def compare_tensor(
 ) -> TensorComparison:
     """Compare one native tensor with the reference's tensor of the same name."""
     expected = reference.tensors[name]
-    if name[1:] in PARAMETERS:  # an element for each head has no row to be looked at by itself
-        tensor, limits = tensor.view(shape_of(name[1:], workload)), _of_elements(limits) if name != "dbias" else limits
-        got, unsampled_faults = tensor.detach(), 0
-    else:
-        got, unsampled_faults = _compared_rows(heads_first(tensor.detach(), workload), expected)
+    got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
+    if is_of_heads := name in ("dsinks", "dalibi"):  # an element for each has no row to be looked at by itself
+        limits = _of_elements(limits)
     if name == "lse":
         return _compare_lse(distribution, got, expected)
     if got.shape[2] < FEW_ROWS:
@@ -76,7 +73,7 @@ def compare_tensor(
         elements=got.numel(),
         exceeding=int((z.abs() > limits.element).sum()),
         wrong_positions=wrong_count,
-        worst=_true_index(at, expected) if name not in ("dsinks", "dalibi") else at[1:2],
+        worst=at[1:2] if is_of_heads else _true_index(at, expected),
         found=float(got[at]),
         exact=float(expected.value[at]),
         budget=float(expected.tau[at]),

@@ -8,33 +8,33 @@ kernel's rows within the budget, and those of its other distributions (`confirm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import RARE, SUGGESTED
 from pytest_attn.correctness.compare import residual_over_budget
 from pytest_attn.correctness.comparison import Location, Members, Suggestion, TensorComparison
-from pytest_attn.correctness.confirm import WholeCase, largest_z
-from pytest_attn.correctness.limits import Limits
-from pytest_attn.correctness.mistakes import likely_mistakes
-from pytest_attn.correctness.reference import Reference, compute_reference, heads_first
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.correctness.confirm import WholeCase
+from pytest_attn.correctness.gradient_mistakes import name_gradient
+from pytest_attn.correctness.lse_mistakes import name_lse
+from pytest_attn.correctness.mask_mistakes import TILES
+from pytest_attn.correctness.online_mistakes import blind_tile
+from pytest_attn.correctness.out_mistakes import name_out
+from pytest_attn.correctness.reference import Reference, as_compared
+from pytest_attn.correctness.traces import traces_of
 
 if TYPE_CHECKING:
     import torch
 
-_ROWS = 32
-_SCALE_STEPS = 6
+#: |lse| above which its exponential leaves float32
+_EXP_REACH = 88
 
 
 def explain(
     comparison: TensorComparison, tensor: torch.Tensor, reference: Reference, case: WholeCase
 ) -> tuple[Location, list[Suggestion]]:
     """Return where `tensor` is wrong and what that suggests, most telling first. case: what a suggestion must explain, too."""
-    workload = case.workload
     expected = reference.tensors[comparison.name]
-    got = heads_first(tensor.detach(), workload)
+    got = as_compared(comparison.name, tensor.detach(), case.workload)
     if expected.rows is not None:
         got = got[:, :, expected.rows.to(got.device)]
     bad = _bad_rows(comparison, got, reference)
@@ -46,19 +46,24 @@ def explain(
         if comparison.exceeding and bool(others.any()):  # a fault of its own, which NaN must not hide
             location = _location(bad | others, expected.rows)
             if comparison.name == "out":
-                found += _mistake_or_profile(got, others, reference, case, comparison)
+                found += name_out(got, others, reference, case, comparison.limits)
         return location, found
     if _is_empty(_lse_of(bad, reference, comparison.name)):
-        return location, [Suggestion("no key", {"tensor": comparison.name})]
+        return location, _no_key(got, bad, reference, comparison.name)
     if not bool(got.any()):
         return location, [Suggestion("all zeros", {"tensor": comparison.name})]
+    return location, _named(got, bad, reference, comparison, case) or traces_of(got, bad, comparison.name, expected.rows)
+
+
+def _named(
+    got: torch.Tensor, bad: torch.Tensor, reference: Reference, comparison: TensorComparison, case: WholeCase
+) -> list[Suggestion]:
+    """Return the mistake, or the profile, that explains the whole case."""
     if comparison.name == "lse":
-        return location, _lse_base(got, expected.value)
+        return name_lse(reference, case)
     if comparison.name == "out":
-        return location, _mistake_or_profile(got, bad, reference, case, comparison)
-    slope = _gradient_slope(comparison, workload, case)
-    other_profiles = [name for name in SUGGESTED if name != reference.precision.name]
-    return location, slope or _fitting_profiles(comparison.name, other_profiles, reference.precision.name, case)
+        return name_out(got, bad, reference, case, comparison.limits)
+    return name_gradient(comparison, bad, reference, case)
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------
@@ -103,134 +108,50 @@ def _non_finite(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name
     found = [Suggestion("not finite", {"tensor": name, "nans": nans, "infinities": infinities, "location": location})]
     lse = _lse_of(bad, reference, name)
     if _is_empty(lse):
-        found.append(Suggestion("no key", {"tensor": name}))
-    elif len(lse) and (largest := float(lse.max())) < -88:
-        found.append(Suggestion("exp overflow", {"largest": largest}))
+        return found + _no_key(got, bad, reference, name)
+    if len(lse) and float(lse.abs().min()) > _EXP_REACH:
+        kind = "exp overflow" if float(lse.max()) < 0 else "exp out of reach"
+        found.append(Suggestion(kind, {"lowest": float(lse.min()), "largest": float(lse.max())}))
+    elif name in ("out", "lse") and (tile := blind_tile(bad, reference)):
+        found.append(Suggestion("blind tile", {"tile": tile}))
     return found
 
 
+def _no_key(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name: str) -> list[Suggestion]:
+    """Say that all wrong rows see no key, and what they hold instead of 0."""
+    held = (
+        ""
+        if name != "out"
+        else "NaN"
+        if bool(got[bad].isnan().any())
+        else "mean"
+        if _is_mean_of_v(got, bad, reference)
+        else ""
+    )
+    kind = {"NaN": "NaN without keys", "mean": "mean without keys"}.get(held, "no key")
+    return [Suggestion(kind, {"tensor": name, "exact": "-inf" if name == "lse" else "0"})]
+
+
+def _is_mean_of_v(got: torch.Tensor, bad: torch.Tensor, reference: Reference) -> bool:
+    """Whether the rows hold the mean of v over all keys, as a softmax of equal scores does."""
+    import torch
+
+    w = reference.inputs.workload
+    if w.is_packed:
+        return False
+    v = reference.inputs.gathered()[1].double()
+    mean = v.mean(2, keepdim=True).repeat_interleave(w.group, 1).expand(got.shape)
+    near = 2 * torch.finfo(got.dtype).eps * (mean.abs() + v.square().mean().sqrt() / v.shape[2] ** 0.5)
+    counted = (w.kv_len, *(-(-w.kv_len // tile) * tile for tile in TILES))  # with the zeros that fill up the last tile
+    return any(bool(((got.double() - mean * (w.kv_len / n)).abs() <= near)[bad].all()) for n in counted)
+
+
 def _lse_of(bad: torch.Tensor, reference: Reference, name: str) -> torch.Tensor:
-    """Return lse of these rows (batch, heads, rows) of out or dq; nothing of other tensors, whose rows are keys."""
+    """Return lse of these rows (batch, heads, rows) of out, lse or dq; nothing of other tensors, whose rows are keys."""
     lse = reference.tensors["lse"].value
-    return lse[bad] if name in ("out", "dq") and lse.shape == bad.shape else lse[:0].flatten()
+    return lse[bad] if name in ("out", "lse", "dq") and lse.shape == bad.shape else lse[:0].flatten()
 
 
 def _is_empty(lse: torch.Tensor) -> bool:
     """Whether these are rows, and none sees a key."""
     return bool(len(lse)) and bool((lse == -math.inf).all())
-
-
-def _lse_base(got: torch.Tensor, exact: torch.Tensor) -> list[Suggestion]:
-    finite = exact.isfinite() & got.isfinite() & (exact.abs() > 0.1)
-    if not bool(finite.any()):
-        return []
-    ratio = float((got[finite].double() / exact[finite]).median())
-    for factor, text in (
-        (1 / math.log(2), "log2 e: it is in base 2"),
-        (math.log(2), "ln 2: it was converted from base 2 twice"),
-    ):
-        if abs(ratio / factor - 1) < 1e-3:
-            return [Suggestion("lse base", {"factor": text})]
-    return []
-
-
-def _gradient_slope(comparison: TensorComparison, w: Workload, case: WholeCase) -> list[Suggestion]:
-    scale = w.softmax_scale
-    known = {
-        1 / scale: "the factor softmax_scale is missing",
-        scale: "the factor softmax_scale was applied twice",
-        1 / w.group: f"it looks like the mean over the {w.group} query heads of a group, not their sum",
-        -1.0: "its sign is flipped",
-        math.log(2): "a factor of ln 2 too much",
-        1 / math.log(2): "a factor of ln 2 is missing",
-    }
-    for factor, text in known.items():
-        if factor != 1 and case.has_slope(comparison.name, factor):
-            return [Suggestion("gradient factor", {"tensor": comparison.name, "slope": comparison.alpha, "factor": text})]
-    return []
-
-
-def _mistake_or_profile(
-    got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: WholeCase, comparison: TensorComparison
-) -> list[Suggestion]:
-    w = case.workload
-    rows, mine = _worst_rows(got, bad, reference, w)
-    for text, inputs, variant in likely_mistakes(reference.inputs, w):
-        z = largest_z(mine, inputs, variant, rows, reference.precision, comparison.limits)
-        if z is not None and case.is_mistake(text):
-            return [Suggestion("mistake", {"mistake": text, "z": z})]
-    if shift := _shift_of_heads(got, reference, comparison.limits):
-        return [Suggestion("shifted heads", {"shift": shift})]
-    return _scale_or_profile(mine, rows, reference, case, comparison.limits)
-
-
-def _scale_or_profile(
-    got: torch.Tensor, rows: torch.Tensor | None, reference: Reference, case: WholeCase, limits: Limits
-) -> list[Suggestion]:
-    """Name the scale that explains the case, or the precision profiles: what fits the rows better."""
-    w = case.workload
-    profiles = SUGGESTED.items()
-    fits = {name: largest_z(got, reference.inputs, w, rows, profile, limits) for name, profile in profiles}
-    scale = _fitted_scale(got, rows, reference, w)
-    z = largest_z(got, reference.inputs, w.replace(scale=scale), rows, reference.precision, limits) if scale else None
-    if scale and z is not None and all(z < fit for fit in fits.values() if fit is not None) and case.has_scale(scale):
-        return [Suggestion("scale", {"scale": scale, "expected": w.softmax_scale, "z": z})]
-    if fits.get(reference.precision.name) is not None:
-        return []
-    fitting = [name for name, fit in fits.items() if fit is not None]
-    return _fitting_profiles("out", fitting, reference.precision.name, case)
-
-
-def _fitted_scale(got: torch.Tensor, rows: torch.Tensor | None, reference: Reference, w: Workload) -> float | None:
-    """Return the scale that explains the rows best, by Gauss-Newton in its logarithm; None where it is the workload's own."""
-
-    def out(scale: float) -> torch.Tensor:
-        changed = w.replace(scale=scale)
-        return compute_reference(reference.inputs, reference.precision, rows=rows, workload=changed).tensors["out"].value
-
-    scale, step = w.softmax_scale, 0.01
-    for _ in range(_SCALE_STEPS):
-        at = out(scale)
-        slope = (out(scale * math.exp(step)) - at) / step
-        steepness = float(slope.square().sum())
-        off = (got.double() - at).nan_to_num(0, 0, 0)
-        change = float((off * slope).sum()) / steepness if steepness else 0.0
-        if not math.isfinite(change):
-            return None
-        scale *= math.exp(max(-1.0, min(1.0, change)))
-        if abs(change) < 1e-5:
-            break
-    return scale if abs(math.log(scale / w.softmax_scale)) > 1e-3 else None
-
-
-def _fitting_profiles(name: str, tried: Iterable[str], declared: str, case: WholeCase) -> list[Suggestion]:
-    """Name those of the profiles under which the whole case would pass, rare ones where no other does."""
-    names = list(tried)
-    for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
-        if found := {profile: z for profile in some if (z := case.z_under(SUGGESTED[profile], name)) is not None}:
-            return [Suggestion("profiles", {"profiles": found, "declared": declared})]
-    return []
-
-
-def _worst_rows(
-    got: torch.Tensor, bad: torch.Tensor, reference: Reference, w: Workload
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Choose some wrong and some right rows; packed sequences are small, all their rows are taken."""
-    import torch
-
-    if w.is_packed:
-        return None, got
-    faulty = bad.any(0).any(0)
-    order = torch.cat([faulty.nonzero().flatten()[:_ROWS], (~faulty).nonzero().flatten()[:_ROWS]]).sort().values
-    sampled = reference.tensors["out"].rows
-    return (order if sampled is None else sampled[order]), got[:, :, order]
-
-
-def _shift_of_heads(got: torch.Tensor, reference: Reference, limits: Limits) -> int:
-    """Return by how many heads the results are shifted, 0 where that is not what is wrong."""
-    out = reference.tensors["out"]
-    for shift in range(1, got.shape[1]):
-        z = residual_over_budget(got.double() - out.value.roll(shift, 1), out.tau.roll(shift, 1))
-        if float(z.abs().max()) <= limits.element:
-            return shift
-    return 0

@@ -5,31 +5,45 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from pytest_attn.correctness.mask_mistakes import mask_mistakes, seen_by
+from pytest_attn.correctness.reading_mistakes import reading_mistakes
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, MaskMod, Window
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
 
+    from pytest_attn.workloads.masks import ScoreMod
 
-def likely_mistakes(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Inputs, Workload]]:
-    """Yield likely mistakes: a text that continues "it equals attention ...", the inputs and the workload it amounts to."""
+#: the inputs and the workload of another attention
+Other: TypeAlias = "tuple[Inputs, Workload]"
+
+
+class Mistake(NamedTuple):
+    """A likely mistake: a text that continues "attention ...", and what makes the attention that it amounts to."""
+
+    text: str
+    attention: Callable[[], Other]
+
+
+def likely_mistakes(inputs: Inputs, w: Workload) -> Iterator[Mistake]:
+    """Yield likely mistakes, of those that amount to the same the plainest first. Their texts depend on the workload alone."""
     for text, changes in _option_mistakes(w):
-        yield text, inputs, w.replace(**changes)
-    for text, mask_mod in _mask_mistakes(w):
-        yield text, inputs, w.replace(mask=mask_mod)
-    if w.kv_lens and not w.is_packed and len(set(w.kv_lens)) > 1:
-        yield "that ignores kv_lens and sees padding", dataclasses.replace(inputs, kv_lens=None), w
-    if 1 < w.kv_heads < w.heads and not w.kv_pages and not w.is_packed:
-        order = [h % w.kv_heads for h in range(w.heads)]
-        mixed = dataclasses.replace(inputs, k=inputs.k[:, order], v=inputs.v[:, order])
-        yield "in which query head h uses key head h % kv_heads (interleaved groups)", mixed, w.replace(kv_heads=w.heads)
-    yield "with uniform probabilities: the scores have no effect", dataclasses.replace(inputs, q=inputs.q * 0), w
-    if w.head_dim == w.v_head_dim:
-        yield "with k in place of v", dataclasses.replace(inputs, v=inputs.k), w
+        yield Mistake(text, partial(_with_options, inputs, w, changes))
+    for text, mask in mask_mistakes(inputs, w):
+        yield Mistake(text, partial(_with_options, inputs, w, {"mask": mask}))
+    for text, changed in reading_mistakes(inputs, w):
+        yield Mistake(text, changed)
+    for text, changed in (*_changed_options(inputs, w), *_misplaced_options(inputs, w)):
+        yield Mistake(text, changed)
+
+
+def _with_options(inputs: Inputs, w: Workload, changes: dict[str, object]) -> Other:
+    return inputs, w.replace(**changes)
 
 
 def _option_mistakes(w: Workload) -> Iterator[tuple[str, dict[str, object]]]:
@@ -37,6 +51,7 @@ def _option_mistakes(w: Workload) -> Iterator[tuple[str, dict[str, object]]]:
     yield "with scale 1: the softmax scale is missing", {"scale": 1.0}
     yield "with the softmax scale applied twice", {"scale": scale * scale}
     yield "with scale * ln 2: exp2 without its factor log2 e", {"scale": scale * math.log(2)}
+    yield "with scale * log2 e: exp where exp2 was meant", {"scale": scale / math.log(2)}
     if w.scale is not None:
         yield "with scale 1 / sqrt(head_dim): the option scale is ignored", {"scale": None}
     if w.softcap is not None:
@@ -51,42 +66,125 @@ def _option_mistakes(w: Workload) -> Iterator[tuple[str, dict[str, object]]]:
         yield "without score_mod", {"score_mod": None}
     if w.mask is not None:
         yield "without the mask", {"mask": None}
-    if isinstance(w.mask, Causal) and w.q_len != w.kv_len:
+    if isinstance(w.mask, Causal) and any(q_len != kv_len for q_len, kv_len in sequence_lengths(w)):
         other = "causal" if w.mask.bottom_right else "causal-bottom-right"
         yield f"with the other causal alignment ({other})", {"mask": other}
     if w.mask is None:
         yield "with a causal mask that nobody asked for", {"mask": "causal"}
 
 
-def _mask_mistakes(w: Workload) -> Iterator[tuple[str, MaskMod]]:
-    if w.is_packed:
-        return
-    offset = w.kv_len - w.q_len
+def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callable[[], Other]]]:
+    """Yield mistakes with the values of bias, sinks and ALiBi's slopes."""
 
-    def seen(condition: Callable[..., torch.Tensor]) -> MaskMod:
-        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            return condition(b, h, q, kv)
+    def with_tensor(name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Other]:
+        return lambda: (_replaced(inputs, name, changed(getattr(inputs, name))), w)
 
-        return mask_mod
+    of_key_head = [h // w.group for h in range(w.heads)]
+    if w.bias:
+        yield "whose bias is scaled like the scores", with_tensor("bias", lambda bias: bias.double() * w.softmax_scale)
+    if w.bias and "h" in w.bias and w.heads > 1:
+        yield "with the bias of the first head for all", with_tensor("bias", lambda bias: bias[:, :1])
+    if w.bias and "b" in w.bias and w.batch > 1:
+        yield "with the bias of the first batch entry for all", with_tensor("bias", lambda bias: bias[:1])
+    if w.sinks:
+        yield "whose sinks are scaled like the scores", with_tensor("sinks", lambda sinks: sinks.double() * w.softmax_scale)
+        for times in (2, 3, 4, 8):
+            text = f"that counts each sink {times} times, as if once for every split of the keys"
+            yield text, with_tensor("sinks", partial(_counted, times))
+        for dtype in ("bfloat16", "float16"):
+            if dtype != w.dtype:
+                yield f"with sinks rounded to {dtype}", with_tensor("sinks", partial(_rounded, dtype))
+    if w.sinks and w.group > 1:
+        yield "with the sink of the key head, not of the query head", with_tensor("sinks", lambda sinks: sinks[of_key_head])
+    if w.alibi:
+        yield "whose ALiBi has the wrong sign", with_tensor("alibi_slopes", lambda slopes: -slopes)
+        text = "whose ALiBi slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)"
+        yield text, with_tensor("alibi_slopes", lambda slopes: slopes * 2 ** (8 / w.heads))
+    if w.alibi and w.group > 1:
+        yield (
+            "with ALiBi's slope of the key head, not of the query head",
+            with_tensor("alibi_slopes", lambda s: s[of_key_head]),
+        )
 
-    if isinstance(w.mask, Causal):
-        shift = offset if w.mask.bottom_right else 0
-        yield "with a causal mask that shows one key too many", seen(lambda b, h, q, kv: kv <= q + shift + 1)
-        yield "with a causal mask that hides the diagonal", seen(lambda b, h, q, kv: kv < q + shift)
-    if isinstance(w.mask, Window):
-        left = w.mask.left if w.mask.left is not None else w.kv_len + w.q_len
-        right = w.mask.right if w.mask.right is not None else w.kv_len + w.q_len
-        for text, lo, hi in (
-            ("whose window is one key too long on the left", left + 1, right),
-            ("whose window is one key too short on the left", left - 1, right),
-            ("whose window is one key too long on the right", left, right + 1),
-            ("whose window is one key too short on the right", left, right - 1),
-            ("whose left window is ignored", w.kv_len + w.q_len, right),
-        ):
-            yield text, seen(lambda b, h, q, kv, lo=lo, hi=hi: (kv >= q + offset - lo) & (kv <= q + offset + hi))
-    if w.mask is None:
-        yield "without the last key", seen(lambda b, h, q, kv: kv < w.kv_len - 1)
-        yield "without the first key", seen(lambda b, h, q, kv: kv > 0)
-        tail = w.kv_len // 64 * 64
-        if tail not in (0, w.kv_len):
-            yield f"without the keys of the last part-filled tile (from {tail})", seen(lambda b, h, q, kv: kv < tail)
+
+def _replaced(inputs: Inputs, name: str, tensor: torch.Tensor) -> Inputs:
+    changes: dict[str, Any] = {name: tensor}
+    return dataclasses.replace(inputs, **changes)
+
+
+def _counted(times: int, sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.double() + math.log(times)
+
+
+def _rounded(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    rounded: torch.Tensor = tensor.to(getattr(torch, dtype))
+    return rounded
+
+
+def _misplaced_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callable[[], Other]]]:
+    """Yield mistakes with the order in which scores are modified, and with what is counted from where."""
+    cap, mod = w.softcap, w.score_mod
+
+    def first(step: ScoreMod, **changes: object) -> Callable[[], Other]:
+        """Make the workload whose scores go through a step of its own, after softcap, bias and ALiBi, before score_mod."""
+
+        def both(s: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+            s = step(s, *index)
+            return s if mod is None else mod(s, *index)
+
+        return lambda: (inputs, w.replace(score_mod=both, **changes))
+
+    if cap is not None:
+        text = "whose softcap is not multiplied back: tanh(s / cap)"
+        yield text, first(_capped_after_bias(inputs, w, 1.0), softcap=None, bias=None)
+    if cap is not None and w.bias and not w.alibi:
+        yield "with the softcap after the bias, not before", first(_bias_then_capped(inputs, w, cap), softcap=None, bias=None)
+    if cap is not None and w.mask is not None:
+        visible = seen_by(inputs, w)
+        text = "with the softcap after the mask: hidden scores are -cap, not -inf"
+        yield text, first(lambda s, *index: s.where(visible(*index), -cap), mask=None)
+    if w.alibi:
+        slopes, lengths = inputs.alibi_slopes, [kv_len - q_len for q_len, kv_len in sequence_lengths(w)]
+        if any(lengths):
+            text = "whose ALiBi counts rows from the first key, not up to the last"
+            yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, h) * (q - kv).abs(), alibi=False)
+        text = "whose ALiBi is that of causal attention, which rewards the keys of the future"
+        yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, h) * (q + _at(lengths, b) - kv), alibi=False)
+    if mod is not None:
+        for tile in (128, 64, 32, 16):
+            if w.q_len > tile:
+                local = _with_local_rows(mod, tile)
+                yield (
+                    f"whose score_mod counts rows within tiles of {tile}",
+                    partial(_with_options, inputs, w, {"score_mod": local}),
+                )
+
+
+def _capped_after_bias(inputs: Inputs, w: Workload, factor: float) -> ScoreMod:
+    """Return the softcap with another factor, and the bias after it."""
+    return lambda s, *index: factor * (s / w.softcap).tanh() + _bias_at(inputs, w, index)
+
+
+def _bias_then_capped(inputs: Inputs, w: Workload, cap: float) -> ScoreMod:
+    return lambda s, *index: cap * ((s + _bias_at(inputs, w, index)) / cap).tanh()
+
+
+def _bias_at(inputs: Inputs, w: Workload, index: tuple[torch.Tensor, ...]) -> torch.Tensor | float:
+    if inputs.bias is None or not w.bias:
+        return 0.0
+    return inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)[index].double()
+
+
+def _of_heads(slopes: torch.Tensor | None, h: torch.Tensor) -> torch.Tensor:
+    assert slopes is not None
+    return slopes.to(h.device).double()[h]
+
+
+def _at(lengths: list[int], b: torch.Tensor) -> torch.Tensor:
+    return b.new_tensor(lengths)[b]
+
+
+def _with_local_rows(mod: ScoreMod, tile: int) -> ScoreMod:
+    return lambda s, b, h, q, kv: mod(s, b, h, q % tile, kv)

@@ -47,6 +47,11 @@ def shape_of(name: str, w: Workload) -> tuple[int, int, int, int]:
     return b, h, q, k
 
 
+def is_of_parameter(name: str) -> bool:
+    """Whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
+    return name[1:] in PARAMETERS
+
+
 class ParameterGradients:
     """The gradients of one block's parameters: sums over its chunks, added to those of the other blocks.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.parameters import rounded, sums_of
+from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_of, sums_of
 from pytest_attn.correctness.passes import compute_block
 from pytest_attn.correctness.rounding import Rounding
 from pytest_attn.workloads.inputs import Inputs
@@ -70,6 +70,11 @@ def heads_first(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
+def as_compared(name: str, tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+    """View a native result as it is compared: (batch, heads, rows, ...), or as the gradient of a parameter is."""
+    return tensor.view(shape_of(name[1:], workload)) if is_of_parameter(name) else heads_first(tensor, workload)
+
+
 def compute_reference(
     inputs: Inputs,
     precision: Precision,
@@ -96,7 +101,7 @@ def compute_reference(
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
         sums = sums_of(parameters, w, device)
-        for segment in _segments(inputs, w, device, rows, keys):
+        for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
                 compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
         for name, value, variance in rounded(sums, Rounding(precision, w.dtype), w.batch * w.q_len):
@@ -154,9 +159,14 @@ def _allocate(
         reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
 
 
-def _segments(
-    inputs: Inputs, w: Workload, device: torch.device, rows: torch.Tensor | None, keys: torch.Tensor | None
+def segments_of(
+    inputs: Inputs,
+    w: Workload,
+    device: torch.device,
+    rows: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
 ) -> Iterator[Segment]:
+    """Yield the sequences of equal length: one segment, or as many as there are packed sequences."""
     k, v = inputs.gathered()
     q, k, v, dout = (heads_first(t, w).to(device) for t in (inputs.q, k, v, inputs.dout))
     if not w.is_packed:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, Suggestion, TensorComparison
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.messages.lines import labeled
+from pytest_attn.messages.lines import figure, labeled
 
 #: sizes of tiles, after the last full one of which a tail begins
 _TILES = (128, 64, 32, 16)
@@ -20,10 +21,30 @@ _SUGGESTIONS: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "shifted heads": "head h holds what belongs to head h - {shift}: heads are swapped",
     "all zeros": "{tensor} is all zeros",
     "not finite": lambda facts: _not_finite(**facts),
+    "zeros there": "{tensor} is 0 in all of these rows",
+    "beyond a power of two": "{tensor} is wrong from element {reach:,} (2^{bits}) on and right before: do offsets wrap there?",
     "exp overflow": "each of these rows has lse below -88 (at most {largest:.1f}), where exp(-lse) overflows in float32",
-    "no key": "each of these rows sees no key at all: {tensor} must be 0 there",
+    "exp out of reach": "each of these rows has lse beyond 88 ({lowest:.1f} to {largest:.1f}), where exp(lse) leaves float32",
+    "no key": "each of these rows sees no key at all: {tensor} must be {exact} there",
+    "mean without keys": "each of these rows sees no key at all: out must be {exact} there, and is the mean of v"
+    ' (where that is meant, the marker says empty_rows="finite")',
+    "NaN without keys": "each of these rows sees no key at all: out must be {exact} there, and is NaN"
+    ' (where that is meant, the marker says empty_rows="any")',
+    "shifted batch": "batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped",
+    "heads and rows swapped": "{tensor} has its heads and rows swapped, which no shape shows where these are equal",
+    "batch and heads swapped": "{tensor} has its batch entries and heads swapped, which no shape shows where these are equal",
     "lse base": "lse is off by a factor of {factor}; natural logarithm expected",
+    "lse shift": "lse is {shift} in every row",
+    "lse rounded": "lse is rounded to {dtype}; float32 expected",
+    "lse layout": "lse lies in memory as {layout}; (batch, heads, rows) expected",
+    "lse without maximum": "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added",
+    "lse is maximum": "lse is the row's maximum: the logarithm of the sum is not added",
+    "lse of a mistake": "lse is that of attention {mistake}",
     "gradient factor": "{tensor} is {slope:.4g} times the exact gradient: {factor}",
+    "blind tile": "each of these rows sees no key in the first tile of {tile} keys that is visited: -inf less -inf is NaN",
+    "online": "{tensor} is that of an online softmax {text}",
+    "swapped gradients": "{tensor} holds {other}",
+    "backward": "{tensor} is that of a backward pass {text}",
 }
 
 
@@ -57,7 +78,9 @@ def _describe_mismatch(mismatch: Mismatch, comparison: Comparison) -> str:
     of_finite = "of finite elements: " if row.wrong_positions else ""
     lines = [
         f"mismatch: {whose}: {_excess(row)} ({comparison.workload}, inputs {row.distribution})",
-        labeled("worst", f"{row.name}[{at}] = {row.found:.6g}, exact {row.exact:.6g}, budget {row.budget:.3g}"),
+        labeled(
+            "worst", f"{row.name}[{at}] = {_value(row.found)}, exact {_value(row.exact)}, budget {figure(row.budget, '.3g')}"
+        ),
         labeled(
             "levels",
             f"element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
@@ -67,8 +90,9 @@ def _describe_mismatch(mismatch: Mismatch, comparison: Comparison) -> str:
         labeled("where", _describe_location(mismatch.location)),
         labeled(
             "figures",
-            f"{of_finite}absmax {row.absmax:.3g}, mean abs {row.mean_abs:.3g}, mse {row.mse:.3g},"
-            f" relative L2 {row.relative_l2:.3g}, cosine {row.cosine:.6f}, slope {row.alpha:.4f}",
+            f"{of_finite}absmax {figure(row.absmax, '.3g')}, mean abs {figure(row.mean_abs, '.3g')},"
+            f" mse {figure(row.mse, '.3g')}, relative L2 {figure(row.relative_l2, '.3g')},"
+            f" cosine {row.cosine:.6f}, slope {figure(row.alpha, '.4f')}",
         ),
         *(labeled("suggests", _describe_suggestion(one)) for one in mismatch.suggestions),
         *(labeled(label, text) for label, text in mismatch.notes),
@@ -96,7 +120,11 @@ def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
 
 
 def _short(z: float) -> str:
-    return f"{z:.2f}" if z < 100 else f"{z:,.0f}" if z < 1e9 else f"{z:.2g}"
+    return figure(z, ".2f" if z < 100 else ",.0f")
+
+
+def _value(value: float) -> str:
+    return f"{value}" if math.isnan(value) or math.isinf(value) else figure(value, ".6g")
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def bind(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int, kv_lens: L
     return mask.fn
 
 
-class _Band(NamedTuple):
+class Band(NamedTuple):
     """How many keys before and after its own a query sees, None for all, and from which end keys are counted."""
 
     left: int | None
@@ -49,16 +49,17 @@ class _Band(NamedTuple):
     top_left: bool
 
 
-def _band(mask: Causal | Window) -> _Band:
+def band_of(mask: Causal | Window) -> Band:
+    """Return a causal mask or window as a band."""
     if isinstance(mask, Window):
-        return _Band(mask.left, mask.right, top_left=False)
-    return _Band(None, 0, top_left=not mask.bottom_right)
+        return Band(mask.left, mask.right, top_left=False)
+    return Band(None, 0, top_left=not mask.bottom_right)
 
 
 def _bind_band(mask: Causal | Window, q_len: int, kv_lens: Lengths) -> MaskMod:
     import torch
 
-    left, right, top_left = _band(mask)
+    left, right, top_left = band_of(mask)
 
     def inside(b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         keys = kv_lens[b] if isinstance(kv_lens, torch.Tensor) else kv_lens
@@ -141,7 +142,7 @@ def interval(mask: Mask | None, row: int, q_len: int, kv_len: int) -> tuple[int,
     if mask is None:
         return 0, kv_len
     if isinstance(mask, Causal | Window):
-        left, right, top_left = _band(mask)
+        left, right, top_left = band_of(mask)
         position = row if top_left else row + kv_len - q_len
         start = 0 if left is None else max(0, position - left)
         end = kv_len if right is None else min(kv_len, position + right + 1)

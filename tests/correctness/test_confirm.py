@@ -124,16 +124,25 @@ def test_rows_without_keys_are_named_as_such():
         return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
     workload = Workload(128, 64, heads=2, mask="causal-bottom-right")
-    (suggestion,) = suggestions(mean_of_v, workload)
-    assert suggestion.kind == "no key"
-    assert "each of these rows sees no key at all: out must be 0 there" in describe(
-        judged(mean_of_v, CheckSpec(workload, CPU))
-    )
+    text = describe(judged(mean_of_v, CheckSpec(workload, CPU)))
+    assert "each of these rows sees no key at all: out must be 0 there, and is the mean of v" in text
+    assert 'empty_rows="finite"' in text
+
+
+def test_nan_in_rows_without_keys_is_told_from_other_nan():
+    def softmax_of_nothing(q, k, v):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    text = describe(judged(softmax_of_nothing, CheckSpec(Workload(128, 64, heads=2, mask="causal-bottom-right"), CPU)))
+    assert "each of these rows sees no key at all: out must be 0 there, and is NaN" in text
+    assert 'empty_rows="any"' in text
 
 
 def test_dropout_that_was_left_on_is_told_from_a_wrong_kernel():
     text = describe(judged(lambda q, k, v: sdpa(q, k, v, dropout_p=0.3), CheckSpec(Workload(128, heads=2, head_dim=64), CPU)))
-    assert "rerun      equal calls return different results: is dropout on, or is there a race?" in text
+    assert "rerun      equal calls return different results: is dropout on, is there a race, or is memory read that" in text
     text = describe(judged(lambda q, k, v: sdpa(q, k, v) * 2, CheckSpec(Workload(128, heads=2, head_dim=64), CPU)))
     assert "rerun" not in text
 

@@ -84,7 +84,8 @@ def counting(what, number):
 
 
 def session(**settings):
-    return SimpleNamespace(settings=SimpleNamespace(**{"fresh": "started", **settings}), progress=SimpleNamespace(counting=counting))
+    progress = SimpleNamespace(counting=counting)
+    return SimpleNamespace(settings=SimpleNamespace(**{"fresh": "started", **settings}), progress=progress)
 
 
 # -- a fresh process -----------------------------------------------------------------------------------------------------
