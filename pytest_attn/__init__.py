@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from pytest_attn.failures.failure import Failure, load_failure
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
+    from pytest_attn.models.call import AttentionCall
+    from pytest_attn.models.capture import capture
+    from pytest_attn.models.check import check_model
+    from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.workload import Pages, Workload
 
 __all__ = [
+    "AttentionCall",
     "AttentionCase",
     "Backend",
     "BooleanMask",
@@ -38,13 +43,16 @@ __all__ = [
     "KnownDefect",
     "Latency",
     "Machine",
+    "ModelComparison",
     "Neighborhood",
     "Pages",
     "Precision",
     "Window",
     "Workload",
+    "capture",
     "check",
     "check_invariants",
+    "check_model",
     "draw_inputs",
     "load_failure",
     "measure",
@@ -52,6 +60,7 @@ __all__ = [
 
 _HOMES = {
     "__version__": "pytest_attn.version",
+    "AttentionCall": "pytest_attn.models.call",
     "AttentionCase": "pytest_attn.cases.case",
     "Backend": "pytest_attn.backends.backend",
     "BooleanMask": "pytest_attn.workloads.masks",
@@ -65,13 +74,16 @@ _HOMES = {
     "KnownDefect": "pytest_attn.backends.known_defect",
     "Latency": "pytest_attn.latency.result",
     "Machine": "pytest_attn.backends.machine",
+    "ModelComparison": "pytest_attn.models.comparison",
     "Neighborhood": "pytest_attn.workloads.masks",
     "Pages": "pytest_attn.workloads.workload",
     "Precision": "pytest_attn.backends.precision",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
+    "capture": "pytest_attn.models.capture",
     "check": "pytest_attn.api",
     "check_invariants": "pytest_attn.api",
+    "check_model": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "load_failure": "pytest_attn.failures.failure",
     "measure": "pytest_attn.api",

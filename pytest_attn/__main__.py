@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.software import versions_of
+from pytest_attn.models.command import add_capture
 from pytest_attn.reports.commands import add_commands, run_command
 from pytest_attn.version import __version__
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if "run" in given:
         return run_command(given)
+    if "capture" in given:
+        return int(given.capture(given))
     wanted = given.device
     try:
         require_torch()
@@ -51,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )
-    add_commands(parser)
+    add_capture(add_commands(parser))
     return parser
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pytest_attn.backends.backend import Backend
     from pytest_attn.cases.case import AttentionCase
+    from pytest_attn.cases.model import AttentionModel
     from pytest_attn.cases.tensors import ReferenceTensors
     from pytest_attn.session.items import CaseParameter
     from pytest_attn.workloads.workload import Workload
@@ -44,7 +45,8 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     """
     from pytest_attn.cases.setup import make_case
 
-    return make_case(request, _attn_parameter)
+    case: AttentionCase = make_case(request, _attn_parameter)
+    return case
 
 
 @pytest.fixture
@@ -60,6 +62,25 @@ def attn_backend(attn: AttentionCase) -> Backend:
     from pytest_attn.cases.case import backend_of
 
     return backend_of(attn)
+
+
+@pytest.fixture
+def attn_model(attn: AttentionCase) -> AttentionModel:
+    """A model's attention: holds every call that a model makes against exact attention on the call's own tensors.
+
+    Example::
+
+        @pytest.mark.attention_model
+        def test_my_model(attn_model, attn_backend):
+            model = MyModel().to(attn_model.device)
+            attn_model.check(model, lambda: loss(model(batch)), attn_backend)
+
+    attn_model.device is the device of the marker or of --attn-device. attn_model.check(model, step, backend=None) runs the
+    step forward and backward, lets a backend compute the calls where one is given, and raises AssertionError, naming the
+    layer, where a call is wrong or was not replaced.
+    """
+    model: AttentionModel = attn  # type: ignore[assignment]  # what the fixture attn is under the marker attention_model
+    return model
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pytest_attn.fixtures import (
     attn_backend,
     attn_benchmark,
     attn_device,
+    attn_model,
     attn_reference,
     attn_workload,
     qkv,
@@ -30,6 +31,7 @@ __all__ = [  # what pytest finds as fixtures here
     "attn_backend",
     "attn_benchmark",
     "attn_device",
+    "attn_model",
     "attn_reference",
     "attn_workload",
     "qkv",
@@ -44,6 +46,8 @@ MARKERS = (
     " ('structured', 'flat', 'randn', 'peaky', 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash',"
     " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); empty_rows: what fn returns where a row sees no key"
     " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only",
+    "attention_model(backends=None, backward=True, device=None): the test holds a model's attention with attn_model, on each"
+    " selected backend if it uses attn_backend. backward: gradients too",
     "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
     " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
     " is missing",
@@ -205,7 +209,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Refuse a marked test that passes and has judged nothing."""
     __tracebackhide__ = True
     result = yield
-    if item.get_closest_marker("attention"):
+    if item.get_closest_marker("attention") or item.get_closest_marker("attention_model"):
         from pytest_attn.cases.unjudged import refuse_unjudged
 
         refuse_unjudged(item)

@@ -149,7 +149,7 @@ class Reader:
             result = self.pytest(*words[1:])
             return int(result.ret), f"{result.stdout}\n{result.stderr}"
         if words[:1] == ["python"] and len(words) == 2:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
+            with contextlib.redirect_stdout(io.StringIO()) as printed, beside(self.folder):
                 self.names |= runpy.run_path(str(self.folder / words[1]), run_name="__main__")
             return 0, printed.getvalue()
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -166,6 +166,20 @@ class Reader:
             path = self.folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
+
+
+@contextlib.contextmanager
+def beside(folder):
+    """Let a script import the files of its folder, as python does; they are forgotten afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if (folder / f"{name}.py").is_file():
+                del sys.modules[name]
 
 
 def masked(line, folder):

@@ -27,6 +27,7 @@ LAYERS = (
     "suite",
     "failures",
     "api",
+    "models",
     "messages",
     "strategies",
     "invariants",

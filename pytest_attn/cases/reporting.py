@@ -7,7 +7,6 @@ import shlex
 
 import pytest
 
-from pytest_attn.cases.case import AttentionCase
 from pytest_attn.cases.records import RECORDS, facts_of
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.reports.records import Record, new_record
@@ -53,11 +52,11 @@ def _finished(record: Record, item: pytest.Item, report: pytest.TestReport) -> R
 def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
     """Return the record of a test that raised without a judgment."""
     case = getattr(item, "funcargs", {}).get("attn")
-    run = case._run if isinstance(case, AttentionCase) else None
+    run = getattr(case, "_run", None)
     subject = (run and (run.asked or run.backend)) or parameter.backend or "-"
     command = run.command if run else f"pytest {shlex.quote(item.nodeid)}"
     try:
-        marker = item.get_closest_marker("attention")
+        marker = item.get_closest_marker("attention") or item.get_closest_marker("attention_model")
         device = marker.kwargs.get("device") if marker else None
         facts = facts_of(session_of(item.config), parameter.workload, subject, device)
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised

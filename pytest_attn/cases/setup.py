@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pytest_attn.cases.case import AttentionCase
-from pytest_attn.session.items import CaseParameter, FuzzParameter, test_of
+from pytest_attn.session.items import CaseParameter, FuzzParameter, ModelParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
 
 
-def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
-    """Make the case of a test item; skips the test where it cannot run, or need not any more."""
+def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Any:
+    """Make the case of a test item, of a model's one too; skips the test where it cannot run, or need not any more."""
     item: pytest.Item = request.node
     session = session_of(item.config)
+    if isinstance(parameter, ModelParameter):
+        from pytest_attn.cases.model import make_model_case
+
+        return make_model_case(request, parameter, session)
     if isinstance(parameter, FuzzParameter):
         from pytest_attn.cases.fuzz.case import make_fuzz_case
 

@@ -42,9 +42,14 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None for one that judges, or is no test of a kernel."""
     arguments = FIXTURES.intersection(getattr(item, "fixturenames", ()))
     if not arguments:
+        if any(mark.name == "attention_model" for mark in item.own_markers):
+            return True, "it has the marker attention_model, but does not take attn_model; make it an argument of the test"
         names_workloads = any(mark.name == "attention" and mark.args for mark in item.own_markers)
         text = "it names workloads, but takes none of the fixtures: give it attn, and call attn.check(your_kernel)"
         return (True, text) if names_workloads else None
+    case = getattr(item, "funcargs", {}).get("attn_model")
+    if case is not None:
+        return None if case.is_judged else (True, "it passed without a call of attn_model.check")
     case = getattr(item, "funcargs", {}).get("attn")
     if not isinstance(case, AttentionCase) or case.is_judged or _is_handed_on(item):
         return None

@@ -6,21 +6,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pytest_attn.files import write_atomically
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.records import Record, read_records
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Declare the commands; `run_command` runs the one that was given."""
-    commands = parser.add_subparsers(title="from files of --attn-json, of one or more runs and machines", metavar="COMMAND")
+def add_commands(parser: argparse.ArgumentParser) -> Any:
+    """Declare the commands, and return where others are added; `run_command` runs the one that was given."""
+    commands = parser.add_subparsers(title="commands; the first three take files of --attn-json", metavar="COMMAND")
     for name, (run, words) in _COMMANDS.items():
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-json=FILE.jsonl wrote")
         command.set_defaults(run=run, error=command.error)
         if run is _report:
             command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
+    return commands
 
 
 def run_command(given: argparse.Namespace) -> int:

@@ -76,6 +76,14 @@ class Record(TypedDict):
     is_approximate: Annotated[bool, "whether the kernel quantises, and was held to its quantised inputs"]
     compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]
     graph_breaks: Annotated[int, "of torch.compile"]
+    calls: Annotated[
+        Sequence[dict[str, Any]],
+        "of a model: module, function, workload, passed, backward, tensor, z_element, z_row, z_head, reason of each call",
+    ]
+    ratios: Annotated[
+        dict[str, Any],
+        "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",
+    ]
     profiles: Annotated[
         Sequence[dict[str, Any]],
         "with --attn-profile: direction, launches (symbol, words, seconds), peak_memory, flops, roofline (seconds)",

@@ -17,6 +17,8 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 _MOST_OBSTACLES = 20
 #: of these, --attn-save-failures keeps the tensors
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
+#: outputs and gradients of a model that are told, those furthest from exact first
+_MOST_RATIOS = 3
 #: how a terminal shows the tone of a verdict
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
@@ -33,6 +35,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     """
     if verbose:
         yield from _rows(records, width)
+        yield from _calls(records, width)
     yield from _problems(records)
     if verbose:
         yield from _compilations(records)
@@ -61,6 +64,27 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
     for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
         is_wrong = number > 0 and ran[number - 1]["verdict"] == Verdict.MISMATCH
         yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
+
+
+def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
+    """Yield a table per model, a row per attention call in the order of its layers; nothing where no model was checked."""
+    for r in records:
+        if not r["calls"]:
+            continue
+        yield "", {}
+        yield f"{r['subject']} in {r['workload']}", {"bold": True}
+        table = [("layer", "function", "asks", "worst", "z", "row", "head")]
+        table += [(c["module"], c["function"], c["workload"], c["tensor"], *_call_levels(c)) for c in r["calls"]]
+        for number, line in enumerate(aligned(table, right=(4, 5, 6), width=width)):
+            is_wrong = number > 0 and not r["calls"][number - 1]["passed"]
+            yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
+        ratios = {name: ratio for name, ratio in r["ratios"].items() if name != "loss"}  # a single number scatters too much
+        for name, ratio in sorted(ratios.items(), key=lambda item: -item[1])[:_MOST_RATIOS]:
+            yield f"  {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
+
+
+def _call_levels(call: Mapping[str, float | None]) -> tuple[str, ...]:
+    return tuple("-" if call[name] is None else f"{call[name]:.3g}" for name in ("z_element", "z_row", "z_head"))
 
 
 def _levels(record: Record) -> tuple[str, str, str]:
@@ -122,7 +146,7 @@ def _not_saved(records: Sequence[Record]) -> Iterator[Line]:
 def _next(records: Sequence[Record], are_saved: bool) -> str:
     """Say what to type next."""
     verdicts = {r["verdict"] for r in records}
-    if verdicts & _KEPT:
+    if {r["verdict"] for r in records if not r["calls"]} & _KEPT:  # of a model's calls none are kept
         return "" if are_saved else "; --lf --attn-save-failures=failures keeps the tensors"
     return "; -rs lists the reasons of skips" if Verdict.SKIPPED in verdicts else ""
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_attn.session.fixture_names import FIXTURES, PARAMETER
-from pytest_attn.session.items import CaseParameter, case_id, fuzz_parameters, is_case, is_unselected, parameter_of
+from pytest_attn.session.fixture_names import FIXTURES, OF_MODELS, PARAMETER
+from pytest_attn.session.items import (
+    CaseParameter,
+    ModelParameter,
+    case_id,
+    fuzz_parameters,
+    is_case,
+    is_unselected,
+    model_parameter,
+    parameter_of,
+)
 from pytest_attn.session.machines import NoTorchError, require_torch
-from pytest_attn.session.marks import AttentionMark, RequiresMark
+from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
 from pytest_attn.session.session import AttentionSession
 
 
 def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     """Give a test that uses one of the fixtures an item per case. Raises pytest.Collector.CollectError for a bad marker."""
     where = metafunc.definition.nodeid
+    if metafunc.definition.get_closest_marker("attention_model") or "attn_model" in metafunc.fixturenames:
+        _parametrize_model(metafunc, session, where)
+        return
     marker = _only_marker(metafunc, where)
     registrations = session.registrations
     try:
@@ -32,6 +44,33 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
     session.collected.add_test(len(cases))
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
+
+
+def _parametrize_model(metafunc: pytest.Metafunc, session: AttentionSession, where: str) -> None:
+    """Give a test of a model an item per selected backend, or one. Raises pytest.Collector.CollectError for a bad marker."""
+    marker = metafunc.definition.get_closest_marker("attention_model")
+    try:
+        if marker is None:
+            raise ValueError("uses attn_model but has no marker; add @pytest.mark.attention_model")
+        argnames = _arguments(metafunc)
+        if others := sorted(FIXTURES.intersection(argnames) - OF_MODELS):
+            raise ValueError(f"a test with attention_model takes attn_model and attn_backend, not {', '.join(others)}")
+        mark = model_mark(marker, session.registrations.registry)
+        if not metafunc.config.option.collectonly:
+            require_torch()
+            session.machines.device(mark.device)
+        names = session.kernels.backends(mark) if "attn_backend" in argnames else [None]
+    except (ValueError, NoTorchError) as error:
+        raise pytest.Collector.CollectError(f"{where}: {error}") from None
+    is_left_out = bool(session.settings.mutants or session.settings.tune)  # these ask about workloads
+    cases = [] if is_left_out else [model_parameter(name) for name in names]
+    session.collected.add_test(len(cases))
+    metafunc.parametrize(PARAMETER, cases or [None], ids=[*map(case_id, cases)] or ["not-selected"], indirect=True)
+
+
+def _arguments(metafunc: pytest.Metafunc) -> tuple[str, ...]:
+    """Return what the test itself takes, without what its fixtures take."""
+    return tuple(metafunc.definition._fixtureinfo.argnames)
 
 
 def _only_marker(metafunc: pytest.Metafunc, where: str) -> pytest.Mark:
@@ -74,7 +113,11 @@ def group_by_workload(items: list[pytest.Item]) -> None:
     """Keep the cases of one workload and test in one xdist worker, which then computes each reference once."""
     for item in items:
         parameter = parameter_of(item)
-        if parameter is not None and item.get_closest_marker("xdist_group") is None:
+        if (
+            parameter is not None
+            and not isinstance(parameter, ModelParameter)
+            and item.get_closest_marker("xdist_group") is None
+        ):
             test = item.name.partition("[")[0]
             item.add_marker(pytest.mark.xdist_group(f"{test}-{parameter.workload.id}"))  # "]" would end the group's name
 

@@ -29,6 +29,15 @@ class FuzzParameter(CaseParameter):
     """Stands for all draws of one test, with one backend where the test takes one."""
 
 
+class ModelParameter(CaseParameter):
+    """Stands for one model, with one backend where the test takes one; what its calls ask is known once it runs."""
+
+
+def model_parameter(backend: str | None) -> ModelParameter:
+    """Return the item of a model's test."""
+    return ModelParameter(Workload(1), backend)
+
+
 def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[FuzzParameter]:
     """Return the fuzz items of a test with these cases: one, or one per backend."""
     return [FuzzParameter(PLACEHOLDER, backend) for backend in dict.fromkeys(case.backend for case in cases)]
@@ -58,7 +67,9 @@ def is_unselected(item: pytest.Item) -> bool:
 
 
 def case_id(case: CaseParameter) -> str:
-    """Return the id of a case: workload, then backend."""
+    """Return the id of a case: workload, then backend; of a model's test the backend alone."""
+    if isinstance(case, ModelParameter):
+        return case.backend or "model"
     if case.backend is None:
         return case.workload.id
     return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"

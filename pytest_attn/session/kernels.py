@@ -50,10 +50,10 @@ class SelectedKernels:
         for workload in workloads:
             if mark.layout == "thd" and not workload.is_packed:
                 raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {workload.id} is not one")
-        backends = self._backends(mark) if takes_backend else [None]
+        backends = self.backends(mark) if takes_backend else [None]
         return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
 
-    def _backends(self, mark: AttentionMark) -> list[str] | list[None]:
+    def backends(self, mark: AttentionMark) -> list[str] | list[None]:
         """Return the backends of a marker that are selected; where nobody selected any, all of them."""
         chosen = mark.backends if mark.backends and not self.selection.names_backends else None
         selected = chosen or self.selection.backends(mark.device)

@@ -11,7 +11,7 @@ from pytest_attn.backends.listing import tables
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import listing
-from pytest_attn.session.items import parameter_of
+from pytest_attn.session.items import ModelParameter, parameter_of
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.requirements import unmet_because
 from pytest_attn.session.session import AttentionSession
@@ -22,7 +22,9 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
     """Count the collected cases that no backend, device or workload stands in the way of, and the others by their reasons."""
     for item in items:
         parameter, marker = parameter_of(item), item.get_closest_marker("attention")
-        if parameter is None or marker is None:
+        if isinstance(parameter, ModelParameter):
+            _count_model(session, item, parameter.backend)
+        if parameter is None or marker is None or isinstance(parameter, ModelParameter):
             continue
         workload, name = parameter
         machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
@@ -30,6 +32,15 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
         with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
             reason = unmet_because(item, session) or obstacle(workload, machine, backward)
             session.collected.count(reason, name or "any kernel")
+
+
+def _count_model(session: AttentionSession, item: pytest.Item, name: str | None) -> None:
+    """Count a test of a model, of which only its backend's absence is known before it runs."""
+    marker = item.get_closest_marker("attention_model")
+    machine = session.machines.machine(marker.kwargs.get("device") if marker else None)
+    absent = session.registrations.registry[name].unavailable_because(machine) if name else None
+    with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
+        session.collected.count(unmet_because(item, session) or absent, name or "any kernel")
 
 
 def print_listing(session: AttentionSession, reporter: Any) -> None:

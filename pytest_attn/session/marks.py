@@ -16,6 +16,7 @@ from pytest_attn.backends.versions import satisfies
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.parameters import PARAMETERS, parameters_of
 from pytest_attn.session.options import size
+from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import dtype_name
 from pytest_attn.workloads.functions import describe
@@ -24,7 +25,6 @@ from pytest_attn.workloads.workload import LAYOUTS, Workload
 if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
-    from pytest_attn.workloads.catalog import Catalog
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,17 @@ class AttentionMark:
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
         return cls(**values)
+
+
+def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
+    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None)`; raises as `from_marker` does."""
+    if mark.args:
+        raise ValueError(f"attention_model takes keyword arguments only, got {mark.args[0]!r}")
+    for name in mark.kwargs:
+        if name not in ("backends", "backward", "device"):
+            raise ValueError(f"attention_model got an unknown argument {name!r}; known: backends, backward, device")
+    given = pytest.mark.attention(**{"backward": True, **mark.kwargs}).mark
+    return AttentionMark.from_marker(given, Catalog(), registry)
 
 
 @dataclass(frozen=True)

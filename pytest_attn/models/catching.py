@@ -1,0 +1,199 @@
+"""Catch every attention call of a model, whatever function it goes through, and restore everything afterwards."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pytest_attn.models.asked import Asked, UnreadableError
+from pytest_attn.models.entry_points import FLEX, SDPA, EntryPoint, broadcast
+from pytest_attn.models.interfaces import transformers_caught
+from pytest_attn.models.libraries import LIBRARIES
+from pytest_attn.models.named import named_entry_points
+from pytest_attn.models.patching import replaced
+from pytest_attn.models.tracking import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Caught:
+    """One call on its way: through which function, with which arguments by name, and the function itself.
+
+    module: the qualified name of the module that makes it. profile: the backend that rounds as the function does.
+    """
+
+    module: str
+    function: str
+    profile: str
+    entry: EntryPoint
+    arguments: Mapping[str, Any]
+    original: Callable[..., Any]
+
+    @property
+    def is_again(self) -> bool:
+        """Whether it is made within a backward pass, as checkpointing computes a forward pass again."""
+        import torch
+
+        return bool(torch._C._current_graph_task_id() != -1)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k and v as the function takes them."""
+        return [self.arguments[name] for name in self.entry.tensors]
+
+    def with_tensors(self, *tensors: torch.Tensor) -> Caught:
+        """Return the same call on other tensors."""
+        import dataclasses
+
+        arguments = {**self.arguments, **dict(zip(self.entry.tensors, tensors, strict=True))}
+        return dataclasses.replace(self, arguments=arguments)
+
+    def read(self) -> Asked:
+        """Return what the call asks. Raises UnreadableError."""
+        return self.entry.read(self.arguments)
+
+    def compute(self) -> Any:
+        """Call the function."""
+        return self.original(**self.arguments)
+
+
+class Handler(Protocol):
+    """What becomes of a call that was caught: returns what the model is given."""
+
+    def handle(self, caught: Caught) -> Any:
+        """Return the result of the call."""
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Take note of a call whose arguments cannot be read; the model is given what the function returns."""
+
+
+class Net:
+    """Catches calls while it is spread; what is called from within a call belongs to that call."""
+
+    def __init__(self, handler: Handler, tracker: Tracker) -> None:
+        self._handler, self._tracker = handler, tracker
+        self._is_inside = False
+
+    def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in for a function."""
+
+        @functools.wraps(original)
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self._is_inside else self.catch(entry, original, args, kwargs)
+
+        return caught
+
+    def catch(self, entry: EntryPoint, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Hand one call to the handler."""
+        module = self._tracker.note_call()
+        with self._inside():
+            try:
+                arguments = entry.bind(args, kwargs)
+                if missing := [name for name in entry.tensors if name not in arguments]:
+                    raise UnreadableError(f"no argument {missing[0]}")
+                if entry is SDPA:
+                    arguments |= dict(zip(entry.tensors, broadcast(*(arguments[n] for n in entry.tensors)), strict=True))
+            except UnreadableError as error:
+                self._handler.unread(module, entry.shown, str(error))
+                return original(*args, **kwargs)
+            return self._handler.handle(Caught(module, entry.shown, entry.profile, entry, arguments, original))
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Catch nothing, and leave compiled functions as they are: what is called now belongs to the call."""
+        import torch
+
+        self._is_inside = True
+        try:
+            with torch._C.DisableTorchFunction(), torch.compiler.set_stance("default"):
+                yield
+        finally:
+            self._is_inside = False
+
+    def mode(self) -> Any:
+        """Return a mode that catches SDPA where no name holds it, and notices softmax."""
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        net, sdpa = self, _bare(torch.nn.functional.scaled_dot_product_attention)
+        softmax = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax}
+
+        class Catching(TorchFunctionMode):
+            def __torch_function__(
+                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                if function is sdpa and not net._is_inside:
+                    return net.catch(SDPA, function, args, kwargs or {})
+                if function is torch.Tensor.backward:
+                    with self:  # checkpointing computes calls again within it
+                        return _backward(*args, **(kwargs or {}))
+                if function in softmax and not net._is_inside:
+                    net._tracker.note_softmax()
+                return function(*args, **(kwargs or {}))
+
+        return Catching()
+
+
+def _backward(
+    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Do what Tensor.backward does, as a function that modes see through."""
+    import torch
+
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind what stands in for it."""
+    found: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return found
+
+
+@contextmanager
+def catching(
+    handler: Handler,
+    model: torch.nn.Module | None = None,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    replaces: bool = False,
+) -> Iterator[Tracker]:
+    """Hand every attention call to a handler; yields who calls. functions: further ones, by name or as they are.
+
+    Compiled parts of the model run eagerly meanwhile. replaces: models of transformers are switched to an implementation of
+    ours, so that they build every mask in full. Raises ValueError for a function that cannot be read.
+    """
+    import torch
+
+    tracker = Tracker(model)
+    net = Net(handler, tracker)
+    wrappers = {}
+    for entry in (*_imported(), *named_entry_points(functions)):
+        function = _function_of(entry)
+        if function is not None:
+            wrappers[id(function)] = functools.partial(net.wrap, entry)
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(tracker.tracking())
+        stack.enter_context(net.mode())
+        stack.enter_context(replaced(wrappers, model))
+        stack.enter_context(transformers_caught(net.wrap, model, replaces))
+        yield tracker
+
+
+def _imported() -> list[EntryPoint]:
+    """Return the entry points whose modules are imported already."""
+    import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
+
+    return [entry for entry in (SDPA, FLEX, *LIBRARIES) if entry.module in sys.modules]
+
+
+def _function_of(entry: EntryPoint) -> Callable[..., Any] | None:
+    owner: Any = sys.modules[entry.module]
+    for part in entry.attribute.split("."):
+        owner = getattr(owner, part, None)
+    return owner if callable(owner) else None

@@ -1,0 +1,148 @@
+"""`pytest_attn.check_model`: hold every attention call of a model against exact attention on its own tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.limits import limits_named
+from pytest_attn.models.call import AttentionCall
+from pytest_attn.models.catching import catching
+from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.interfaces import is_of_transformers
+from pytest_attn.models.judging import judge_call
+from pytest_attn.models.message import describe
+from pytest_attn.models.ratios import ratios_of
+from pytest_attn.models.recording import Recorder
+from pytest_attn.models.replacing import Replacer, replacement
+from pytest_attn.models.state import untouched
+from pytest_attn.models.step import run_step
+from pytest_attn.models.wanted import wanted_masks
+
+if TYPE_CHECKING:
+    import torch
+
+#: what computes a model's attention instead of what it calls itself
+Target = Callable[..., Any] | Subject | str
+
+
+def check_model(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    limits: str = "default",
+    scatter: int = 4,
+) -> ModelComparison:
+    """Run `step`, and hold every attention call that the model makes against exact attention on the call's own tensors.
+
+    step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's output. Its
+    loss, "loss" or a scalar that needs a gradient, is where the backward pass begins, unless the step runs that itself.
+    backend: a backend, its name, or a function of (q, k, v, workload=...) that computes every call; by default the model's own
+    attention is judged. backward: gradients, too. functions: attention of your own, as for `capture`. scatter: runs with exact
+    attention and random rounding, in units of which `ratios` tell how far outputs, loss and gradients of a model in half
+    precision are from exact; 0 for none.
+
+    The model is left as it was: parameters, gradients, buffers, training mode, random numbers.
+    Returns the comparison. Raises AssertionError where a call is wrong, was not read, or was not replaced, and where none was
+    caught, with the calls as its text; DropoutError where attention drops probabilities; ValueError for an unknown backend.
+    """
+    __tracebackhide__ = True
+    comparison = judge_model(model, step, backend, backward, functions=functions, limits=limits, scatter=scatter)
+    if not comparison.passed:
+        raise AssertionError(comparison.message)
+    return comparison
+
+
+def judge_model(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    limits: str = "default",
+    scatter: int = 4,
+) -> ModelComparison:
+    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`."""
+    subject = None if backend is None else replacement(backend)
+    functions = tuple(functions)
+    with untouched(model) as again:
+        masks, note = wanted_masks(step, model) if subject is None else ({}, "")
+        again()
+        judged = _Judged(limits)
+        recorder: Recorder
+        if subject is None:
+            recorder = Recorder(judged.judge, backward, masks)
+        else:
+            recorder = Replacer(subject, machine_of(_device_of(model)), judged.judge, backward)
+        with catching(recorder, model, functions, replaces=subject is not None and is_of_transformers(model)) as tracker:
+            result = run_step(step, model, backward)
+        recorder.finish()
+        is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
+        ratios = {}
+        if scatter and is_half and not (subject and subject.is_approximate):
+            options: Any = {"backward": backward, "functions": functions, "runs": scatter}
+            ratios = ratios_of(result, model, step, subject, again, **options)
+    comparison = ModelComparison(
+        subject="" if subject is None else subject.name,
+        calls=tuple(sorted(judged.calls, key=lambda call: call.order)),
+        unread=tuple(recorder.unread_calls),
+        refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
+        silent=tuple(tracker.silent),
+        with_softmax=tuple(tracker.with_softmax),
+        backward=backward,
+        ratios=ratios,
+        notes=tuple(filter(None, (note, _about_raised_limits(judged.calls, limits)))),
+    )
+    return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
+
+
+class _Judged:
+    """Judges each call once it is complete, and keeps the judgment only."""
+
+    def __init__(self, limits: str) -> None:
+        self.calls: list[CallComparison] = []
+        self._limits = limits
+
+    def judge(self, call: AttentionCall) -> None:
+        """Hold a call against exact attention."""
+        is_replaced = call.subject is not None
+        facts = call.module, call.label, call.function, call.workload
+        found = CallComparison(*facts, None, bool(call.gradients), is_replaced=is_replaced, order=call.order)
+        try:
+            comparison = judge_call(call, self._limits)
+            self.calls.append(dataclasses.replace(found, comparison=comparison))
+        except ContractError as error:
+            self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:
+    """Say of which calls small faults cannot be seen, as honest kernels are further from exact than the limits; "" of none."""
+    usual = limits_named(limits)
+    raised = [
+        call.label
+        for call in calls
+        if call.comparison
+        and any(t.limits.row > usual[1].row or t.limits.head > 2 * usual[1].head for t in call.comparison.tensors)
+    ]
+    if not raised:
+        return ""
+    shown = ", ".join(raised[:4]) + (", ..." if len(raised) > 4 else "")
+    return (
+        f"small faults cannot be seen in {len(raised)} of {len(calls)} calls ({shown}): attention is almost uniform there, and"
+        " honest rounding adds up; use trained weights, or enlarge the projections of q and k"
+    )
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    import torch
+
+    tensor = next((t for group in (model.parameters(), model.buffers()) for t in group), None)
+    return torch.device("cpu") if tensor is None else tensor.device

@@ -1,0 +1,70 @@
+"""What a check of a model finds: a judgment per attention call, what was not judged, and how far the whole moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.models.recording import Unread
+from pytest_attn.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class CallComparison:
+    """The judgment of one call. module: who made it; function: what it went through. fault: why nothing could be compared.
+
+    has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
+    all calls.
+    """
+
+    module: str
+    label: str
+    function: str
+    workload: Workload
+    comparison: Comparison | None
+    has_gradients: bool = False
+    fault: str = ""
+    is_replaced: bool = False
+    order: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor is within its budget."""
+        return self.comparison is not None and self.comparison.passed
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """The judgment of one model.
+
+    subject: what computed its attention, "" for what it chose by itself. calls: in the order in which they were made.
+    unread: calls that were caught and not judged; refused: calls that were to be replaced and were not. silent: modules built
+    like one that makes calls, which made none. with_softmax: modules with a softmax outside of every call.
+    ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest scatter.
+    message: what a failure says, "" where it passed.
+    """
+
+    subject: str
+    calls: tuple[CallComparison, ...]
+    unread: tuple[Unread, ...] = ()
+    refused: tuple[Unread, ...] = ()
+    silent: tuple[str, ...] = ()
+    with_softmax: tuple[str, ...] = ()
+    backward: bool = True
+    notes: tuple[str, ...] = ()
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every call was judged, and is right."""
+        is_replaced = not self.refused and not (self.subject and self.silent)
+        has_gradients = not self.backward or any(call.has_gradients for call in self.calls)
+        return bool(self.calls) and all(c.passed for c in self.calls) and not self.unread and is_replaced and has_gradients
+
+    @property
+    def worst(self) -> CallComparison | None:
+        """The call that comes closest to its limits, or exceeds them most; None without calls."""
+        judged = [call for call in self.calls if call.comparison is not None]
+        return max(judged, key=lambda call: call.comparison.worst.excess if call.comparison else 0.0, default=None)

@@ -1,0 +1,234 @@
+"""Exact attention as a model can use it: float64 inside, differentiable, and on request rounded where a kernel rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pytest_attn.backends.precision import Precision
+from pytest_attn.correctness.blocks import Block, Chunk, head_blocks, row_chunks
+from pytest_attn.correctness.exact import modify, scaled_scores, softmax
+from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
+from pytest_attn.correctness.reference import heads_first, segments_of
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+#: significant bits, and the exponent of the smallest step
+_STEPS = {"bfloat16": (8, -133), "float16": (11, -24), "float32": (24, -149)}
+
+
+class Rounding(Protocol):
+    """How the values are rounded that a kernel keeps in the dtype: from float64 to float64. precision: which these are."""
+
+    precision: Precision
+
+    def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Return x rounded to a dtype."""
+
+
+@dataclass
+class Scatter:
+    """Rounds at random, up or down with the odds that keep the mean."""
+
+    precision: Precision
+    generator: torch.Generator
+
+    def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Return x (float64) rounded to a dtype, still as float64."""
+        import torch
+
+        chance = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float64)
+        return on_grid(x, dtype, chance)
+
+
+@dataclass
+class Dithered:
+    """Rounds to nearest, as kernels do, on a grid that is moved by a factor: equal values get equal errors."""
+
+    precision: Precision
+    factor: float
+
+    def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Return x (float64) rounded to a dtype, still as float64."""
+        return on_grid(x * self.factor, dtype, 0.5) / self.factor
+
+
+def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.Tensor:
+    """Return x on the grid of a dtype. chance: 0.5 rounds to nearest, a number drawn from 0 to 1 at random."""
+    import torch
+
+    x = x.double()
+    bits, lowest = _STEPS[dtype]
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), (exponent - bits).clamp(min=lowest))
+    return torch.where(x.isfinite(), (x / step + chance).floor() * step, x)
+
+
+def exact_attention(inputs: Inputs, rounding: Rounding | None = None) -> torch.Tensor:
+    """Return exact attention for these inputs in their dtype, (batch, heads, q_len, v_head_dim) or packed.
+
+    It has gradients with respect to q, k, v, bias and sinks. rounding: of what a kernel rounds. Memory grows
+    with the sequence, not with its square.
+    """
+    function: Any = _function()
+    out: torch.Tensor = function.apply(inputs, rounding, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    return out
+
+
+def _function() -> Any:
+    import torch
+
+    class ExactAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Inputs, rounding: Rounding | None, *tensors: torch.Tensor | None) -> torch.Tensor:
+            passes = Passes(inputs, rounding)
+            out = passes.forward()
+            ctx.passes = passes
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> Any:
+            (out,) = ctx.saved_tensors
+            return None, None, *ctx.passes.backward(out, dout)
+
+    return ExactAttention
+
+
+@dataclass
+class Passes:
+    """The two passes over one call, chunk by chunk. arithmetic: the dtype of products and sums, float64 by default."""
+
+    inputs: Inputs
+    rounding: Rounding | None
+    arithmetic: torch.dtype | None = None
+
+    @property
+    def workload(self) -> Workload:
+        """The attention problem."""
+        return self.inputs.workload
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.rounding is None else self.rounding(x, self.workload.dtype)
+
+    def _scores_rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Round what only kernels round that write scores in the dtype."""
+        return self._rounded(x) if self._writes_scores else x
+
+    @property
+    def _writes_scores(self) -> bool:
+        return self.rounding is not None and self.rounding.precision.rounds_scores
+
+    def forward(self) -> torch.Tensor:
+        """Return out, in the layout of q."""
+        w = self.workload
+        out = heads_first(self.inputs.q.new_zeros((*self.inputs.q.shape[:-1], w.v_head_dim)), w)
+
+        def run(chunk: Chunk, place: tuple[Any, ...]) -> None:
+            p, _, _ = self._probabilities(chunk)
+            out[place] = self._rounded(over_keys(self._rounded(p), chunk.v)).to(out.dtype)
+
+        self._over_chunks(self.inputs.q.new_zeros((*self.inputs.q.shape[:-1], w.v_head_dim)), run)
+        return self._native(out)
+
+    def backward(self, out: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the gradients of q, k, v, bias and sinks; None for what there is not."""
+        import torch
+
+        w, inputs = self.workload, self.inputs
+        q, k, v = (heads_first(t, w) for t in (inputs.q, inputs.k, inputs.v))
+        out = heads_first(out, w)
+        dq = torch.zeros_like(q, dtype=torch.float64)
+        sums = {"dk": self._key_sums(k), "dv": self._key_sums(v)}
+        dbias = None if inputs.bias is None else torch.zeros(self._scores_shape, dtype=torch.float64, device=q.device)
+        dsinks = None if inputs.sinks is None else torch.zeros(w.heads, dtype=torch.float64, device=q.device)
+        heads = sums["dk"].shape[1]
+
+        def run(chunk: Chunk, place: tuple[Any, ...]) -> None:
+            block, scale = chunk.block, w.softmax_scale
+            p, lse, slope = self._probabilities(chunk)
+            d_out = block.dout[:, :, chunk.rows].to(chunk.q.dtype)
+            row_sum = (d_out * out[place].to(d_out.dtype)).sum(-1, keepdim=True)
+            dp = self._scores_rounded(per_key(d_out, chunk.v))
+            if self._writes_scores:  # and takes the gradient of the softmax from what it wrote
+                p = self._rounded(p)
+                row_sum = (dp * p).sum(-1, keepdim=True)
+            ds = p * (dp - row_sum)
+            if dbias is not None:
+                dbias[place[0], place[1], chunk.rows[:, None], torch.arange(k.shape[2], device=q.device)[chunk.keys]] += ds
+            if dsinks is not None and inputs.sinks is not None:
+                of_sink = (inputs.sinks.double()[block.head_index.flatten(), None] - lse).exp()
+                dsinks[block.heads] -= (of_sink * row_sum.squeeze(-1)).sum((0, 2))
+            ds = self._rounded(ds if slope is None else ds * slope)
+            dq[place] = over_keys(ds, chunk.k) * scale
+            group = heads // k.shape[1]
+            kv_heads = slice(block.kv_heads.start * group, block.kv_heads.stop * group)
+            start = block.segment.kv_start
+            keys = slice(start + chunk.keys.start, start + chunk.keys.stop)
+            rows = kv_heads.stop - kv_heads.start
+            sums["dk"][block.batches, kv_heads, keys] += over_rows(ds, chunk.q, rows) * scale
+            sums["dv"][block.batches, kv_heads, keys] += over_rows(self._rounded(p), d_out, rows)
+
+        self._over_chunks(dout, run)
+        dk, dv = (self._summed(sums[name], k.shape[1]) for name in ("dk", "dv"))
+        grads = [self._native(self._rounded(g)).to(t.dtype) for g, t in ((dq, q), (dk, k), (dv, v))]
+        bias_grad = (
+            None if dbias is None or inputs.bias is None else dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+        )
+        return [*grads, bias_grad, None if dsinks is None or inputs.sinks is None else dsinks.to(inputs.sinks.dtype)]
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _native(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[0].transpose(0, 1) if self.workload.is_packed else tensor
+
+    @property
+    def _scores_shape(self) -> tuple[int, int, int, int]:
+        w = self.workload
+        return w.batch, w.heads, w.q_len, w.kv_len
+
+    def _key_sums(self, of: torch.Tensor) -> torch.Tensor:
+        """Return zeros for a gradient of keys, per query head where a kernel rounds these before it sums them up."""
+        import torch
+
+        per_head = self.rounding is not None and self.rounding.precision.sums_rounded_heads
+        heads = self.workload.heads if per_head else of.shape[1]
+        return torch.zeros((of.shape[0], heads, *of.shape[2:]), dtype=torch.float64, device=of.device)
+
+    def _summed(self, total: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        group = total.shape[1] // kv_heads
+        return total if group == 1 else over_group(self._rounded(total), group)
+
+    def _probabilities(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return P (n, heads, rows, keys), lse, and the derivative of the final scores by the scaled ones."""
+        scores, slope = modify(self._scores_rounded(scaled_scores(chunk)), chunk)
+        p, lse = softmax(scores.to(chunk.q.dtype), chunk)
+        p = p.to(chunk.q.dtype)
+        return p, lse, slope
+
+    def _chunk(self, block: Block, rows: torch.Tensor) -> Chunk:
+        chunk = Chunk(block, rows)
+        if self.arithmetic is not None:
+            chunk.q, chunk.k, chunk.v = (t.to(self.arithmetic) for t in (chunk.q, chunk.k, chunk.v))
+        return chunk
+
+    def _over_chunks(self, dout: torch.Tensor, run: Callable[[Chunk, tuple[Any, ...]], None]) -> None:
+        """Run over all chunks, each with its place in tensors like out, (batch, heads, rows, ...)."""
+        import dataclasses
+
+        import torch
+
+        inputs = dataclasses.replace(
+            self.inputs, q=self.inputs.q.detach(), k=self.inputs.k.detach(), v=self.inputs.v.detach(), dout=dout
+        )
+        with torch.no_grad():
+            for segment in segments_of(inputs, self.workload, inputs.device, None, None):
+                for batches, kv_heads in head_blocks(segment):
+                    block = Block(segment, batches, kv_heads)
+                    for rows in row_chunks(block):
+                        first, last = int(rows[0]) + segment.q_start, int(rows[-1]) + 1 + segment.q_start
+                        run(self._chunk(block, rows), (block.batches, block.heads, slice(first, last)))

@@ -1,0 +1,49 @@
+"""Hold one call of a model against exact attention on its own tensors, forward and backward, at the limits of every check."""
+
+from __future__ import annotations
+
+from pytest_attn.backends.precision import precision_named
+from pytest_attn.correctness.compare import compare_all
+from pytest_attn.correctness.comparison import Comparison, Mismatch
+from pytest_attn.correctness.confirm import Returned, WholeCase
+from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.diagnose import explain
+from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.reference import compute_reference
+from pytest_attn.models.call import AttentionCall
+from pytest_attn.models.honest import with_honest_limits
+
+#: what reports call the inputs of a call
+DISTRIBUTION = "of the model"
+
+
+def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
+    """Compare a call with exact attention.
+
+    Gradients are compared where they arrived. A subject that quantizes is held to what it makes of q, k and v. Raises
+    ContractError for a result that cannot be compared.
+    """
+    inputs, workload = call.complete_inputs(), call.workload
+    subject = call.subject
+    is_approximate = subject is not None and subject.is_approximate
+    if subject is not None and is_approximate:
+        inputs = subject.dequantized(inputs)
+    gradients = call.gradients if call.has_dout else {}
+    reference = compute_reference(inputs, precision_named(call.precision), backward=bool(gradients))
+    tensors = {"out": call.out.to(inputs.device)} | {name: t.to(inputs.device) for name, t in sorted(gradients.items())}
+    check_contract(tensors["out"], ("out",), reference, workload, "thd" if workload.is_packed else "bhsd")
+    for name, tensor in tensors.items():
+        expected = getattr(inputs, "out" if name == "out" else name[1:], None)
+        if expected is not None and tensor.shape != expected.shape:
+            raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected.shape)}")
+    both = limits_named(limits)
+    rows = tuple(compare_all(DISTRIBUTION, tensors, reference, workload, both))
+    rows = with_honest_limits(rows, tensors, reference, inputs)
+    failed = next((row for row in rows if not row.passed), None)
+    mismatch = None
+    if failed is not None:
+        case = WholeCase(workload, [Returned(DISTRIBUTION, reference, tensors)], rows, both)
+        location, suggestions = explain(failed, tensors[failed.name], reference, case)
+        mismatch = Mismatch(failed, location, tuple(suggestions))
+    name = call.function if subject is None else subject.name
+    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch)

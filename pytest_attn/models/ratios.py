@@ -1,0 +1,100 @@
+"""How far a whole model is from what exact attention would give it, in units of what honest rounding does to the same model.
+
+For each output, the loss and the gradient of each parameter: |T - T_exact| over the root mean square of |T_k - T_exact|, with
+T_k from runs in which attention is exact but rounded at random where the precision profile says that kernels round. About 1
+is what an honest kernel gives. A fault that the rounding of the rest hides is not seen here: the verdict is that of the calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.models.asked import UnreadableError, inputs_of
+from pytest_attn.models.catching import Caught, catching
+from pytest_attn.models.exact import Scatter, exact_attention
+from pytest_attn.models.interfaces import is_of_transformers
+from pytest_attn.models.recording import alias
+from pytest_attn.models.step import StepResult, run_step
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Exact:
+    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile."""
+
+    def __init__(self, subject: Subject | None, seed: int | None = None) -> None:
+        self._subject, self._seed = subject, seed
+        self._generators: dict[str, torch.Generator] = {}
+        self._registry = Registry()
+
+    def handle(self, caught: Caught) -> Any:
+        """Return exact attention in the place of a call; one that is not read is the model's own."""
+        caught = caught.with_tensors(*map(alias, caught.tensors))
+        try:
+            asked = caught.read()
+            inputs = inputs_of(asked)
+            return asked.result_of(exact_attention(inputs, self._scatter(caught, inputs.device)))
+        except UnreadableError:
+            return caught.compute()
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Leave it to the model."""
+
+    def _scatter(self, caught: Caught, device: torch.device) -> Scatter | None:
+        if self._seed is None:
+            return None
+        import torch
+
+        name = str(device)
+        if name not in self._generators:
+            self._generators[name] = torch.Generator(device).manual_seed(self._seed)
+        rounds_like = self._subject or (self._registry[caught.profile] if caught.profile else None)
+        profile = "flash" if rounds_like is None else rounds_like.precision_on(device.type)
+        return Scatter(precision_named(profile), self._generators[name])
+
+
+def ratios_of(
+    result: StepResult,
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    subject: Subject | None,
+    again: Callable[[], None],
+    *,
+    backward: bool,
+    functions: Iterable[Callable[..., Any] | str],
+    runs: int,
+) -> dict[str, float]:
+    """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
+    functions = tuple(functions)
+
+    def run(seed: int | None) -> dict[str, torch.Tensor]:
+        again()
+        with catching(Exact(subject, seed), model, functions, replaces=is_of_transformers(model)):
+            return _tensors(run_step(step, model, backward))
+
+    exact = run(None)
+    found = _distances(_tensors(result), exact)
+    squares = dict.fromkeys(found, 0.0)
+    for seed in range(runs):
+        for name, distance in _distances(run(seed), exact).items():
+            squares[name] = squares.get(name, 0.0) + distance**2
+    scatter = {name: math.sqrt(total / runs) for name, total in squares.items()}
+    return {name: distance / scatter[name] for name, distance in found.items() if scatter[name] > 0}
+
+
+def _tensors(result: StepResult) -> dict[str, torch.Tensor]:
+    loss = {} if result.loss is None else {"loss": result.loss}
+    return {**result.outputs, **loss, **{f"gradient of {name}": t for name, t in result.gradients.items()}}
+
+
+def _distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the Euclidean distance of the tensors that both have; those that are not finite have none."""
+    both = {name: (t, other[name]) for name, t in one.items() if name in other and t.shape == other[name].shape}
+    distances = {name: float((a.double() - b.double()).norm()) for name, (a, b) in both.items()}
+    return {name: distance for name, distance in distances.items() if math.isfinite(distance)}

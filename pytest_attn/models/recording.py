@@ -1,0 +1,178 @@
+"""Record the calls of a step: copies of their tensors, and the gradients that arrive at them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the_same, with_mask
+from pytest_attn.models.call import AttentionCall
+from pytest_attn.models.catching import Caught
+from pytest_attn.workloads.inputs import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+#: bytes of copies that are kept on a device until their call is judged; what is more is kept in the host's memory
+KEPT_BYTES = 4 << 30
+
+
+class Unread(NamedTuple):
+    """A call that was caught and could not be judged, or not be replaced, and why."""
+
+    module: str
+    function: str
+    reason: str
+
+
+class Computed(NamedTuple):
+    """What a call gave: the function's result, the precision profile of who computed it, and who that was if not the model."""
+
+    result: Any
+    precision: str | Precision
+    subject: Subject | None
+
+
+class Recorder:
+    """Handles calls as the model makes them: as it is, and with copies of all tensors.
+
+    done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
+    masks: what each call may see, by module and number, where that is known better than from the call itself.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[AttentionCall], None],
+        backward: bool = True,
+        masks: dict[tuple[str, int], torch.Tensor] | None = None,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.unread_calls: list[Unread] = []
+        #: is given each call as it is made
+        self.made: Callable[[AttentionCall], None] = lambda call: None
+        self._done, self._backward, self._masks = done, backward, masks or {}
+        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
+        self._kept, self._kept_bytes = 0, kept_bytes
+        self._registry = Registry()
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Note a call that asks for what no workload can say."""
+        self.unread_calls.append(Unread(module, function, reason))
+
+    def handle(self, caught: Caught) -> Any:
+        """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
+        aliases = [alias(t) for t in caught.tensors]
+        caught = caught.with_tensors(*aliases)
+        number = self._number(caught)
+        try:
+            asked = self._asked(caught, number)
+            inputs = inputs_of(asked)
+        except UnreadableError as error:
+            self.unread(caught.module, caught.function, str(error))
+            return caught.compute()
+        return self.record(caught, asked, inputs, number, aliases)
+
+    def record(self, caught: Caught, asked: Asked, inputs: Inputs, number: int, aliases: list[torch.Tensor]) -> Any:
+        """Compute a call that was read, and record it."""
+        pristine = self._copies(inputs)
+        result, precision, subject = self.computed(caught, asked, inputs)
+        raw = asked.out_of(result)
+        out = self._keep(asked.fold_out(raw.detach()))
+        call = AttentionCall(caught.module, number, caught.function, precision, pristine, out, subject)
+        call.is_again, call.order = caught.is_again, self._numbers.total()
+        if not caught.is_again:
+            self.made(call)
+        expected = {name for name, t in zip(("dq", "dk", "dv"), aliases, strict=True) if t.requires_grad}
+        if not (self._backward and raw.requires_grad and expected):
+            self._finish(call)
+            return result
+        self._await(call, expected, asked, raw, aliases)
+        return result
+
+    def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
+        """Return what the model is given, and what computed it."""
+        del asked
+        return Computed(caught.compute(), self._profile(caught.profile, inputs.device.type), None)
+
+    def finish(self) -> None:
+        """Hand on the calls whose gradients did not all arrive."""
+        for call, _ in list(self._waiting.values()):
+            self._finish(call)
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _number(self, caught: Caught) -> int:
+        """Return which call of its module it is; computed again for a backward pass it keeps its number."""
+        of = caught.module, caught.is_again
+        self._numbers[of] += 1
+        return self._numbers[of]
+
+    def _asked(self, caught: Caught, number: int) -> Asked:
+        asked = caught.read()
+        visible = self._masks.get((caught.module, number))
+        if visible is None or visible.shape[-2:] != (asked.q.shape[-2], asked.k.shape[-2]):
+            return asked
+        return asked if says_the_same(asked, visible) else with_mask(asked, visible)
+
+    def _profile(self, backend: str, kind: str) -> str | Precision:
+        return self._registry[backend].precision_on(kind) if backend else "flash"
+
+    def _copies(self, inputs: Inputs) -> Inputs:
+        import torch
+
+        tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+        kept: dict[str, Any] = {name: self._keep(t.detach()) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(inputs, **kept)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor: on its device, or beyond the bound into the host's memory."""
+        if self._kept + tensor.nbytes > self._kept_bytes and tensor.device.type != "cpu":
+            return tensor.to("cpu")
+        self._kept += tensor.nbytes
+        return tensor.clone()
+
+    def _await(self, call: AttentionCall, expected: set[str], asked: Asked, raw: Any, aliases: list[Any]) -> None:
+        missing = {"dout", *expected}
+        self._waiting[id(call)] = call, missing
+
+        def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
+            def hook(gradient: torch.Tensor) -> None:
+                if name in missing:
+                    call.receive(name, self._keep(fold(gradient.detach())))
+                    missing.discard(name)
+                    if not missing:
+                        self._finish(call)
+
+            return hook
+
+        raw.register_hook(arrives("dout", asked.fold_out))
+        for name, alias in zip(("dq", "dk", "dv"), aliases, strict=True):
+            if name in expected:
+                alias.register_hook(arrives(name, asked.fold))
+
+    def _finish(self, call: AttentionCall) -> None:
+        import torch
+
+        self._waiting.pop(id(call), None)
+        held = (call.q, call.k, call.v, call.out, *call.gradients.values())
+        self._kept -= min(self._kept, sum(t.nbytes for t in held if t.device == call.inputs.device))
+        if call.is_again and not call.has_dout:
+            return  # the first one has been judged, or will be
+        with torch.no_grad():
+            self._done(call)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
+    import torch
+
+    kind = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.view_as(tensor)

@@ -1,0 +1,84 @@
+"""Let a backend, or a function, compute the attention calls of a model in place of what it calls itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pytest_attn.backends.function import FunctionBackend
+from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.contract import check_contract
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.models.asked import Asked, UnreadableError
+from pytest_attn.models.call import AttentionCall
+from pytest_attn.models.catching import Caught
+from pytest_attn.models.recording import Computed, Recorder, Unread
+from pytest_attn.workloads.functions import function_name
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import BooleanMask
+from pytest_attn.workloads.workload import Workload
+
+
+def replacement(target: Callable[..., Any] | Subject | str, registry: Registry | None = None) -> Subject:
+    """Return what computes the calls: a backend as it is or by its name, or a function of (q, k, v, workload=...).
+
+    Raises ValueError for an unknown name, TypeError for a target that is none of the three.
+    """
+    subject = target if isinstance(target, Subject) else (registry or Registry()).subject(target)
+    if subject.user_function is not None:
+        return FunctionBackend(function_name(subject.user_function), subject.user_function)
+    return subject
+
+
+class Replacer(Recorder):
+    """Records calls that a subject computes; one that it refuses is computed as the model does, and noted as refused."""
+
+    def __init__(
+        self, subject: Subject, machine: Machine, done: Callable[[AttentionCall], None], backward: bool = True
+    ) -> None:
+        super().__init__(done, backward)
+        self.refused: list[Unread] = []
+        self._subject, self._machine = subject, machine
+        self._prepared: dict[tuple[Workload, bool], AttentionFn] = {}
+
+    def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
+        """Return what the subject makes of a call, as the model takes it."""
+        needs_gradient = self._backward and any(t.requires_grad for t in (asked.q, asked.k, asked.v))
+        try:
+            self._require_taken(inputs.workload, needs_gradient)
+            out = self._called(asked, inputs, needs_gradient)
+            return Computed(asked.result_of(out), self._subject.precision_on(inputs.device.type), self._subject)
+        except UnreadableError as refusal:
+            self.refused.append(Unread(caught.module, caught.function, str(refusal)))
+        return super().computed(caught, asked, inputs)
+
+    def _require_taken(self, workload: Workload, backward: bool) -> None:
+        if reason := self._subject.obstacle(workload, self._machine, backward):
+            raise UnreadableError(f"{reason} ({workload.id})")
+
+    def _called(self, asked: Asked, inputs: Inputs, backward: bool) -> Any:
+        """Call the subject, and hold what it returns to its contract."""
+        subject, workload = self._subject, inputs.workload
+        with subject.calling(), current(inputs.device):
+            try:
+                result = self._kernel(inputs, backward)(asked.q, asked.k, asked.v)
+            except Exception as error:
+                if reason := subject.refusal_in(error):
+                    raise UnreadableError(reason) from error
+                raise
+        names = ("out", "lse") if subject.returns_lse else ("out",)
+        expected = Reference(inputs, precision_named(subject.precision_on(inputs.device.type)))
+        return check_contract(result, names, expected, workload, "thd" if workload.is_packed else "bhsd")[0]
+
+    def _kernel(self, inputs: Inputs, backward: bool) -> AttentionFn:
+        """Prepare the subject, once for all calls whose workload says everything."""
+        w = inputs.workload
+        has_tensors = w.bias or w.sinks or w.alibi or w.is_packed or isinstance(w.mask, BooleanMask)
+        if has_tensors:
+            return self._subject.prepare(inputs, backward)
+        if (w, backward) not in self._prepared:
+            self._prepared[w, backward] = self._subject.prepare(inputs, backward)
+        return self._prepared[w, backward]

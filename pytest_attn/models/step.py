@@ -1,0 +1,109 @@
+"""One run of a user's step: what it returned, its loss, and the gradients that it left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class StepResult:
+    """What one run of a step gave. outputs: its tensors by name. loss: the scalar among them. gradients: of parameters."""
+
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def settled(self) -> StepResult:
+        """Return it without its graph."""
+        return StepResult(
+            {name: t.detach() for name, t in self.outputs.items()},
+            None if self.loss is None else self.loss.detach(),
+            self.gradients,
+        )
+
+
+def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: bool) -> StepResult:
+    """Run a step, and its backward pass unless it has run that itself.
+
+    backward: from the loss; where there is none, from every output that needs a gradient, with gradients of +1 and -1 that are
+    the same in every run. Raises ValueError where nothing needs a gradient, TypeError where a step returns no tensor.
+    """
+    import torch
+
+    if not backward:
+        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
+            return _named(step()).settled()
+    result = _named(step())
+    if not _has_gradients(model):
+        _run_backward(result)
+    gradients = {} if model is None else {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    result.gradients = gradients
+    return result.settled()
+
+
+def _named(returned: Any) -> StepResult:
+    """Name the tensors of what a step returned: a tensor, a mapping, a sequence, or an object with such fields."""
+    found: dict[str, Any] = {}
+    _collect("output", returned, found)
+    if not found:
+        raise TypeError(
+            f"the step returned {type(returned).__name__}; expected a tensor, a mapping of tensors, or a model's output"
+        )
+    loss = found.get("loss")
+    if loss is None:
+        loss = next((t for t in found.values() if t.numel() == 1 and t.requires_grad), None)
+    outputs = {name: t for name, t in found.items() if t is not loss}
+    return StepResult(outputs, loss)
+
+
+def _collect(name: str, value: Any, found: dict[str, Any]) -> None:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            found[name] = value
+        return
+    prefix = "" if name == "output" else f"{name}."
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            _collect(f"{prefix}{key}", one, found)
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _collect(f"{prefix}{number}", one, found)
+    elif hasattr(value, "__dataclass_fields__"):
+        for key in value.__dataclass_fields__:
+            _collect(f"{prefix}{key}", getattr(value, key), found)
+
+
+def _has_gradients(model: torch.nn.Module | None) -> bool:
+    """Whether a backward pass has run already: the model had no gradient before."""
+    return model is not None and any(p.grad is not None for p in model.parameters())
+
+
+def _run_backward(result: StepResult) -> None:
+    import torch
+
+    if result.loss is not None and result.loss.requires_grad:
+        torch.autograd.backward(result.loss.sum())
+        return
+    needing = [t for t in result.outputs.values() if t.requires_grad]
+    if not needing:
+        raise ValueError(
+            "the step returned nothing that needs a gradient, so no backward pass can run; return the loss, or say"
+            " backward=False"
+        )
+    torch.autograd.backward(needing, [_signs(t) for t in needing])
+
+
+def _signs(like: torch.Tensor) -> torch.Tensor:
+    """Return +1 and -1 in an order that is the same in every run."""
+    import torch
+
+    generator = torch.Generator().manual_seed(like.numel())
+    signs = torch.randint(2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return signs.to(like.device, like.dtype)

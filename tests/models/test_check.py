@@ -1,0 +1,219 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from models.zoo import HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack, window
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pytest_attn
+from pytest_attn import check_model
+from pytest_attn.models.asked import DropoutError
+from pytest_attn.models.check import judge_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["math", "flash"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_models_pass_forward_and_backward(name, dtype, kernel):
+    model, step = HONEST[name](dtype)
+
+    with sdpa_kernel([kernel, SDPBackend.MATH]):
+        found = check_model(model, step)
+
+    assert len(found.calls) == {"cross": 1, "uniform": 3}.get(name, 2)
+    assert all(call.has_gradients and len(call.comparison.tensors) == 4 for call in found.calls)
+    assert not found.message
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_flex_attention_is_judged_forward(dtype):
+    model, step = flex_case(dtype)
+
+    found = check_model(model, step, backward=False)
+
+    assert [call.function for call in found.calls] == ["flex_attention"] * 2
+    assert found.calls[0].workload.mask == pytest_attn.Causal()
+
+
+def test_autocast_calls_are_judged_in_the_dtype_that_they_are_computed_in():
+    found = check_model(*autocast_case())
+
+    assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("backend", ["math", "eager", "sdpa_flash"])
+@pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
+def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):
+    model, step = HONEST[name](torch.bfloat16)
+
+    found = check_model(model, step, backend)
+
+    assert {call.comparison.subject for call in found.calls} == {backend}
+
+
+# -- planted faults --------------------------------------------------------------------------------------------------
+
+
+class Planted:
+    """An honest function with a fault in its second call of a step, the one of blocks.1."""
+
+    def __init__(self, fault):
+        self.fault, self.calls = fault, 0
+
+    def __call__(self, q, k, v, workload):
+        self.calls += 1
+        return self.fault(q, k, v, workload) if self.calls % 2 == 0 else honest(q, k, v, workload)
+
+
+def honest(q, k, v, workload, scale=1.0, mask=None):
+    if mask is None and workload.mask is not None:
+        mask = visible(workload)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=workload.softmax_scale * scale)
+
+
+def visible(workload, shift=0):
+    ahead = torch.arange(workload.q_len)[:, None] - torch.arange(workload.kv_len)
+    left = getattr(workload.mask, "left", None)
+    return (ahead >= 0) & (ahead <= (workload.kv_len if left is None else left + shift))
+
+
+class _Dk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, k):
+        return k.view_as(k)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.01
+
+
+def _leak_in_one_head(q, k, v, workload):
+    seen = visible(workload)[None, None].repeat(1, workload.heads, 1, 1)
+    seen[:, 1] |= torch.ones_like(seen[0, 0]).tril(1)
+    return honest(q, k, v, workload, mask=seen)
+
+
+FAULTS = {
+    "scale": (causal, lambda q, k, v, w: honest(q, k, v, w, scale=1.01), "out", "with scale 0.2525"),
+    "window": (window, lambda q, k, v, w: honest(q, k, v, w, mask=visible(w, -1)), "out", "window is one key too short"),
+    "next token": (causal, _leak_in_one_head, "out", "head 1 (of 4)"),
+    "lost key": (full, lambda q, k, v, w: honest(q, k[:, :, :-1], v[:, :, :-1], w), "out", "without the last key"),
+    "dk": (causal, lambda q, k, v, w: honest(q, _Dk.apply(k), v, w), "dk", "slope 1.01"),
+    "mask": (causal, lambda q, k, v, w: F.scaled_dot_product_attention(q, k, v), "out", "without the mask"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_one_layer_is_found_and_named(name, dtype):
+    attend, fault, tensor, suggestion = FAULTS[name]
+    model, step = case_of(stack(attend), dtype)
+
+    found = judge_model(model, step, Planted(fault))
+
+    assert [(call.module, call.passed) for call in found.calls if not call.passed] == [("blocks.1.attn", False)]
+    assert found.calls[1].comparison.mismatch.row.name == tensor
+    assert "1 of 2 attention calls of Planted are wrong: blocks.1.attn" in found.message
+    if (name, dtype) != ("scale", torch.bfloat16):  # whose rows a profile that rounds more explains as well
+        assert suggestion in found.message
+
+
+def test_the_models_own_faulty_function_is_found_where_it_is_named(monkeypatch):
+    model, step = case_of(stack(lambda q, k, v: own_attention(q, k, v, scale=0.25)))
+
+    with pytest.raises(AssertionError, match=r"blocks.0.attn \(own_attention\): mismatch: out of own_attention"):
+        check_model(model, step, functions=[own_attention])
+
+
+def own_attention(q, k, v, scale=None):
+    return (q @ k.mT * scale * 1.02).softmax(-1) @ v
+
+
+def test_a_layer_that_keeps_its_old_implementation_fails_a_replacement():
+    torch.manual_seed(0)
+    old = Attention(lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v)
+    model, step = case_of(Model(Block(Attention(full)), Block(old), Block(Attention(full))))
+
+    with pytest.raises(AssertionError) as failure:
+        check_model(model, step, "math")
+
+    assert "blocks.1.attn: ran without an attention call that could be replaced by math" in str(failure.value)
+    assert "softmax    ran in blocks.1.attn: is an old implementation left there?" in str(failure.value)
+
+
+def test_a_model_whose_attention_is_written_out_is_not_taken_for_right():
+    model, step = case_of(stack(lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v))
+
+    with pytest.raises(AssertionError) as failure:
+        check_model(model, step)
+
+    assert "no attention call was caught" in str(failure.value)
+    assert "ran in blocks.0.attn, blocks.1.attn: is attention written out there?" in str(failure.value)
+
+
+def test_a_refused_call_fails_in_the_backends_words_and_names_its_layer():
+    torch.manual_seed(0)
+    model, step = case_of(Model(Block(Attention(full)), Block(Attention(causal))))
+
+    def only_full(workload):
+        return ["takes no mask"] if workload.mask else []
+
+    backend = pytest_attn.backends.function.FunctionBackend("mine", honest, unsupported_because=only_full)
+    with pytest.raises(
+        AssertionError, match=r"blocks.1.attn: a call of F.scaled_dot_product_attention was not replaced: mine: "
+    ):
+        check_model(model, step, backend)
+
+
+def test_dropout_is_refused():
+    model, step = case_of(stack(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)))
+
+    with pytest.raises(DropoutError, match=r"dropout 0.1 has no right result; set the model's attention dropout to 0"):
+        check_model(model, step)
+
+
+def test_gradients_that_never_arrive_fail_unless_none_are_asked_for():
+    model, step = case_of(stack(lambda q, k, v: full(q.detach(), k.detach(), v.detach())))
+
+    with pytest.raises(AssertionError, match="no gradient arrived at any attention call"):
+        check_model(model, step)
+    assert check_model(model, step, backward=False).passed
+
+
+def test_a_step_may_run_its_own_backward_pass():
+    model, step = case_of(stack(causal))
+
+    def training_step():
+        loss = step()
+        loss.backward()
+        return loss
+
+    assert all(call.has_gradients for call in check_model(model, training_step).calls)
+
+
+def test_outputs_without_a_loss_get_gradients_all_the_same():
+    model = stack(causal)
+    x = torch.randn(2, 45, 64)
+
+    assert all(call.has_gradients for call in check_model(model, lambda: {"hidden": model(x)}).calls)
+
+
+def test_inputs_that_are_overwritten_later_are_judged_as_they_were():
+    def overwrites(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v)
+        q.mul_(3)
+        return out
+
+    model, step = case_of(stack(overwrites).requires_grad_(False))
+
+    assert check_model(model, step, backward=False).passed
+
+
+def test_an_unknown_backend_is_refused_before_anything_runs():
+    model, _ = case_of(stack(full))
+
+    with pytest.raises(ValueError, match="unknown backend"):
+        check_model(model, lambda: pytest.fail("the step ran"), "sdpaa")

@@ -1,0 +1,80 @@
+import math
+
+import pytest
+import torch
+
+from pytest_attn.models.recognition import recognize, split_additive
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Window
+from pytest_attn.workloads.visibility import bind
+
+STRUCTURED = [
+    (Causal(), 20, 20),
+    (Causal(), 20, 33),
+    (Causal(bottom_right=True), 20, 33),
+    (Window(4, 0), 20, 20),
+    (Window(4, 2), 20, 33),
+    (Window(None, 3), 20, 20),
+    (Document((5, 7, 8)), 20, 20),
+    (Document((5, 7, 8), causal=True), 20, 20),
+]
+
+
+def tensor_of(mask, q_len, kv_len):
+    q, kv = torch.arange(q_len)[:, None], torch.arange(kv_len)
+    zero = torch.zeros((), dtype=torch.long)
+    return bind(mask, 1, 1, q_len, kv_len, kv_len, torch.device("cpu"))(zero, zero, q, kv)[None, None]
+
+
+@pytest.mark.parametrize(("mask", "q_len", "kv_len"), STRUCTURED, ids=str)
+def test_a_structured_mask_is_recognized(mask, q_len, kv_len):
+    assert recognize(tensor_of(mask, q_len, kv_len), q_len, kv_len) == (mask, None)
+
+
+@pytest.mark.parametrize(("mask", "q_len", "kv_len"), STRUCTURED, ids=str)
+def test_one_element_more_or_less_is_kept_as_the_tensor_that_it_is(mask, q_len, kv_len):
+    for at in ((0, 0, 9, 9), (0, 0, 3, kv_len - 1)):
+        visible = tensor_of(mask, q_len, kv_len).clone()
+        visible[at] ^= True
+        found, lengths = recognize(visible, q_len, kv_len)
+
+        assert lengths is None
+        assert isinstance(found, BooleanMask)
+        assert torch.equal(found.factory(1, 1, q_len, kv_len, visible.device), visible)
+
+
+def test_nothing_hidden_is_no_mask():
+    assert recognize(torch.ones(2, 1, 1, 9, dtype=torch.bool), 5, 9) == (None, None)
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_padding_at_the_end_becomes_lengths(mask):
+    inside = torch.arange(12) < torch.tensor([12, 7])[:, None]
+    visible = inside[:, None, None] if mask is None else inside[:, None, None] & tensor_of(mask, 12, 12)
+
+    assert recognize(visible, 12, 12) == (mask, (12, 7))
+
+
+def test_padding_at_the_start_is_kept_as_a_tensor():
+    visible = (torch.arange(12) >= torch.tensor([0, 5])[:, None])[:, None, None]
+
+    assert isinstance(recognize(visible, 12, 12)[0], BooleanMask)
+
+
+def test_an_additive_mask_of_zeros_and_infinities_hides_and_adds_nothing():
+    visible, bias = split_additive(torch.tensor([[[[0.0, -math.inf], [0.0, 0.0]]]]))
+
+    assert bias is None
+    assert visible.tolist() == [[[[True, False], [True, True]]]]
+
+
+def test_a_bias_that_hides_as_well_is_split_into_both():
+    visible, bias = split_additive(torch.tensor([[[[0.5, torch.finfo(torch.float32).min], [0.0, 0.0]]]]))
+
+    assert visible.tolist() == [[[[True, False], [True, True]]]]
+    assert bias.tolist() == [[[[0.5, 0.0], [0.0, 0.0]]]]
+
+
+def test_a_row_that_is_hidden_by_finite_numbers_only_is_kept_as_a_sum():
+    mask = torch.full((1, 1, 2, 2), torch.finfo(torch.float32).min)
+
+    assert split_additive(mask) == (None, mask)

@@ -1,0 +1,88 @@
+import random
+
+import pytest
+import torch
+from models.zoo import case_of, causal, stack
+from torch import nn
+
+from pytest_attn import check_model
+
+
+@pytest.fixture
+def case():
+    model, step = case_of(nn.Sequential(nn.BatchNorm1d(45), stack(causal)))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    return model, step
+
+
+def state_of(model):
+    return {
+        "parameters": [(id(p), p.tolist(), p.requires_grad) for p in model.parameters()],
+        "gradients": [(id(p.grad), p.grad.tolist()) for p in model.parameters()],
+        "buffers": [(name, id(b), b.tolist()) for name, b in model.named_buffers()],
+        "training": [module.training for module in model.modules()],
+        "random": (torch.get_rng_state().tolist(), random.getstate()),
+        "hooks": [len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()],
+    }
+
+
+def changes_parameters(model):
+    with torch.no_grad():
+        model[1].head.bias.add_(1)
+
+
+def changes_the_mode(model):
+    model.eval()
+
+
+def registers_a_buffer(model):
+    model.register_buffer("cache", torch.ones(1))
+
+
+def puts_another_parameter(model):
+    model[1].head.bias = nn.Parameter(torch.ones(7))
+
+
+def freezes(model):
+    model[1].blocks[0].requires_grad_(False)
+
+
+def draws(model):
+    torch.rand(1), random.random()
+
+
+def drops_gradients(model):
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [changes_parameters, changes_the_mode, registers_a_buffer, puts_another_parameter, freezes, draws, drops_gradients],
+)
+def test_what_a_step_changes_of_a_model_is_put_back(case, change):
+    model, step = case
+    before = state_of(model)
+
+    def step_that_changes():
+        loss = step()
+        change(model)
+        return loss
+
+    check_model(model, step_that_changes)
+
+    assert state_of(model) == before
+
+
+def test_a_model_is_left_as_it_was_where_its_step_raises(case):
+    model, step = case
+    before = state_of(model)
+
+    def raises():
+        step().backward()
+        changes_parameters(model)
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        check_model(model, raises)
+    assert state_of(model) == before

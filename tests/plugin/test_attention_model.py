@@ -1,0 +1,182 @@
+"""The marker attention_model and the fixture attn_model, through pytest itself."""
+
+import json
+
+import pytest
+
+MODEL = """
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q * 4, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Attention()).bfloat16()
+
+
+@pytest.fixture
+def step(model):
+    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
+    return lambda: model(x).float().square().mean()
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    def ran(test, *options):
+        pytester.makepyfile(MODEL + test)
+        return pytester.runpytest("-p", "no:randomly", *options)
+
+    return ran
+
+
+def test_a_model_is_an_item_per_backend_and_what_a_backend_refuses_is_a_skip(run):
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, attn_backend, model, step):
+    assert attn_model.device.type == "cpu"
+    attn_model.check(model, step, attn_backend, scatter=0)
+""",
+        "--attn-backends=math,sdpa_flash,kv_cache",
+        "-v",
+        "-rs",
+    )
+
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_it?math? PASSED*",
+            "*test_it?sdpa_flash? PASSED*",
+            "math in Sequential",
+            "layer * function * asks * worst *",
+            "0 * F.scaled_dot_product_attention * b2-h2-s24-d16-causal *",
+            "1 * F.scaled_dot_product_attention *",
+            "*kv_cache: decoding has no backward pass (b2-h2-s24-d16-causal)",
+        ]
+    )
+
+
+def test_backends_of_the_marker_and_a_forward_pass_only(run):
+    result = run(
+        """
+@pytest.mark.attention_model(backends=["math", "kv_cache"], backward=False)
+def test_it(attn_model, attn_backend, model, step):
+    found = attn_model.check(model, step, attn_backend)
+    assert {row.name for call in found.calls for row in call.comparison.tensors} == {"out"}
+"""
+    )
+
+    result.assert_outcomes(passed=2)
+
+
+def test_a_wrong_layer_fails_its_test_with_its_name_and_the_command(run, pytester):
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, model, step):
+    calls = []
+
+    def mine(q, k, v, workload):
+        calls.append(workload)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=len(calls) != 2)
+
+    attn_model.check(model, step, mine)
+""",
+        "--attn-json=records.jsonl",
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E * 1 of 2 attention calls of mine are wrong: 1",
+            "E * suggests * it equals attention without the mask *",
+            "E * reproduce *test_it?model?* --attn-device=cpu",
+            "mismatch * mine on Sequential backward: 1 of 2 attention calls of mine are wrong: 1",
+        ]
+    )
+    (record,) = map(json.loads, (pytester.path / "records.jsonl").read_text().splitlines())
+    assert [(call["module"], call["passed"]) for call in record["calls"]] == [("0", True), ("1", False)]
+    assert record["ratios"]["gradient of 0.qkv.weight"] > 2
+    assert (record["workload"], record["subject"], record["verdict"]) == ("Sequential", "mine", "mismatch")
+
+
+def test_one_refused_call_fails_and_does_not_skip(run, pytester):
+    pytester.makeconftest(
+        """
+def pytest_attn_backends(registry):
+    def mine(q, k, v, workload):
+        return q.new_zeros(q.shape) + v
+
+    registry.add_function("mine", mine, unsupported_because=lambda w: ["takes no mask"] if w.mask else [])
+"""
+    )
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, attn_backend, model):
+    model.append(nn.MultiheadAttention(32, 2, batch_first=True).bfloat16())
+    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
+    attn_model.check(model, lambda: model[2](*[model[:2](x)] * 3, need_weights=False)[0].float().mean(), attn_backend)
+""",
+        "--attn-backends=mine",
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*0: a call of F.scaled_dot_product_attention was not replaced: mine: takes no mask*"])
+
+
+MARKED = "@pytest.mark.attention_model"
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        (f"{MARKED}\ndef test_it(attn_model, model): pass", "judges nothing: it passed without a call of attn_model.check*"),
+        ("def test_it(attn_model): pass", "*uses attn_model but has no marker; add @pytest.mark.attention_model"),
+        (f"{MARKED}\ndef test_it(attn): pass", "*takes attn_model and attn_backend, not attn"),
+        (f"{MARKED}\ndef test_it(): pass", "*does not take attn_model; make it an argument of the test*"),
+        (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'"),
+        (
+            f"{MARKED}(layout=1)\ndef test_it(attn_model): pass",
+            "*unknown argument 'layout'; known: backends, backward*",
+        ),
+    ],
+)
+def test_a_test_that_cannot_be_meant_is_refused_with_what_to_type(run, test, said):
+    result = run(f"\n{test}\n")
+
+    assert result.ret != 0
+    result.stdout.fnmatch_lines([f"*{said}"])
+
+
+def test_faulty_kernels_and_tuning_leave_models_out(run):
+    result = run(
+        "\n@pytest.mark.attention_model\ndef test_it(attn_model, model, step): attn_model.check(model, step)\n",
+        "--attn-mutants",
+    )
+
+    result.assert_outcomes(deselected=1)
+
+
+def test_a_listing_counts_models(run):
+    result = run(
+        "\n@pytest.mark.attention_model\ndef test_it(attn_model, attn_backend): pass\n",
+        "--attn-list",
+        "--attn-backends=math,flash3",
+    )
+
+    result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
