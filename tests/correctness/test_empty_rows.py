@@ -59,11 +59,15 @@ def test_what_a_kernel_may_leave_there_is_what_its_test_says(of_empty, accepted,
     options = {"backward": True, "empty_rows": empty_rows, "device": "cpu"}
     if empty_rows in accepted:
         assert pytest_attn.check(kernel(of_empty), LATE, **options).passed
-        assert pytest_attn.check_invariants(kernel(of_empty), LATE, **options).passed
-        assert pytest_attn.measure(kernel(of_empty), LATE, backward="both", empty_rows=empty_rows, device="cpu").p50 > 0
+        if empty_rows == accepted[0]:
+            assert pytest_attn.check_invariants(kernel(of_empty), LATE, **options).passed
     else:
         options.pop("device")
         assert "rows 0 to 31 of 96" in failure(kernel(of_empty), LATE, **options)
+
+
+def test_a_kernel_that_leaves_nan_there_can_be_timed():
+    assert pytest_attn.measure(kernel(nothing), LATE, empty_rows="any", device="cpu").p50 > 0
 
 
 def test_a_row_that_sees_a_key_counts_whatever_is_said_of_the_others():

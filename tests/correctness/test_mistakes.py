@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from pytest_attn import Document, Neighborhood, Pages, Window, Workload
 from pytest_attn.correctness.mask_mistakes import mask_mistakes
 from pytest_attn.correctness.mistakes import likely_mistakes
+from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
@@ -19,6 +20,7 @@ from pytest_attn.mutants.honest.kernel import Kernel
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 
+REFERENCES = ReferenceCache()
 CPU = torch.device("cpu")
 FULL = Workload(160, heads=2)
 CAUSAL = Workload(160, heads=2, mask="causal")
@@ -158,13 +160,13 @@ def workloads():
     return [w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]
 
 
-@pytest.mark.parametrize("name", MODELED)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (n % 2)) for n, one in enumerate(MODELED)])
 def test_the_fault_of_a_mutant_is_named(name):
     kind, name_of_mutant = name.split("/")
     mutant = next(one for one in MUTANTS if one.name == name_of_mutant and one.kind == kind)
     backward = kind == "gradients"
     for workload in (w for w in workloads() if mutant.applies(w, backward)):
-        comparison = judged(mutant.backend(), CheckSpec(workload, CPU, backward))
+        comparison = judged(mutant.backend(), CheckSpec(workload, CPU, backward), REFERENCES)
         if not comparison.passed:
             assert MODELED[name] in describe(comparison)
             return

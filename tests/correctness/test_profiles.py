@@ -22,6 +22,8 @@ ROUNDING = {
 #: softcap beside a bias, sinks, grouped heads, one row
 NAMES = ("features-bias-softcap", "features-sinks-causal", "smoke-causal-gqa", "edges-one-row")
 WORKLOADS = [workload for name in NAMES for workload in builtin_catalog().select(name)]
+#: of workloads beside the first two all kernels are asked in the slow run
+FEW = [pytest.param(w, id=w.id, marks=[pytest.mark.slow] * (number > 1)) for number, w in enumerate(WORKLOADS)]
 
 
 def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
@@ -29,7 +31,7 @@ def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
+@pytest.mark.parametrize("workload", FEW)
 def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload):
     variant = ROUNDING[name]
     comparison = judged(variant.backend(), spec(workload, variant.precision), REFERENCES)

@@ -27,6 +27,8 @@ EXCUSED = {
     *("denominator-in-the-tensors-dtype", "exponent-in-the-tensors-dtype", "products-in-tf32"),
 }
 FAULTS = [mutant for mutant in MUTANTS if mutant.condition == "call" and mutant.name not in EXCUSED]
+#: one in three, the others in the slow run
+SOME_FAULTS = [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, one in enumerate(FAULTS)]
 
 
 def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
@@ -60,7 +62,7 @@ def callable_of(variant, workload):
     return lambda q, k, v: kernel(inputs, q, k, v)[0]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("fault", SOME_FAULTS)
 def test_no_fault_is_excused(fault):
     """A kernel with tf32 products and one fault more is wrong on a workload that reaches it."""
     faulty = type("Faulty", (Tf32Products, fault.kernel), {})

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["math", "flash"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        pytest.param(dtype, kernel, marks=[pytest.mark.slow] * (number in (1, 2)))
+        for number, (dtype, kernel) in enumerate(itertools.product(DTYPES, KERNELS))
+    ],
+    ids=["fp32-math", "fp32-flash", "bf16-math", "bf16-flash"],
+)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_models_pass_forward_and_backward(name, dtype, kernel):
     model, step = HONEST[name](dtype)
@@ -44,7 +52,7 @@ def test_autocast_calls_are_judged_in_the_dtype_that_they_are_computed_in():
     assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("backend", ["math", "eager", "sdpa_flash"])
+@pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "eager", "sdpa_flash"])
 @pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
 def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):
     model, step = HONEST[name](torch.bfloat16)
