@@ -1,5 +1,6 @@
 # `make suite`: the bundled tests on every backend, on this machine's best device. `make test`: the tests of the plugin.
 # `make docs`: the pages of docs/ as a site, in docs/_build/html.
+# SUITE: further arguments of the first, as SUITE=--attn-workloads=smoke.
 # Each sets up .venv first. On a GPU machine, say TORCH=torch to take torch's default build, or point VENV at an environment
 # that has one.
 
@@ -21,7 +22,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 suite: $(VENV)/ready
-	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS)
+	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE)
 
 test: $(VENV)/ready
 	$(BIN)/pytest tests -n auto --dist worksteal

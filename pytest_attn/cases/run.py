@@ -96,9 +96,11 @@ class CaseRun:
     def skip_unless_runnable(self, subject: Subject | None, backward: bool = False) -> None:
         """Skip the test, with the reason, where the device or the subject cannot take the case."""
         from pytest_attn.backends.subject import obstacle_of_any
+        from pytest_attn.correctness.parameters import parameters_of
 
-        if subject is not None and subject.is_backend and self.mark.parameters:
-            named = ", ".join(self.mark.parameters)
+        wanted = parameters_of(self.workload, self.mark.parameters)
+        if subject is not None and subject.is_backend and wanted:
+            named = ", ".join(wanted)
             self.outcome.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
         obstacle = subject.obstacle if subject else obstacle_of_any
         if reason := obstacle(self.workload, self.machine, backward or self.mark.backward):

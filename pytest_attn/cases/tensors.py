@@ -135,8 +135,15 @@ class CaseTensors:
         """What a test may close over and is asked for a gradient of."""
         from pytest_attn.correctness.parameters import HELD_IN, parameters_of
 
-        wanted = [name for name in self._mark.parameters if name in parameters_of(self._workload)]
-        return {name: getattr(self._inputs, HELD_IN[name]).requires_grad_() for name in wanted}
+        return {name: getattr(self._inputs, HELD_IN[name]) for name in parameters_of(self._workload, self._mark.parameters)}
+
+    def _with_gradients(self, inputs: Inputs) -> Inputs:
+        """Have the parameters require a gradient before anybody is given them."""
+        from pytest_attn.correctness.parameters import HELD_IN, parameters_of
+
+        for name in parameters_of(self._workload, self._mark.parameters):
+            getattr(inputs, HELD_IN[name]).requires_grad_()
+        return inputs
 
     @property
     def _declared(self) -> CheckSpec:
@@ -171,7 +178,7 @@ class CaseTensors:
         import torch
 
         if self._mark.parameters:
-            return self._session.references.inputs_of(self._declared, self._declared.inputs[0])
+            return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))
         shared = self._reference.inputs
         values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
         own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}

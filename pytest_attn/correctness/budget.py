@@ -119,14 +119,16 @@ class ForwardBudget:
     def of_rows(self, p: torch.Tensor, lse: torch.Tensor, chunk: Chunk) -> RowNoise | None:
         """Return what moves all P of a row together: rounded sinks, rounded factors of the online softmax."""
         unit, sinks = self.rounding.unit, sinks_of(chunk)
+        noise = None
         if self.precision.rounds_rescaling:
             factors = 1 + math.log2(max(1.0, self.kv_len / TILE))  # the maximum grows ever more rarely
             variance = lse.new_full((*lse.shape, 1), factors * (SHARED * unit) ** 2)
-            return RowNoise(variance, over_keys(p, chunk.v_squared).mul_(factors * (SHARED * unit) ** 2))
+            noise = RowNoise(variance, over_keys(p, chunk.v_squared).mul_(factors * (SHARED * unit) ** 2))
         if self.precision.rounds_sinks and sinks is not None:
             share = (sinks - lse.unsqueeze(-1)).exp_()  # of the denominator
-            return RowNoise(share.mul_(sinks).square_().mul_((SHARED * unit) ** 2))
-        return None
+            of_sinks = share.mul_(sinks).square_().mul_((SHARED * unit) ** 2)
+            noise = RowNoise(of_sinks) if noise is None else RowNoise(noise.variance + of_sinks, noise.of_out)
+        return noise
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class EmptyRows:
     def _forgotten(self, name: str, tensor: Tensor) -> Tensor:
         own = tensor.detach()
         accepted = self._of(own)
-        if self._accepted == "finite" and name != "lse":
-            accepted = accepted & own.isfinite()
+        if self._accepted == "finite":
+            accepted = accepted & (own.isfinite() if name != "lse" else ~own.isnan())
         if 0 in own.stride():  # elements that share memory cannot be written one by one
             return own.masked_fill(accepted, _EXACT[name])
         return own.masked_fill_(accepted, _EXACT[name])

@@ -17,7 +17,7 @@ from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.diagnose import explain
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.reference import Reference, heads_first
+from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, StridePattern, refusals
@@ -210,7 +210,9 @@ class _Judgment:
         except Exception:  # what is wrong already is what the user is told
             return ()
         expected = reference.tensors[row.name]
-        one, other = (heads_first(t.detach(), self.spec.workload).double() for t in (tensors[row.name], again[row.name]))
+        one, other = (
+            as_compared(row.name, t.detach(), self.spec.workload).double() for t in (tensors[row.name], again[row.name])
+        )
         moved = (one - other).nan_to_num(0, 0, 0)
         if row.name == "lse" or float(moved.abs().max()) <= 2 * row.limits.element * float(expected.tau.max()):
             return ()

@@ -12,7 +12,7 @@ The variances are those of dS and D (`gradients.py`): one D moves all dS of its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.correctness.blocks import Block, Chunk
@@ -33,9 +33,10 @@ PARAMETERS = ("sinks", "bias", "alibi")
 HELD_IN = {"sinks": "sinks", "bias": "bias", "alibi": "alibi_slopes"}
 
 
-def parameters_of(workload: Workload) -> tuple[str, ...]:
-    """Return the parameters that a workload has."""
-    return tuple(name for name in PARAMETERS if getattr(workload, name))
+def parameters_of(workload: Workload, among: Iterable[str] = PARAMETERS) -> list[str]:
+    """Return which of these parameters a workload has. What comes before a score_mod has no gradient that is known here."""
+    known = PARAMETERS if workload.score_mod is None else ("sinks",)
+    return [name for name in among if name in known and getattr(workload, name)]
 
 
 def shape_of(name: str, w: Workload) -> tuple[int, int, int, int]:

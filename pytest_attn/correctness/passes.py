@@ -47,7 +47,7 @@ class _Passes:
         noise = self.budget.scores.of_scaled(scores, chunk)
         scores, slope = modify(scores, chunk)
         if noise is not None:
-            self.budget.scores.add_final_rounding(noise, scores)
+            self.budget.scores.add_final_rounding(noise, scores, chunk)
         p, lse = softmax(scores, chunk)
         out = over_keys(p, chunk.v)
         row_noise = self.budget.of_rows(p, lse, chunk)

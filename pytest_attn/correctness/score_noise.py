@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import SHARED, TENSOR_CORE_UNIT, UNIT
 from pytest_attn.correctness.blocks import Block, Chunk
+from pytest_attn.correctness.exact import sinks_of
 from pytest_attn.correctness.products import per_key
 from pytest_attn.correctness.rounding import Rounding
 
@@ -110,12 +111,13 @@ class ScoreBudget:
             variance += (unknown_k_var * scale**2) * q_squared.sum(-1, keepdim=True)
         return variance
 
-    def add_final_rounding(self, noise: ScoreNoise, scores: torch.Tensor) -> None:
+    def add_final_rounding(self, noise: ScoreNoise, scores: torch.Tensor, chunk: Chunk) -> None:
         """Add what float32 rounds of the final scores, after softcap, bias and ALiBi, and keep how high they may be."""
         finite = scores.clamp(min=-1e100)
         noise.variance += finite.square().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
         if self.precision.rounds_shifted_scores and finite.shape[-1]:
-            shifted = finite - finite.amax(-1, keepdim=True)
+            top, sinks = finite.amax(-1, keepdim=True), sinks_of(chunk)
+            shifted = finite - (top if sinks is None else top.maximum(sinks))
             noise.variance += shifted.square_().mul_((SHARED * self.rounding.unit) ** 2)
         if self.precision.qk_error or self.rounding.operand_unit:
             noise.highest = scores + _REACH * noise.variance.sqrt()

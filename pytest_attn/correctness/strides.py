@@ -17,16 +17,24 @@ if TYPE_CHECKING:
 _REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
 
 
+#: what a device says of a kernel that has run, and after which nothing runs any more
+_ENDS_CONTEXT = (
+    *("illegal memory access", "illegal address", "illegal instruction", "misaligned address", "device-side assert"),
+    *("launch failure", "hardware stack error", "invalid program counter", "invalid device context"),
+)
+
+
 def is_cuda_error(error: Exception) -> bool:
-    """Whether an exception is CUDA's own, after which the process may have no CUDA any more."""
-    return isinstance(error, RuntimeError) and "CUDA error: " in str(error)
+    """Whether an exception says that a kernel did what ends the process's context, in CUDA's, HIP's or Triton's words."""
+    said = str(error)
+    return any(name in said for name in ("CUDA", "HIP")) and any(words in said for words in _ENDS_CONTEXT)
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
     """Turn what a kernel raises that does not take some strides into RefusedError.
 
-    A broken contract stays one, and what CUDA raises is no refusal: the kernel has run.
+    A broken contract stays one, and what ends a device's context is no refusal: the kernel has run.
     """
     try:
         yield

@@ -164,7 +164,7 @@ class SavedReferences(ReferenceCache):
                 return self._reference
         if is_approximate:
             return super().reference_of(spec, distribution, subject)
-        return compute_reference(self._inputs, spec.profile, spec.backward)
+        return compute_reference(self._inputs, spec.profile, spec.backward, parameters=tuple(spec.parameters))
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:

@@ -48,7 +48,7 @@ class StartedCall:
     @property
     def outputs(self) -> dict[str, Tensor]:
         """Copies of out and lse, in native layout, as they are now."""
-        return {name: t.clone() for name, t in self._results({}).items()}
+        return self._results({}, {name: t.detach().clone() for name, t in self.handed_out.items()})
 
     def finish(self) -> dict[str, Tensor]:
         """Return out, lse and gradients, in native layout."""
@@ -70,13 +70,14 @@ class StartedCall:
         zeros = (leaf.new_zeros(leaf.shape) if grad is None else grad for leaf, grad in zip(self._leaves, grads, strict=True))
         return self._results(dict(zip(("dq", "dk", "dv"), zeros, strict=True)))
 
-    def _results(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
         spec = self._spec
         if spec.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(spec.device)
-        both = {**self.handed_out, **gradients}
+        both = {**(outputs or self.handed_out), **gradients}
         return self._empty_rows.forget(
             {name: (t if name == "lse" else spec.in_layout(t)).detach() for name, t in both.items()}
         )

@@ -54,8 +54,8 @@ def _findings(invariants: Iterable[Invariant], probe: Probe) -> Iterator[Finding
         if lost:
             yield Finding(invariant.name, "not applicable", lost, 0)
             continue
-        yield (finding := _find(invariant, probe))
-        if finding.outcome == "broken" and (said := lost_because(probe.device)):
+        yield _find(invariant, probe)
+        if said := lost_because(probe.device):
             lost = f"not asked: this process has no CUDA any more since {invariant.name} was ({said})"
 
 

@@ -45,9 +45,9 @@ class Rerun(Invariant):
         changed = self._changed(probe, found)
         if not changed or probe.misfit(found) or probe.misfit(probe.base):
             return changed
-        if any(first_difference(probe.call(tensors), _outputs(found)) for _ in range(_SETTLED)):
+        which = changes(before)
+        if not which or any(first_difference(probe.call(tensors), _exactly(found)) for _ in range(_SETTLED)):
             return changed
-        which = changes(before) or "which configuration changed is not known"
         told = f"the first call gave other bits than the {_SETTLED + 1} after it, as kernels do that tune themselves: {which}"
         probe.settle(found, told)
         return ""
@@ -61,16 +61,15 @@ class Rerun(Invariant):
 
     def _changed(self, probe: Probe, found: dict[str, Tensor]) -> str:
         """Compare a rerun: outputs bit for bit, gradients within rounding unless torch promises determinism."""
-        import torch
-
-        exactly = probe.base
-        if not torch.are_deterministic_algorithms_enabled():
-            exactly = _outputs(probe.base)
-        return first_difference(found, exactly) or probe.change(found)
+        return first_difference(found, _exactly(probe.base)) or probe.change(found)
 
 
-def _outputs(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return out and lse: gradients may be summed in any order."""
+def _exactly(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what has the same bits again: gradients may be summed in any order, unless torch promises determinism."""
+    import torch
+
+    if torch.are_deterministic_algorithms_enabled():
+        return results
     return {name: t for name, t in results.items() if not name.startswith("d")}
 
 

@@ -82,6 +82,7 @@ def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
     for name in mark.kwargs:
         if name not in ("backends", "backward", "device"):
             raise ValueError(f"attention_model got an unknown argument {name!r}; known: backends, backward, device")
+    _one_of("backward", mark.kwargs.get("backward", True), (True, False))
     given = pytest.mark.attention(**{"backward": True, **mark.kwargs}).mark
     return AttentionMark.from_marker(given, Catalog(), registry)
 

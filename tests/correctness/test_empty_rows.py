@@ -28,15 +28,16 @@ class Attention(torch.autograd.Function):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             seen = SEEN | ~SEEN.any(-1, keepdim=True)
             out = explicit(*leaves, mask=seen).masked_fill(~SEEN.any(-1)[:, None], 0)
-        ctx.save_for_backward(out, *leaves)
         held = out.detach().clone()
         held[:, :, :32] = of_empty(v)
+        ctx.out = out
+        ctx.save_for_backward(held, *leaves)  # as flash-attention does: nobody may write to it
         return held
 
     @staticmethod
     def backward(ctx, dout):
-        out, *leaves = ctx.saved_tensors
-        return *torch.autograd.grad(out, leaves, dout), None
+        _, *leaves = ctx.saved_tensors
+        return *torch.autograd.grad(ctx.out, leaves, dout, retain_graph=True), None
 
 
 def kernel(of_empty):

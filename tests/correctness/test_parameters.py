@@ -131,3 +131,28 @@ def test_a_kernel_that_does_not_use_them_is_told_to():
     others = {name: leaf.detach() for name, leaf in leaves.items()}
     with pytest.raises(AssertionError, match=r"dsinks is missing: .* the callable must use attn\.sinks itself"):
         judged(attention_of(inputs, others), spec_of(workload, leaves), REFERENCES)
+
+
+def test_a_packed_kernel_whose_sinks_learn_wrongly_is_a_mismatch():
+    workload = Workload(q_lens=(30, 40), heads=2, head_dim=32, sinks=True, dtype="float32")
+    _, leaves = leaves_of(workload)
+
+    def packed(q, k, v):
+        out, start = [], 0
+        sinks = leaves["sinks"].detach() + 0.5 * (leaves["sinks"] - leaves["sinks"].detach())
+        for length in workload.q_lens:
+            one = (t[start : start + length].transpose(0, 1)[None].float() for t in (q, k, v))
+            queries, keys, values = one
+            score = queries @ keys.mT * workload.softmax_scale
+            score = torch.cat([score, sinks.view(1, -1, 1, 1).expand(*score.shape[:3], 1)], -1)
+            out.append((score.softmax(-1)[..., :length] @ values)[0].transpose(0, 1))
+            start += length
+        return torch.cat(out)
+
+    comparison = judged(packed, spec_of(workload, leaves), REFERENCES)
+    assert describe(comparison).startswith("mismatch: dsinks of ")
+
+
+def test_what_comes_before_a_score_mod_has_no_gradient_that_is_known():
+    workload = Workload(64, heads=2, bias="hqk", sinks=True, score_mod=lambda score, b, h, q, k: 2 * score)
+    assert parameters_of(workload) == ["sinks"]

@@ -13,6 +13,7 @@ from pytest_attn.mutants.honest.backend import KernelBackend
 from pytest_attn.mutants.honest.kernel import Kernel
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
+from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")
 REFERENCES = ReferenceCache()
@@ -85,3 +86,15 @@ def test_an_accumulator_in_the_dtype_is_not_sold_as_a_profile():
     )
     assert not comparison.passed
     assert [s.kind for s in comparison.mismatch.suggestions if s.kind == "profiles"] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_maximum_that_is_subtracted_may_be_a_sink_s(dtype):
+    workload = Workload(64, 256, heads=2, head_dim=32, sinks=True, dtype=dtype)
+
+    def attention(q, k, v):  # as gpt-oss's eager code
+        sinks = draw_inputs(workload).sinks
+        score = torch.cat([q @ k.mT * workload.softmax_scale, sinks.view(1, -1, 1, 1).expand(1, 2, 64, 1)], -1)
+        return (score - score.amax(-1, keepdim=True)).softmax(-1)[..., :256] @ v
+
+    assert judged(attention, CheckSpec(workload, CPU, True, precision="eager_shifted"), REFERENCES).passed

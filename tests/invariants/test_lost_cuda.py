@@ -7,7 +7,9 @@ from judging import asked
 from pytest_attn import Backend, Workload
 from pytest_attn.backends.adapters.flash3 import Flash3
 from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants import check
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.messages.invariants import describe
@@ -95,3 +97,19 @@ def test_layouts_that_no_model_passes_are_asked_last_and_only_thoroughly():
     (defect,) = Flash3.known_defects
     assert (defect.invariants, defect.ends_cuda) == (("alignment",), True)
     assert issubclass(Flash3, Backend)
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ("CUDA error: an illegal instruction was encountered", True),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+        ("HIP error: an illegal memory access was encountered", True),
+        ("CUDA error: invalid argument", False),
+        ("CUDA error: invalid configuration argument", False),
+        ("k must be contiguous", False),
+    ],
+)
+def test_what_a_launch_refuses_is_a_refusal_and_what_ends_a_context_is_none(said, ends):
+    with pytest.raises(RuntimeError if ends else RefusedError), refusals():
+        raise RuntimeError(said)

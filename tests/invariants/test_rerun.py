@@ -54,10 +54,23 @@ def test_a_kernel_that_chooses_another_configuration_after_its_first_call_is_rig
     )
 
 
-def test_without_triton_which_configuration_changed_is_not_known(monkeypatch):
+def test_where_no_configuration_changed_another_first_result_is_no_tuning(autotuner, monkeypatch):
+    assert finding_of(Tuned()).outcome == "broken"
     monkeypatch.delitem(sys.modules, "triton.runtime.autotuner", raising=False)
     assert tuned.configurations() == {}
-    assert finding_of(Tuned()).evidence.endswith("which configuration changed is not known")
+    assert finding_of(Tuned()).outcome == "broken"
+
+
+def test_a_gradient_that_alternates_is_no_tuning_where_torch_promises_determinism(autotuner):
+    class Alternates(Tuned):
+        def dq(self, tile, ds, k):
+            return super().dq(tile, ds, k) * (1 + 2**-7 * (self.calls % 2))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert finding_of(Alternates(autotuner)).outcome == "broken"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_others_are_held_against_the_configuration_that_stays(autotuner):

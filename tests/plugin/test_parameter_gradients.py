@@ -73,3 +73,16 @@ def test_what_has_no_gradient_is_refused(pytester, marker, message):
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(errors=1)
     assert message in result.stdout.str()
+
+
+def test_they_may_be_used_before_the_check(judged):
+    result = judged("(lambda sinks: lambda q, k, v: attention(q, k, v, sinks))(attn.sinks.float() * 1.0)")
+    result.stdout.no_fnmatch_line("*is missing*")
+
+
+def test_a_kernel_that_is_mended_is_right_on_what_a_broken_contract_saved(judged, pytester):
+    judged("lambda q, k, v: attention(q, k, v, attn.sinks.detach())", "--attn-save-failures=out")
+    (folder,) = (pytester.path / "out").iterdir()
+    failure, found = pytest_attn.load_failure(folder), {}
+    exec(KERNEL.split("@pytest")[0], found)
+    assert failure.check(lambda q, k, v: found["attention"](q, k, v, failure.tensors["sinks"])).passed
