@@ -180,6 +180,8 @@ def precision_named(precision: str | Precision) -> Precision:
     Raises ValueError for an unknown name, for one's own profile under the name of another, and for what is neither.
     """
     if isinstance(precision, Precision):
+        if not precision.name:
+            raise ValueError("precision: a profile of your own needs a name, which failures call it by; got ''")
         if PRECISIONS.get(precision.name, precision) != precision:
             raise ValueError(f"precision: {precision.name!r} is the name of another profile; give yours one of its own")
         return precision

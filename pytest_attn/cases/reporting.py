@@ -10,7 +10,7 @@ import pytest
 from pytest_attn.cases.records import RECORDS, facts_of
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.reports.records import Record, new_record
-from pytest_attn.session.items import CaseParameter, parameter_of
+from pytest_attn.session.items import CaseParameter, ModelParameter, parameter_of
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.session import session_of
 from pytest_attn.verdict import Verdict
@@ -62,6 +62,8 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
         name = subject if isinstance(subject, str) else subject.name
         facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": name}
+    if isinstance(parameter, ModelParameter):  # what its calls ask was not known yet
+        facts |= {"workload": "model", "shape": {}}
     return new_record(
         **facts,
         test=item.nodeid,

@@ -122,5 +122,7 @@ class ScoreBudget:
         if self.precision.qk_error or self.rounding.operand_unit:
             noise.highest = scores + _REACH * noise.variance.sqrt()
         elif self.precision.has_noisy_scores:
-            deviation = noise.variance.sqrt()
-            noise.highest = scores + deviation.where(deviation > _FAR, 0).mul_(_REACH)
+            deviation = noise.variance.sqrt().masked_fill_(scores == -math.inf, 0)
+            is_far = deviation > _FAR
+            if bool(is_far.any()):
+                noise.highest = scores + deviation.mul_(is_far).mul_(_REACH)

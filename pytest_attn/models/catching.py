@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_attn.models.asked import Asked, UnreadableError
@@ -49,10 +49,8 @@ class Caught:
 
     def with_tensors(self, *tensors: torch.Tensor) -> Caught:
         """Return the same call on other tensors."""
-        import dataclasses
-
         arguments = {**self.arguments, **dict(zip(self.entry.tensors, tensors, strict=True))}
-        return dataclasses.replace(self, arguments=arguments)
+        return replace(self, arguments=arguments)
 
     def read(self) -> Asked:
         """Return what the call asks. Raises UnreadableError."""

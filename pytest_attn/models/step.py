@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+__tracebackhide__ = True  # what it raises is the step's own mistake
+
 
 @dataclass
 class StepResult:

@@ -65,6 +65,11 @@ def test_a_profile_of_ones_own_is_taken_as_it_is():
     assert precision_named(mine) is mine
 
 
+def test_a_profile_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="a profile of your own needs a name"):
+        precision_named(Precision("", rounds_scores=True))
+
+
 def test_a_profile_under_the_name_of_another_is_refused():
     assert precision_named(Precision("flash")) == PRECISIONS["flash"]
     with pytest.raises(ValueError, match="'flash' is the name of another profile; give yours one of its own"):

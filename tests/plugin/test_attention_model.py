@@ -180,3 +180,17 @@ def test_a_listing_counts_models(run):
     )
 
     result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
+
+
+def test_a_step_that_returns_nothing_to_judge_is_named_without_a_workload(run):
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, model):
+    attn_model.check(model, lambda: 3)
+"""
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor, *"])
+    result.stdout.no_fnmatch_line("*models/step.py*")
