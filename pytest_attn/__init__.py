@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
-    from pytest_attn.workloads.workload import Pages, Workload
+    from pytest_attn.workloads.pages import Pages
+    from pytest_attn.workloads.workload import Workload
 
 __all__ = [
     "AttentionCall",
@@ -76,7 +77,7 @@ _HOMES = {
     "Machine": "pytest_attn.backends.machine",
     "ModelComparison": "pytest_attn.models.comparison",
     "Neighborhood": "pytest_attn.workloads.masks",
-    "Pages": "pytest_attn.workloads.workload",
+    "Pages": "pytest_attn.workloads.pages",
     "Precision": "pytest_attn.backends.precision",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from pytest_attn.workloads.examples import blocks_by_head, distance, prefix_of_four
 from pytest_attn.workloads.fields import DTYPES
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
-from pytest_attn.workloads.workload import Pages, Workload
+from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.workload import Workload
 
 #: a value of a factor: the factor's place and the value's, as values need not be hashable
 _Choice: TypeAlias = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from hypothesis import strategies as st
 
 from pytest_attn.strategies.scope import Scope
-from pytest_attn.workloads.workload import Pages
+from pytest_attn.workloads.pages import Pages
 
 MAX_BATCH = 3
 #: lengths at which tiles end, begin or are one row short

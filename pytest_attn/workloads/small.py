@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.group import Group
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
-from pytest_attn.workloads.workload import Pages, Workload
+from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,11 @@ from pytest_attn.workloads.fields import (
     require_count,
     require_flag,
     require_positive_or_none,
-    short_lengths,
 )
-from pytest_attn.workloads.functions import function_label, require_parameters
+from pytest_attn.workloads.functions import require_parameters
+from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
@@ -29,17 +30,6 @@ Direction: TypeAlias = Literal["forward", "backward"]
 
 #: in which a callable may take and return tensors: torch's, flash-attention's, and that of packed sequences
 LAYOUTS = ("bhsd", "bshd", "thd")
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Keys and values lie in a pool of pages of `size` tokens each, found through a page table."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"Pages: size must be a number of tokens >= 1, got {self.size!r}")
 
 
 @dataclass(frozen=True)
@@ -212,33 +202,7 @@ class Workload:
     @cached_property
     def shape_id(self) -> str:
         """The id without name and dtype."""
-        parts = [
-            f"b{self.batch}" if self.batch != 1 and not self.is_packed else "",
-            f"h{self.heads}" if self.heads != 1 else "",
-            f"kv{self.kv_heads}" if self.kv_heads != self.heads else "",
-            self._length_id,
-            f"d{self.head_dim}",
-            f"dv{self.v_head_dim}" if self.v_head_dim != self.head_dim else "",
-            self.mask.label if self.mask else "",
-            f"softcap{self.softcap:g}" if self.softcap is not None else "",
-            f"scale{self.scale:g}" if self.scale is not None else "",
-            f"bias.{self.bias}" if self.bias else "",
-            "alibi" if self.alibi else "",
-            "sinks" if self.sinks else "",
-            f"mod.{function_label(self.score_mod)}" if self.score_mod else "",
-            f"page{self.kv_pages.size}" if self.kv_pages else "",
-        ]
-        return "-".join(part for part in parts if part)
-
-    @property
-    def _length_id(self) -> str:
-        if self.q_lens is not None and self.kv_lens is not None:
-            packed = f"packed{short_lengths(self.q_lens)}"
-            return packed if self.kv_lens == self.q_lens else f"{packed}-k{short_lengths(self.kv_lens)}"
-        shape = f"s{self.q_len}" if self.q_len == self.kv_len else f"q{self.q_len}-k{self.kv_len}"
-        if self.kv_lens is None or set(self.kv_lens) == {self.kv_len}:
-            return shape
-        return f"{shape}-pad{short_lengths(self.kv_lens)}"
+        return shape_id(self)
 
     def pairs(self) -> int:
         """Count the visible (query, key) pairs of one head over the batch; function masks count as full rectangles."""

@@ -18,7 +18,7 @@ from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.messages.invariants import describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.workloads.masks import Document
-from pytest_attn.workloads.workload import Pages
+from pytest_attn.workloads.pages import Pages
 
 CPU = torch.device("cpu")
 PLAIN = Workload(70, 80, heads=2, head_dim=32)

@@ -22,7 +22,7 @@ from pytest_attn.mutants.mutant import Condition
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood
-from pytest_attn.workloads.workload import Pages
+from pytest_attn.workloads.pages import Pages
 
 CPU = torch.device("cpu")
 

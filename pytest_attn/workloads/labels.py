@@ -1,0 +1,39 @@
+"""The id of a workload: every field that differs from its default, in a fixed order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_attn.workloads.fields import short_lengths
+from pytest_attn.workloads.functions import function_label
+
+
+def shape_id(w: Any) -> str:
+    """Return the id of a Workload, which imports this file, without name and dtype."""
+    parts = [
+        f"b{w.batch}" if w.batch != 1 and not w.is_packed else "",
+        f"h{w.heads}" if w.heads != 1 else "",
+        f"kv{w.kv_heads}" if w.kv_heads != w.heads else "",
+        _lengths(w),
+        f"d{w.head_dim}",
+        f"dv{w.v_head_dim}" if w.v_head_dim != w.head_dim else "",
+        w.mask.label if w.mask else "",
+        f"softcap{w.softcap:g}" if w.softcap is not None else "",
+        f"scale{w.scale:g}" if w.scale is not None else "",
+        f"bias.{w.bias}" if w.bias else "",
+        "alibi" if w.alibi else "",
+        "sinks" if w.sinks else "",
+        f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
+        f"page{w.kv_pages.size}" if w.kv_pages else "",
+    ]
+    return "-".join(part for part in parts if part)
+
+
+def _lengths(w: Any) -> str:
+    if w.q_lens is not None and w.kv_lens is not None:
+        packed = f"packed{short_lengths(w.q_lens)}"
+        return packed if w.kv_lens == w.q_lens else f"{packed}-k{short_lengths(w.kv_lens)}"
+    shape = f"s{w.q_len}" if w.q_len == w.kv_len else f"q{w.q_len}-k{w.kv_len}"
+    if w.kv_lens is None or set(w.kv_lens) == {w.kv_len}:
+        return shape
+    return f"{shape}-pad{short_lengths(w.kv_lens)}"
