@@ -1,35 +1,22 @@
-"""Optional libraries: found without importing them, tried out in a process of their own, imported when a case needs them.
-
-An installed library can fail in any way when it is imported: with any exception, or by ending the process. Nothing of
-that may reach another backend, so the first import happens in a child process, which reports what the library said.
-"""
+"""Optional libraries: found without importing them, tried out in a process of their own, imported when a case needs them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.machinery
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
-from pytest_attn.backends.contexts import environment, quiet
+from pytest_attn.backends.contexts import environment
+from pytest_attn.backends.import_trial import import_failure, try_import
 from pytest_attn.backends.versions import installed_version
-
-_IMPORT_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,7 @@ class Library:
     def broken_because(self) -> str | None:
         """Import the library's module, first in a child process; say in its own words why it cannot be, or None."""
         with environment(self.environment()):
-            return _import_failure(self.module)
+            return import_failure(self.module)
 
     def load(self) -> ModuleType:
         """Return the module. Raises RuntimeError, in the library's own words, where it cannot be imported."""
@@ -100,62 +87,6 @@ def _has_file(top: str, rest: str) -> bool:
     return any(os.path.exists(os.path.join(folder, part + suffix)) for folder in folders for suffix in suffixes)
 
 
-@functools.cache
-def _import_failure(module: str) -> str | None:
-    if module in sys.modules:
-        return None
-    folders = _folders_of(module)
-    tried = _mark_of(module, folders)
-    reason = None if tried.exists() else _try_in_child(module)
-    if reason is None:
-        _unmark(tried)  # should the import end this process after all, the next one tries it in a child again
-        try:
-            with quiet():
-                importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
-            reason = describe_error(error)
-        else:
-            _mark(_mark_of(module, folders))
-    return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
-
-
-def _folders_of(module: str) -> list[str]:
-    spec = find_spec(module.partition(".")[0])
-    return [*(spec.submodule_search_locations or [])] if spec else []
-
-
-def _mark_of(module: str, folders: list[str]) -> Path:
-    """Return the empty file that stands for "imported without harm", by this interpreter from this place with these packages.
-
-    To be asked for anew after an import: a first one may put __pycache__ into the package, which is another state of it. Not
-    of sys.path, which has the folder of each test: an import that it spoils once takes the mark away again.
-    """
-    states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
-    known = repr((module, sys.executable, os.environ.get("LD_LIBRARY_PATH"), states, _installed_packages()))
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
-    return base / "pytest-attn" / "imports" / hashlib.sha256(known.encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _installed_packages() -> list[str]:
-    found = []
-    for distribution in metadata.distributions():
-        with contextlib.suppress(Exception):  # a folder that an uninstallation left has no name
-            found.append(f"{distribution.name} {distribution.version}")
-    return sorted(found)
-
-
-def _mark(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a home that cannot be written to: it is tried in a child every time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-
-
-def _unmark(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
 def refusal_of_build(error: Exception) -> str | None:
     """Return what a library's build says it was made without (a head dimension, a dtype); None for any other fault."""
     text = " ".join(str(error).split())
@@ -163,73 +94,9 @@ def refusal_of_build(error: Exception) -> str | None:
     return None if is_fault or not re.search(r"head|build|support|dtype|fp16", text) else text
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception's type and text in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-_CHILD = """
-import importlib, json, os, sys
-result, module = int(sys.argv[1]), sys.argv[2]
-sys.path[:] = json.loads(sys.argv[3])
-try:
-    importlib.import_module(module)
-    reason = ""
-except BaseException as error:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-os.write(result, json.dumps(reason).encode())
-os._exit(0)
-"""
-
-
-def _try_in_child(module: str) -> str | None:
-    """Import `module` in a new interpreter; return why it failed, also where it took the interpreter down."""
-    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
-        command = [sys.executable, "-c", _CHILD, str(result.fileno()), module, json.dumps(sys.path)]
-        code = _exit_code(command, result.fileno(), errors.fileno())
-        if code is None:
-            return f"its import took longer than {_IMPORT_SECONDS} s"
-        result.seek(0)
-        errors.seek(0)
-        said, last = result.read(), errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    if said:
-        return json.loads(said) or None
-    return f"its import ends the process with {_exit_name(code)}: {last[0].strip()[:300] if last else 'it said nothing'}"
-
-
-def _exit_code(command: list[str], result: int, errors: int) -> int | None:
-    """Run a command in a process group of its own, which is killed, with None returned, where it does not end in time."""
-    child = subprocess.Popen(
-        command,
-        pass_fds=(result,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,
-    )
-    try:
-        return child.wait(_IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if child.returncode is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-def _exit_name(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
 def try_imports(libraries: Sequence[Library]) -> None:
     """Try several libraries at the same time, each in its child process, so that `broken_because` then answers at once."""
     untried = [one for one in libraries if one.missing_because() is None and one.module not in sys.modules]
     needed = {name: value for one in untried for name, value in one.environment().items()}
     with environment(needed), ThreadPoolExecutor() as threads:
-        list(threads.map(_try_and_mark, {one.module for one in untried}))
-
-
-def _try_and_mark(module: str) -> None:
-    folders = _folders_of(module)
-    if not _mark_of(module, folders).exists() and _try_in_child(module) is None:
-        _mark(_mark_of(module, folders))
+        list(threads.map(try_import, {one.module for one in untried}))

@@ -7,19 +7,20 @@ import pytest
 from fakes import forget, install, uninstall
 
 from pytest_attn import Machine
-from pytest_attn.backends import library
+from pytest_attn.backends import import_trial, library
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
 
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-TRY_IN_CHILD = library._try_in_child
+TRY_IN_CHILD = import_trial.try_in_child
 BROKEN = Library(("planted-broken",), "planted_broken.kernels", "pip install planted-broken")
 SOUND = Library(("planted-sound",), "planted_sound", "pip install planted-sound")
 
 
 def put_on_path(monkeypatch, *installed):
     install(monkeypatch, *installed)
-    monkeypatch.setattr(library, "_try_in_child", TRY_IN_CHILD)  # other tests leave it out
+    monkeypatch.setattr(import_trial, "try_in_child", TRY_IN_CHILD)  # other tests leave it out
+    monkeypatch.delenv("PYTEST_XDIST_TESTRUNUID", raising=False)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_broken_library_is_refused_in_its_own_words(plant, sound, capfd, sourc
 def test_an_import_that_hangs_is_given_up(plant, sound, monkeypatch, source):
     broken = plant(source)
     with monkeypatch.context() as patch:
-        patch.setattr(library, "_IMPORT_SECONDS", 1)
+        patch.setattr(import_trial, "_IMPORT_SECONDS", 1)
         reason = broken.broken_because()
     assert reason == "planted_broken.kernels is installed but cannot be imported: its import took longer than 1 s"
     assert sound.load().answer == 42
@@ -239,7 +240,7 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     first, second = Library(("first",), "first", ""), Library(("first",), "second", "")
     tried = []
     monkeypatch.setattr(
-        library, "_try_in_child", lambda module: tried.append(module) or ("broken" if module == "second" else None)
+        import_trial, "try_in_child", lambda module: tried.append(module) or ("broken" if module == "second" else None)
     )
     library.try_imports([first, second, first, Library(("absent",), "absent", "")])
     assert sorted(tried) == ["first", "second"]
@@ -247,6 +248,29 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     assert sorted(tried) == ["first", "second"], "one that was imported without harm is not tried again"
     assert second.broken_because() == "second is installed but cannot be imported: broken"
     uninstall(files)
+
+
+ASK = """
+import sys; sys.path[:] = {path!r}
+from pytest_attn.backends.library import Library
+print(Library(("planted-broken",), "planted_broken.kernels", "").broken_because())
+"""
+
+
+@pytest.mark.parametrize(("run_of", "trials"), [(lambda worker: "run", 1), (lambda worker: f"run {worker}", 3)])
+def test_the_workers_of_one_run_try_a_broken_library_once(plant, tmp_path, run_of, trials):
+    log = tmp_path / "trials"
+    plant(f"open({str(log)!r}, 'a').write('tried ')\nraise OSError('no CUDA')")
+    workers = []
+    for worker in range(3):
+        environment = {**os.environ, "PYTEST_XDIST_TESTRUNUID": run_of(worker)}
+        command = [sys.executable, "-c", ASK.format(path=sys.path)]
+        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+
+    said = {worker.communicate()[0] for worker in workers}
+
+    assert said == {"planted_broken.kernels is installed but cannot be imported: OSError: no CUDA\n"}
+    assert log.read_text().count("tried") == trials
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from pytest_attn.backends import library
+from pytest_attn.backends import import_trial, library
 
 HERE = Path(__file__).parent
 
@@ -18,7 +18,7 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
 
     They are imported without being tried in a child process first, which tests/backends/test_library.py is about.
     """
-    monkeypatch.setattr(library, "_try_in_child", lambda module: None)
+    monkeypatch.setattr(import_trial, "try_in_child", lambda module: None)
     for path, source in files.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,5 +50,5 @@ def uninstall(files):
 def forget():
     """Forget what was found of installed libraries."""
     library._is_installed.cache_clear()
-    library._import_failure.cache_clear()
-    library._installed_packages.cache_clear()
+    import_trial.import_failure.cache_clear()
+    import_trial.installed_packages.cache_clear()

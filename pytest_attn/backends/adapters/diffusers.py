@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
 from pytest_attn.backends.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
+from pytest_attn.backends.import_trial import describe_error
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
-from pytest_attn.backends.library import Library, describe_error
+from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
