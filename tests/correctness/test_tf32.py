@@ -27,8 +27,11 @@ EXCUSED = {
     *("denominator-in-the-tensors-dtype", "exponent-in-the-tensors-dtype", "products-in-tf32"),
 }
 FAULTS = [mutant for mutant in MUTANTS if mutant.condition == "call" and mutant.name not in EXCUSED]
-#: one in three, the others in the slow run
-SOME_FAULTS = [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, one in enumerate(FAULTS)]
+
+
+def some(things, each, name_of):
+    """Leave all but one in `each` to the slow run."""
+    return [pytest.param(one, id=name_of(one), marks=[pytest.mark.slow] * (n % each > 0)) for n, one in enumerate(things)]
 
 
 def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
@@ -36,7 +39,7 @@ def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
 
 
 @pytest.mark.parametrize("variant", TF32, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("workload", [w for name, w in WORKLOADS.items() if "edges" not in name], ids=lambda w: w.id)
+@pytest.mark.parametrize("workload", some([w for w in WORKLOADS.values() if "edges" not in w.id], 3, lambda w: w.id))
 def test_products_in_tf32_are_excused_and_far_from_the_limits(variant, workload):
     comparison = judged(variant.backend(), spec(workload), REFERENCES)
     assert comparison.passed
@@ -62,7 +65,7 @@ def callable_of(variant, workload):
     return lambda q, k, v: kernel(inputs, q, k, v)[0]
 
 
-@pytest.mark.parametrize("fault", SOME_FAULTS)
+@pytest.mark.parametrize("fault", some(FAULTS, 6, lambda fault: fault.name))
 def test_no_fault_is_excused(fault):
     """A kernel with tf32 products and one fault more is wrong on a workload that reaches it."""
     faulty = type("Faulty", (Tf32Products, fault.kernel), {})

@@ -32,21 +32,6 @@ for name in (registry := Registry()).names:
     registry[name].unavailable_because(machine_of(resolve_device("cpu")))
 
 
-def pytest_collection_modifyitems(config, items):
-    """Leave out the second telling of most stories, and slow ones, unless ATTN_TESTS=all."""
-    if os.environ.get("ATTN_TESTS") == "all":
-        return
-    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _is_told_again(item):
-    callspec = getattr(item, "callspec", None)
-    through_xdist = callspec is not None and callspec.params.get("run") == "xdist"
-    return through_xdist and item.path.parent.name == "plugin" and not item.get_closest_marker("twice")
-
-
 @pytest.fixture(autouse=True)
 def _no_worker(monkeypatch):
     """Let a story that runs in a worker of these tests' own run not take itself for one."""

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 TEST = """
 import pytest, torch
 from pytest_attn import Workload
@@ -96,6 +98,7 @@ def test_times_are_not_taken(pytester):
     result.assert_outcomes(passed=1, skipped=1)
 
 
+@pytest.mark.slow
 def test_workers_bring_what_they_found(pytester):
     pytester.makepyfile(test_it=TEST)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--attn-mutants", "-n", "2", "-k", "right-edge")

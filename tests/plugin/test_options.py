@@ -162,6 +162,7 @@ def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_
     assert sorted(groups) == 2 * ["test_kernel-smoke-full"] + 2 * ["test_kernel-smoke-half-fp16"]
 
 
+@pytest.mark.slow
 def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
     kernel_test("attn.check(lambda q, k, v: v)")
     result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup")

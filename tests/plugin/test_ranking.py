@@ -238,6 +238,7 @@ def test_a_backend_that_cannot_list_its_configurations_says_so(project):
     result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verbosity", [pytest.param("-vv", marks=pytest.mark.slow), "--verbosity=0"])
 def test_progress_is_shown_on_a_terminal_and_leaves_nothing_behind(project, pytester, verbosity):
     arguments = ("--attn-tune=tiled", "-k", "test_both and not 48", verbosity)

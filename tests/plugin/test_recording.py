@@ -27,6 +27,7 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     assert len(case["z"]) == 3
 
 
+@pytest.mark.slow
 def test_a_recording_replaces_disturbed_processes(project, baseline_file):
     project("--attn-update-baselines=first", HOT_IN="0,3,4").assert_outcomes(passed=1)
     (case,) = json.loads(baseline_file().read_text())["cases"].values()
