@@ -141,15 +141,6 @@ def _features() -> Group:
                 name="features-packed-pages",
             ),
             W(16, cached=48, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right", name="features-cached"),
-            W(
-                4,
-                cached=(40, 0, 7),
-                heads=4,
-                kv_heads=2,
-                head_dim=32,
-                kv_pages=Pages(16, pool=12),
-                mask="causal-bottom-right",
-                name="features-cached-pages",
-            ),
+            W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
         ],
     )

@@ -65,7 +65,10 @@ def flash_attn_varlen_func(
         if k.shape[1] % 256:
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
         lengths = cu_seqlens_k.diff().tolist()
-        k, v = (torch.cat([t[pages.long()].flatten(0, 1)[:n] for pages, n in zip(block_table, lengths)]) for t in (k, v))
+        k, v = (
+            torch.cat([t[pages.long()].flatten(0, 1)[:n] for pages, n in zip(block_table, lengths, strict=True)])
+            for t in (k, v)
+        )
     out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return (out, lse, None) if return_attn_probs else out
 
