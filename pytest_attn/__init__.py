@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pytest_attn.models.check import check_model
     from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.version import __version__ as __version__
+    from pytest_attn.workloads.cached import split_cache
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.pages import Pages
@@ -57,6 +58,7 @@ __all__ = [
     "draw_inputs",
     "load_failure",
     "measure",
+    "split_cache",
 ]
 
 _HOMES = {
@@ -86,6 +88,7 @@ _HOMES = {
     "check_invariants": "pytest_attn.api",
     "check_model": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
+    "split_cache": "pytest_attn.workloads.cached",
     "load_failure": "pytest_attn.failures.failure",
     "measure": "pytest_attn.api",
 }

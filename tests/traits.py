@@ -13,7 +13,15 @@ def mask_kind(w):
 
 
 def layout(w):
-    return "paged" if w.kv_pages else "packed" if w.is_packed else "padded" if w.kv_lens else "plain"
+    return (
+        ("packed pages" if w.is_packed else "paged")
+        if w.kv_pages
+        else "packed"
+        if w.is_packed
+        else "padded"
+        if w.kv_lens
+        else "plain"
+    )
 
 
 def features(w):

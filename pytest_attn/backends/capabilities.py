@@ -23,8 +23,15 @@ FEATURES = (
     "packed",
     "padded",
     "paged",
+    "packed pages",
+    "page layouts",
+    "cached",
+    "left-padded",
     "backward",
 )
+#: what a backend says that is handed no prefix in a cache, and of keys padded on the left
+NO_CACHE, NO_LEFT_PADDING = "takes no cached prefix beside new keys", "takes no keys padded on the left"
+_NO_OTHER_POOLS = "takes contiguous pools (pages, size, kv_heads, head_dim) only"
 COLUMNS = ("dtypes", "head_dim", "masks", "takes")
 
 
@@ -127,9 +134,13 @@ def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
         ("score_mod", w.score_mod is not None, "has no score_mod"),
         ("scale", w.scale is not None, "has no scale of its own"),
         ("grouped heads", w.group > 1, "takes no grouped heads"),
-        ("packed", w.is_packed, "takes no packed sequences"),
+        ("packed", w.packs_keys, "takes no packed sequences"),
         ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "takes no padded keys"),
         ("paged", w.kv_pages is not None, "reads no page table"),
+        ("packed pages", w.is_packed and w.kv_pages is not None, "takes no packed queries with keys in pages"),
+        ("page layouts", w.kv_pages is not None and not w.kv_pages.is_plain, _NO_OTHER_POOLS),
+        ("cached", w.cached is not None, NO_CACHE),
+        ("left-padded", w.pad == "left", NO_LEFT_PADDING),
         ("backward", backward, "has no backward pass"),
     )
     return [(feature, text) for feature, is_needed, text in needed if is_needed]

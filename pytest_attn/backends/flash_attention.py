@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import LibraryBackend
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.backends.layouts import as_packed, bottom_right_window, ends_of, in_bshd, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
@@ -34,6 +34,8 @@ class FlashAttention(LibraryBackend):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Choose the function that takes the workload's layout."""
         w = inputs.workload
+        if w.kv_pages and w.is_packed:
+            return self._packed_pages(inputs)
         if w.kv_pages:
             return self._paged(inputs)
         if w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document):
@@ -76,6 +78,13 @@ class FlashAttention(LibraryBackend):
             return without_lse(function(q.transpose(1, 2), k, v, **options)).transpose(1, 2)
 
         return call
+
+    def _packed_pages(self, inputs: Inputs) -> AttentionFn:
+        """Hand packed queries and the page table to flash_attn_varlen_func, as flash-attn 2 takes them."""
+        function, w = self.source.load().flash_attn_varlen_func, inputs.workload
+        options = {**self.options(inputs), "cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": ends_of(inputs.kv_lens)}
+        options.update(max_seqlen_q=w.q_len, max_seqlen_k=w.kv_len, block_table=inputs.page_table)
+        return lambda q, k, v: without_lse(function(q, k, v, **options))
 
 
 def without_lse(returned: Any) -> Any:

@@ -48,7 +48,8 @@ class FunctionBackend(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Ask the function given at registration."""
         reasons = self._reasons(workload) if self._reasons else ()
-        return [reasons] if isinstance(reasons, str) else list(reasons)
+        cache = ["is handed no cache: a function of (q, k, v) has no attn.split_cache"] if workload.cached else []
+        return [*([reasons] if isinstance(reasons, str) else reasons), *cache]
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
         """Those given at registration."""
@@ -66,7 +67,8 @@ class FunctionBackend(Backend):
             __tracebackhide__ = True
             if not swap:
                 return self._function(q, k, v, workload=inputs.workload, **self.configuration)
-            out = self._function(*(t.transpose(1, 2) for t in (q, k, v)), workload=inputs.workload, **self.configuration)
+            keys = (k, v) if inputs.workload.kv_pages else (k.transpose(1, 2), v.transpose(1, 2))
+            out = self._function(q.transpose(1, 2), *keys, workload=inputs.workload, **self.configuration)
             return out.transpose(1, 2) if hasattr(out, "transpose") else out  # what is no tensor is refused by the check
 
         return call

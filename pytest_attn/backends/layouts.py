@@ -51,6 +51,14 @@ def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int
     return steps * w.q_len, steps * w.kv_len, w.q_len, w.kv_len
 
 
+def ends_of(lengths: torch.Tensor | None) -> torch.Tensor:
+    """Return the boundaries of sequences of these lengths, (batch + 1,) int32."""
+    import torch
+
+    assert lengths is not None
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+
+
 def bottom_right_window(w: Workload) -> tuple[int, int] | None:
     """Return (left, right), -1 for open, aligned to the last key as in flash-attention; None for a mask of another kind.
 
@@ -89,9 +97,7 @@ def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], Att
     if w.kv_lens is None or w.is_packed or w.kv_pages:
         return inputs, lambda kernel: kernel
     packed = w.replace(q_lens=(w.q_len,) * w.batch, kv_lens=w.kv_lens, q_len=None, kv_len=None, batch=None)
-    assert inputs.kv_lens is not None
-    lengths = inputs.kv_lens.to(torch.int32)
-    cu_kv = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(torch.int32)])
+    cu_kv = ends_of(inputs.kv_lens)
     cu_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
     there = is_key(inputs)
     assert there is not None

@@ -16,6 +16,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.serving import cache_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ def obstacle_of_any(workload: Workload, machine: Machine, backward: bool) -> str
 
 
 def _no_gradient(workload: Workload, backward: bool) -> str | None:
-    return "paged keys have no gradient" if backward and workload.kv_pages else None
+    cache = cache_of(workload)
+    return f"{cache} have no gradient" if backward and cache else None
 
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_attn.cases.serving import ServingTensors
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 
@@ -27,7 +28,7 @@ class ReferenceTensors(NamedTuple):
     dv: torch.Tensor | None
 
 
-class CaseTensors:
+class CaseTensors(ServingTensors):
     """One workload on one device: inputs and exact results, each the test's own copy."""
 
     def __init__(self, workload: Workload, mark: AttentionMark, session: AttentionSession) -> None:
@@ -57,13 +58,13 @@ class CaseTensors:
 
     @cached_property
     def k(self) -> torch.Tensor:
-        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim) where the workload has kv_pages."""
-        return self._in_layout(self._inputs.k, is_kv=True)
+        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim), or as `Pages` says, where it has kv_pages."""
+        return self._keys_and_values[0]
 
     @cached_property
     def v(self) -> torch.Tensor:
         """Values, likewise."""
-        return self._in_layout(self._inputs.v, is_kv=True)
+        return self._keys_and_values[1]
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -74,7 +75,7 @@ class CaseTensors:
         from pytest_attn.backends.dense import boolean_mask
 
         mask = None if self._workload.is_packed else boolean_mask(self._inputs)
-        return None if mask is None else mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len)
+        return None if mask is None else self._padded_so(mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len))
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -189,5 +190,5 @@ class CaseTensors:
             return tensor
         return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
 
-    def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
-        return self._spec.in_layout(tensor, is_kv)
+    def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._spec.in_layout(tensor)

@@ -7,11 +7,13 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.correctness.caches import fault_of_caches
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import StridePattern
+from pytest_attn.workloads.cached import watching_caches
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +31,16 @@ def call_kernel(
     import torch
 
     pristine = reference.called_with
-    kept = [spec.in_layout(t, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
-    laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    kept, laid = spec.handed(pristine), list(spec.handed(pristine))
+    if spec.workload.kv_pages is None:
+        laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = ("out", "lse") if spec.returns_lse else ("out",)
     empty_rows = EmptyRows(pristine, spec.empty_rows)
-    with nullcontext() if spec.backward else torch.no_grad():
+    with nullcontext() if spec.backward else torch.no_grad(), watching_caches() as caches:
         result = kernel(*given)
+    if fault := fault_of_caches(spec.workload, caches):
+        raise ContractError(fault)
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:

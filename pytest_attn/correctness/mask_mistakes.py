@@ -178,7 +178,7 @@ def _ends(visible: MaskMod, lengths: _Lengths) -> Iterator[Named]:
     for tile in TILES[1:]:
         if any(kv_len > tile and kv_len % tile == 0 for _, kv_len in lengths.pairs):
             yield f"without the last tile of {tile} keys", without(partial(_is_in_last_tile, lengths, tile, 1))
-    if all(q_len < kv_len for q_len, kv_len in lengths.pairs if kv_len):
+    if any(q_len < kv_len for q_len, kv_len in lengths.pairs):
         text = "that does not read the keys before the new tokens: only the last q_len keys count"
         yield text, without(lambda b, kv: kv < lengths.kv[b] - lengths.q[b])
 

@@ -25,7 +25,7 @@ def changed(inputs: Inputs, w: Workload, **changes: Any) -> Callable[[], tuple[I
 
 def packed_mistakes(inputs: Inputs, w: Workload) -> Iterator[Read]:
     """Yield other places at which the keys of packed sequences are taken to be."""
-    if w.q_lens is None or w.kv_lens is None or w.batch == 1:
+    if w.q_lens is None or w.kv_lens is None or w.batch == 1 or not w.packs_keys:
         return
     starts = [0, *itertools.accumulate(w.kv_lens)][:-1]
     q_starts = [0, *itertools.accumulate(w.q_lens)][:-1]

@@ -36,7 +36,7 @@ def reading_mistakes(inputs: Inputs, w: Workload) -> Iterator[Read]:
 
 def _lengths(inputs: Inputs, w: Workload) -> Iterator[Read]:
     lens = inputs.kv_lens
-    if lens is not None and not w.is_packed:
+    if lens is not None:
         if len(set(w.kv_lens or ())) > 1:
             yield "that ignores kv_lens and sees padding", changed(inputs, w, kv_lens=None)
             yield "with the length of the first batch entry for all", changed(inputs, w, kv_lens=lens[:1].expand_as(lens))

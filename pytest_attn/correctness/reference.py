@@ -62,7 +62,10 @@ class Reference:
 
 
 def heads_first(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
-    """View a native q-, k- or lse-like tensor as (batch, heads, rows, ...): "thd" becomes one long batch entry."""
+    """View a native q- or lse-like tensor as (batch, heads, rows, ...): "thd" becomes one long batch entry.
+
+    Those like k are in the same layout but where packed queries have keys in pages.
+    """
     if not workload.is_packed:
         return tensor
     if tensor.dim() == 2:  # lse (heads, rows)
@@ -168,7 +171,12 @@ def segments_of(
 ) -> Iterator[Segment]:
     """Yield the sequences of equal length: one segment, or as many as there are packed sequences."""
     k, v = inputs.gathered()
-    q, k, v, dout = (heads_first(t, w).to(device) for t in (inputs.q, k, v, inputs.dout))
+    if w.packs_keys:
+        k, v = (heads_first(t, w) for t in (k, v))
+    q, k, v, dout = (t.to(device) for t in (heads_first(inputs.q, w), k, v, heads_first(inputs.dout, w)))
+    if w.is_packed and not w.packs_keys:
+        yield from _segments_of_pages(_with_workload(inputs, w), q, k, v, dout)
+        return
     if not w.is_packed:
         mask_mod = Inputs.mask_mod(_with_workload(inputs, w))
         yield Segment(w, inputs, q, k, v, dout, mask_mod, rows=rows, keys=keys)
@@ -189,6 +197,20 @@ def segments_of(
             kv_start=kv_start,
         )
         q_start, kv_start = q_start + q_len, kv_start + kv_len
+
+
+def _segments_of_pages(
+    inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> Iterator[Segment]:
+    """Yield packed queries (1, heads, tokens, d), each with its own batch entry of k and v, whose tails lengths hide."""
+    w, start = inputs.workload, 0
+    for batch, (q_len, _) in enumerate(sequence_lengths(w)):
+        rows, own = slice(start, start + q_len), slice(batch, batch + 1)
+        mask_mod = inputs.mask_mod(q_len)
+        yield Segment(
+            *(w, inputs, q[:, :, rows], k[own], v[own], dout[:, :, rows], mask_mod), first_batch=batch, q_start=start
+        )
+        start += q_len
 
 
 def _with_workload(inputs: Inputs, workload: Workload) -> Inputs:

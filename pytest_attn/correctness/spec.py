@@ -13,7 +13,10 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
+from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.serving import cache_of
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
@@ -59,8 +62,8 @@ class CheckSpec:
             if self.layout == "thd":
                 raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
             object.__setattr__(self, "layout", "thd")
-        if self.backward and self.workload.kv_pages:
-            raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
+        if self.backward and (cache := cache_of(self.workload)):
+            raise ValueError(f"{self.workload.id} reads {cache}, which have no gradient; leave out backward=True")
 
     @property
     def profile(self) -> Precision:
@@ -90,8 +93,15 @@ class CheckSpec:
             within=within,
         )
 
-    def in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
-        """Swap rows and heads for "bshd", there and back; page pools (of k and v) have a layout of their own."""
-        if self.layout != "bshd" or (is_kv and self.workload.kv_pages):
+    def handed(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return copies of q, k and v as the kernel is given them; page pools have a layout of their own."""
+        k, v = handed_over(self.workload, inputs.k, inputs.v)
+        if self.workload.kv_pages is None:
+            k, v = self.in_layout(k), self.in_layout(v)
+        return self.in_layout(inputs.q).clone(), k, v
+
+    def in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Swap rows and heads for "bshd", there and back."""
+        if self.layout != "bshd":
             return tensor
         return tensor.transpose(1, 2).contiguous()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def encode_workload(workload: Workload) -> dict[str, Any]:
     fields = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
     fields["mask"] = _encode_mask(workload.mask)
     fields["score_mod"] = _encode_function(workload.score_mod) if workload.score_mod else None
-    fields["kv_pages"] = workload.kv_pages.size if workload.kv_pages else None
+    fields["kv_pages"] = dataclasses.asdict(workload.kv_pages) if workload.kv_pages else None
     return fields
 
 
@@ -37,7 +38,9 @@ def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) ->
 
     Raises UnknownFunctionError where a score_mod, or a mask without its tensor, cannot be imported.
     """
-    score_mod = fields["score_mod"] and _decode_function(fields["score_mod"])
+    score_mod, pages = fields["score_mod"] and _decode_function(fields["score_mod"]), fields.get("kv_pages")
+    if isinstance(pages, dict):
+        fields = {**fields, "kv_pages": Pages(**pages)}
     return Workload(**{**fields, "mask": _decode_mask(fields["mask"], mask), "score_mod": score_mod})
 
 

@@ -46,7 +46,7 @@ def one_sequence(inputs: Inputs, batch: int) -> Inputs:
     k, v = inputs.gathered()
 
     def taken(tensor: Tensor, lengths: tuple[int, ...] | None, length: int) -> Tensor:
-        if not w.is_packed:
+        if not w.is_packed or tensor.dim() == 4:  # keys out of pages lie side by side
             return tensor[batch : batch + 1, :, :length].contiguous()
         start = sum((lengths or ())[:batch])
         return tensor[start : start + length].transpose(0, 1)[None].contiguous()
@@ -63,6 +63,16 @@ def one_sequence(inputs: Inputs, batch: int) -> Inputs:
         bias=bias,
         **dict.fromkeys(("cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table")),  # type: ignore[arg-type]
     )
+
+
+def _pages_elsewhere(inputs: Inputs) -> Iterator[Variation]:
+    """The same pages at other places of the pool."""
+    if inputs.page_table is None or len(inputs.k) == 1:
+        return
+    pages, places = len(inputs.k), inputs.page_table
+    k, v = (pool.roll(1, 0) for pool in (inputs.k, inputs.v))
+    moved = dataclasses.replace(inputs, k=k, v=v, page_table=(places + 1) % pages)
+    yield Variation("every page at the next place of the pool", moved)
 
 
 def _mask_written_otherwise(inputs: Inputs) -> Iterator[Variation]:
@@ -120,6 +130,7 @@ def _ends_together(w: Workload) -> bool:
 
 _VARIATIONS: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (
     _alone,
+    _pages_elsewhere,
     _heads_repeated,
     _last_row,
     _mask_written_otherwise,

@@ -74,7 +74,7 @@ def _reading(inputs: Inputs) -> Inputs:
     """Return inputs whose out shows probabilities: of a single key in each column, of others in other heads, and their sum."""
     import torch
 
-    packed, paged = inputs.workload.is_packed, inputs.page_table is not None
+    packed, paged = inputs.workload.packs_keys, inputs.page_table is not None
     v = inputs.v.transpose(0, 1) if packed else inputs.v.permute(2, 0, 1, 3) if paged else inputs.v
     *_, columns = v.shape
     lanes = v.new_zeros(v.shape).flatten(1, 2) if paged else v.new_zeros(v.shape).flatten(0, -3)  # (lanes, keys, columns)

@@ -39,10 +39,12 @@ def _lengths(inputs: Inputs) -> Iterator[Variation]:
         return
     kv_lens, q_lens = (*w.kv_lens[1:], w.kv_lens[0]), w.q_lens and (*w.q_lens[1:], w.q_lens[0])
     changes: dict[str, object] = {"workload": w.replace(kv_lens=kv_lens, q_lens=q_lens)}
-    if q_lens is None:
+    if inputs.kv_lens is not None:
         changes["kv_lens"] = torch.tensor(kv_lens, dtype=torch.int32, device=inputs.device)
-    else:
-        changes |= {"cu_seqlens": _cumulated(q_lens, inputs), "cu_seqlens_kv": _cumulated(kv_lens, inputs)}
+    if q_lens is not None:
+        changes["cu_seqlens"] = _cumulated(q_lens, inputs)
+    if inputs.cu_seqlens_kv is not None:
+        changes["cu_seqlens_kv"] = _cumulated(kv_lens, inputs)
     yield Variation(f"key lengths rotated to {kv_lens}", dataclasses.replace(inputs, **changes))  # type: ignore[arg-type]
 
 

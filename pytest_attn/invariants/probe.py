@@ -148,8 +148,7 @@ class Probe:
         """Return copies of q, k, v and dout, contiguous in the kernel's layout."""
         given = inputs or self.inputs
         dout = self.empty_rows.blanked(given.dout)
-        tensors = (given.q, False), (given.k, True), (given.v, True), (dout, False)
-        return Tensors(*(self.spec.in_layout(t, is_kv).clone() for t, is_kv in tensors))
+        return Tensors(*self.spec.handed(given), self.spec.in_layout(dout).clone())
 
     def run(self, inputs: Inputs) -> dict[str, Tensor]:
         """Call the kernel on other values of q, k, v and dout."""

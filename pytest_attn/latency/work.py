@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
 
 if TYPE_CHECKING:
@@ -146,17 +147,7 @@ class Work:
 
     def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
         """Copy tensors with their strides, `offset` times 256 bytes into allocations of their own."""
-        import torch
-
-        own = []
-        for t in tensors:
-            skip = 256 * offset // t.element_size()
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(t.size(), t.stride(), strict=True))
-            room = torch.empty(extent + skip, dtype=t.dtype, device=t.device)
-            copy = room.as_strided(t.size(), t.stride(), skip)
-            copy.copy_(t.detach())
-            own.append(copy.requires_grad_(self.direction != "forward"))
-        return own
+        return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
 
 
 def _share(difference: float, norm: float) -> str:
@@ -170,7 +161,7 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
     spec = spec.for_subject(subject)
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare(inputs, backward=direction != "forward")
-    tensors = [spec.in_layout(inputs.q), spec.in_layout(inputs.k, is_kv=True), spec.in_layout(inputs.v, is_kv=True)]
+    tensors = list(spec.handed(inputs))
     empty_rows = EmptyRows(inputs, spec.empty_rows)
 
     def counted(result: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ class _KvLengthIgnored(Kernel):
 
     def lengths(self, call: Call, batch: int) -> Extent:
         extent = super().lengths(call, batch)
-        return extent if call.workload.is_packed else extent._replace(kv_len=call.workload.kv_len)
+        return extent if call.workload.packs_keys else extent._replace(kv_len=call.workload.kv_len)
 
 
-@LENGTHS("newest-key-not-seen", "fla#766", "FI#3393", applies=lambda w, _: w.kv_lens is not None and not w.is_packed)
+@LENGTHS("newest-key-not-seen", "fla#766", "FI#3393", applies=lambda w, _: w.kv_lens is not None and not w.packs_keys)
 class _NewestKeyNotSeen(Kernel):
     """The length of a cache is one short: it was read before the new token was appended."""
 
@@ -44,12 +44,12 @@ class _LengthOfFirstSequence(Kernel):
     """All sequences of a batch are as long as the first."""
 
     def lengths(self, call: Call, batch: int) -> Extent:
-        return super().lengths(call, batch if call.workload.is_packed else 0)
+        return super().lengths(call, batch if call.workload.packs_keys else 0)
 
 
 def _crosses(w: Workload, _backward: bool) -> bool:
     """Whether packed keys begin elsewhere than packed queries, or end elsewhere."""
-    return w.is_packed and w.q_lens != w.kv_lens
+    return w.packs_keys and w.q_lens != w.kv_lens
 
 
 @LENGTHS("queries-offsets-for-keys", "vllm-project/vllm-omni#3525", applies=_crosses)
@@ -58,10 +58,10 @@ class _QueriesOffsetsForKeys(Kernel):
 
     def lengths(self, call: Call, batch: int) -> Extent:
         extent = super().lengths(call, batch)
-        return extent._replace(kv_start=extent.q_start, kv_len=extent.q_len) if call.workload.is_packed else extent
+        return extent._replace(kv_start=extent.q_start, kv_len=extent.q_len) if call.workload.packs_keys else extent
 
     def addresses(self, seq: Sequence, keys: range) -> Tensor:
-        tokens = seq.call.k.shape[0] if seq.workload.is_packed else seq.kv_len
+        tokens = seq.call.k.shape[0] if seq.workload.packs_keys else seq.kv_len
         return super().addresses(seq, keys).clamp_(max=tokens - 1 - seq.kv_start)
 
 
@@ -71,7 +71,7 @@ class _KeysBeginOneTokenLate(Kernel):
 
     def lengths(self, call: Call, batch: int) -> Extent:
         extent, w = super().lengths(call, batch), call.workload
-        return extent._replace(kv_start=extent.kv_start + 1) if w.is_packed and batch + 1 < w.batch else extent
+        return extent._replace(kv_start=extent.kv_start + 1) if w.packs_keys and batch + 1 < w.batch else extent
 
 
 @LENGTHS("key-offset-with-queries-heads", "jax#39521", applies=all_of(is_packed, is_grouped))
@@ -80,7 +80,7 @@ class _KeyOffsetWithQueriesHeads(Kernel):
 
     def addresses(self, seq: Sequence, keys: range) -> Tensor:
         w, at = seq.workload, super().addresses(seq, keys)
-        return (seq.kv_start * w.group + at) % len(seq.call.k) - seq.kv_start if w.is_packed else at
+        return (seq.kv_start * w.group + at) % len(seq.call.k) - seq.kv_start if w.packs_keys else at
 
 
 @LENGTHS("sequences-not-separated", "Tencent-Hunyuan/HunyuanVideo#310", "FI#942", applies=is_packed)
@@ -88,7 +88,7 @@ class _SequencesNotSeparated(Kernel):
     """Packed sequences are one: the cumulated lengths are ignored."""
 
     def sequences(self, call: Call) -> list[Sequence]:
-        if not call.workload.is_packed:
+        if not call.workload.packs_keys:
             return super().sequences(call)
         return [Sequence(call, 0, 0, len(call.q), 0, len(call.k))]
 
@@ -96,7 +96,7 @@ class _SequencesNotSeparated(Kernel):
 def _tail_is_followed(w: Workload, _backward: bool) -> bool:
     """Whether a packed sequence with a tail that no mask hides is followed by another."""
     is_top_left = isinstance(w.mask, Causal) and not w.mask.bottom_right
-    return w.is_packed and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
+    return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
 
 @LENGTHS("tail-reads-next-sequence", "FI#942", "FI#1206", applies=_tail_is_followed)
@@ -105,7 +105,7 @@ class _TailReadsNextSequence(Kernel):
 
     def lengths(self, call: Call, batch: int) -> Extent:
         extent = super().lengths(call, batch)
-        if not call.workload.is_packed:
+        if not call.workload.packs_keys:
             return extent
         filled = math.ceil(extent.kv_len / self.key_tile) * self.key_tile
         return extent._replace(kv_len=min(filled, len(call.k) - extent.kv_start))
@@ -192,7 +192,7 @@ class _NoKeysIsNan(Kernel):
     "sequence-without-queries-shifts-keys",
     "FA#2562",
     "FA#2568",
-    applies=lambda w, _: w.is_packed and 0 in (w.q_lens or ())[:-1],
+    applies=lambda w, _: w.packs_keys and 0 in (w.q_lens or ())[:-1],
 )
 class _SequenceWithoutQueriesShiftsKeys(Kernel):
     """Sequences without queries are dropped from the queries' list but not from the keys'."""
@@ -214,7 +214,7 @@ class _RemainderOfSplitLost(SplitKernel):
 
 def _with_padding(seq: Sequence) -> Sequence:
     """Return the sequence as long as the longest, where shorter ones are padded."""
-    return seq if seq.workload.is_packed else dataclasses.replace(seq, kv_len=seq.workload.kv_len)
+    return seq if seq.workload.packs_keys else dataclasses.replace(seq, kv_len=seq.workload.kv_len)
 
 
 @LENGTHS("unused-values-read", "cudnn-frontend#624", "FI#945", "FI#942", applies=is_padded, condition="poison")

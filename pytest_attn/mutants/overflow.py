@@ -50,7 +50,7 @@ def _tokens_of_queries(w: Workload) -> int:
 
 def _tokens_of_keys(w: Workload) -> int:
     """Count the keys that memory has, padding and unused parts of pages included."""
-    if w.is_packed:
+    if w.packs_keys:
         return sum(kv_len for _, kv_len in sequence_lengths(w))
     page = 1 if w.kv_pages is None else w.kv_pages.size
     return w.batch * math.ceil(w.kv_len / page) * page

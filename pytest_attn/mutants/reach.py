@@ -32,13 +32,13 @@ def in_backward(w: Workload, backward: bool) -> bool:
 
 
 def is_packed(w: Workload, backward: bool) -> bool:
-    """Several sequences end to end."""
-    return len(w.q_lens or ()) > 1
+    """Several sequences end to end, keys too."""
+    return w.packs_keys and len(w.q_lens or ()) > 1
 
 
 def is_padded(w: Workload, backward: bool) -> bool:
     """Keys that no row may see, dense or in pages."""
-    return not w.is_packed and any(kv_len < w.kv_len for kv_len in w.kv_lens or ())
+    return not w.packs_keys and any(kv_len < w.kv_len for kv_len in w.kv_lens or ())
 
 
 def is_paged(w: Workload, backward: bool) -> bool:

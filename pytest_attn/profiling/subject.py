@@ -11,6 +11,7 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.profiling.ceilings import ceilings_of
 from pytest_attn.profiling.profiler import Profile, profile_call
+from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def profile_subject(subject: Subject, spec: CheckSpec, with_ceilings: bool = Tru
     """
     spec = spec.for_subject(subject)
     inputs = draw_inputs(spec.workload, spec.inputs[0], spec.seed, spec.device)
-    tensors = [spec.in_layout(inputs.q), *(spec.in_layout(t, is_kv=True) for t in (inputs.k, inputs.v))]
+    tensors = list(spec.handed(inputs))
     ceilings = ceilings_of(spec.device, spec.workload.dtype) if with_ceilings else None
     with quiet(), current(spec.device):
         forward = _forward_of(subject.prepare(inputs), tensors)
@@ -46,7 +47,7 @@ def _forward_of(kernel: AttentionFn, tensors: list[torch.Tensor]) -> Callable[[]
     """Return a call without gradients, of tensors of its own: some kernels change theirs."""
     import torch
 
-    own = [t.clone() for t in tensors]
+    own = copies_of(tensors)
 
     def forward() -> object:
         with torch.no_grad():

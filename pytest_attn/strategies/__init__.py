@@ -33,6 +33,8 @@ from pytest_attn.strategies.scope import (
     LAYOUT_KINDS,
     MASK_KINDS,
     PAGE_SIZES,
+    PAGED,
+    USUAL_LAYOUTS,
     Scope,
     is_possible,
     legal_places,
@@ -40,6 +42,7 @@ from pytest_attn.strategies.scope import (
     require_counts,
 )
 from pytest_attn.workloads.fields import DTYPES, dtype_name
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
 
 __all__ = ["FEATURES", "HEAD_DIMS", "LAYOUT_KINDS", "MASK_KINDS", "MAX_BATCH", "PAGE_SIZES", "workloads"]
@@ -48,11 +51,11 @@ __all__ = ["FEATURES", "HEAD_DIMS", "LAYOUT_KINDS", "MASK_KINDS", "MAX_BATCH", "
 def workloads(
     *,
     masks: Sequence[object] = MASK_KINDS,
-    layouts: Sequence[str] = LAYOUT_KINDS,
+    layouts: Sequence[str] = USUAL_LAYOUTS,
     features: Sequence[str] = FEATURES,
     dtypes: Sequence[object] = tuple(DTYPES),
     head_dims: Sequence[int | tuple[int, int]] = HEAD_DIMS,
-    page_sizes: Sequence[int] = PAGE_SIZES,
+    page_sizes: Sequence[int | Pages] = PAGE_SIZES,
     max_rows: int = 160,
     max_heads: int = 4,
     backward: bool = False,
@@ -62,19 +65,20 @@ def workloads(
 
     Each argument says what may be drawn, the simplest value first, which is what a failure shrinks to:
     masks: kinds out of MASK_KINDS, or masks as `Workload` takes them, which are then drawn as they are.
-    layouts: out of LAYOUT_KINDS. features: out of FEATURES. max_rows: the longest q_len and kv_len.
+    layouts: out of LAYOUT_KINDS; all but "packed pages" where none is said. features: out of FEATURES.
+    max_rows: the longest q_len and kv_len.
     head_dims: of keys and values alike, or a pair (head_dim, v_head_dim).
-    backward: leave out what has no gradient, which is paged keys.
-    fixed: a value that every draw has, for q_len, softcap, scale, bias, alibi, sinks or score_mod, e.g. softcap=20.0.
+    page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient, which is paged keys.
+    fixed: a value that every draw has, for q_len, pad, softcap, scale, bias, alibi, sinks or score_mod, e.g. softcap=20.0.
 
-    Raises ValueError for what is unknown, or where nothing legal is left.
+    cached=True draws a cached prefix. Raises ValueError for what is unknown, or where nothing legal is left.
     """
     refuse_unknown("layouts", layouts, LAYOUT_KINDS)
     refuse_unknown("features", features, FEATURES)
     refuse_unknown("fixed values", fixed, FIXED)
     dims = tuple(dim if isinstance(dim, tuple) else (dim, dim) for dim in head_dims)
     require_counts("head_dims", [dim for pair in dims for dim in pair])
-    require_counts("page_sizes", page_sizes)
+    require_counts("page_sizes", [pages.size if isinstance(pages, Pages) else pages for pages in page_sizes])
     require_counts("max_rows and max_heads", (max_rows, max_heads))
     scope = Scope(
         places=legal_places(layouts, masks, backward, fixed),
@@ -86,6 +90,6 @@ def workloads(
         max_heads=max_heads,
         fixed=tuple(fixed.items()),
     )
-    if not (scope.places and scope.dtypes and (scope.page_sizes or "paged" not in layouts)):
+    if not (scope.places and scope.dtypes and (scope.page_sizes or not set(PAGED) & set(layouts))):
         raise ValueError("workloads(): nothing legal is left to draw; allow more masks, layouts, dtypes or page sizes")
     return drawn(scope)

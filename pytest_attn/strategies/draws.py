@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pytest_attn.strategies.lengths import LAYOUTS, Draw, count, lengths
+from pytest_attn.strategies.lengths import LAYOUTS, Draw, count, lengths, with_prefix
 from pytest_attn.strategies.masks import free_mask, rows_of, square_mask
-from pytest_attn.strategies.scope import Place, Scope, is_square
+from pytest_attn.strategies.scope import PACKED, Place, Scope, is_square
 from pytest_attn.workloads.examples import distance
 from pytest_attn.workloads.fields import BIAS_DIMENSIONS
 from pytest_attn.workloads.workload import Workload
@@ -30,7 +30,7 @@ def drawn(draw: Draw, scope: Scope) -> Workload:
         others = dict.fromkeys(dim for dim, _ in scope.head_dims if dim != fields["head_dim"])
         fields["v_head_dim"] = draw(st.sampled_from(list(others)))
     for feature in features:
-        if feature in _VALUES and not (feature == "bias" and place.layout == "packed"):
+        if feature in _VALUES and not (feature == "bias" and place.layout in PACKED):
             fields[feature] = draw(_VALUES[feature])
     if is_square(place.mask):
         fields["mask"] = square_mask(draw, place.mask, scope.max_rows)
@@ -39,6 +39,10 @@ def drawn(draw: Draw, scope: Scope) -> Workload:
         fields["mask"] = free_mask(draw, place.mask, scope.max_rows)
         q_len, kv_len = lengths(draw, scope, features)
     fields.update(LAYOUTS[place.layout](draw, scope, features, q_len, kv_len))
+    if fields.get("cached") is not None:
+        fields.update(with_prefix(fields, draw(st.integers(1, scope.max_rows))))
+    if fields.get("pad") == "left":
+        fields.pop("bias", None)
     return Workload(**fields)
 
 

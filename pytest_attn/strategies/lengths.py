@@ -62,7 +62,26 @@ def _padded(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: i
 
 
 def _paged(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
-    return {**_padded(draw, scope, features, q_len, kv_len), "kv_pages": Pages(draw(st.sampled_from(scope.page_sizes)))}
+    return {**_padded(draw, scope, features, q_len, kv_len), "kv_pages": _pages(draw, scope)}
+
+
+def _packed_pages(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
+    return {**_packed(draw, scope, features, q_len, kv_len), "kv_pages": _pages(draw, scope)}
+
+
+def _pages(draw: Draw, scope: Scope) -> Pages:
+    pages = draw(st.sampled_from(scope.page_sizes))
+    return pages if isinstance(pages, Pages) else Pages(pages)
+
+
+def with_prefix(fields: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return the lengths of drawn fields with as many new keys as queries, and at most `longest` cached ones before them.
+
+    Where lengths of keys were drawn, they become those of the prefixes, as far as they go; one at least is not empty.
+    """
+    prefixes = tuple(min(length, longest) for length in fields.get("kv_lens") or (longest,) * fields.get("batch", 1))
+    prefixes = prefixes if any(prefixes) else (1, *prefixes[1:])
+    return {"cached": prefixes, "kv_len": None, "kv_lens": None, "batch": None}
 
 
 def _kv_lens(draw: Draw, features: list[str], kv_len: int) -> tuple[int, ...]:
@@ -94,4 +113,5 @@ LAYOUTS: dict[str, Callable[[Draw, Scope, list[str], int, int], dict[str, Any]]]
     "padded": _padded,
     "packed": _packed,
     "paged": _paged,
+    "packed pages": _packed_pages,
 }

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, as_mask
+from pytest_attn.workloads.pages import Pages
 
 #: kinds of masks, the simplest first; None is no mask
 MASK_KINDS = (None, "causal", "causal-bottom-right", "window", "documents", "neighborhood", "boolean", "mask_mod")
-#: where queries and keys lie: all lengths alike, keys padded, sequences end to end, keys in pages
-LAYOUT_KINDS = ("plain", "padded", "packed", "paged")
+#: where queries and keys lie: all lengths alike, keys padded, sequences end to end, keys in pages, those of packed queries too
+LAYOUT_KINDS = ("plain", "padded", "packed", "paged", "packed pages")
+#: what is drawn where nothing else is said; the fewer, the better a failure shrinks
+USUAL_LAYOUTS = LAYOUT_KINDS[:4]
+PACKED, PAGED = ("packed", "packed pages"), ("paged", "packed pages")
 #: what a workload may have beside its mask and layout; a draw has three of these at most
 FEATURES = (
     "fewer queries",
@@ -29,7 +33,7 @@ FEATURES = (
 HEAD_DIMS = (16, 32, 64, 8, 40, 128)
 PAGE_SIZES = (16, 1, 8)
 #: fields of `Workload` that may be given a value that every draw has
-FIXED = ("q_len", "softcap", "scale", "bias", "alibi", "sinks", "score_mod")
+FIXED = ("q_len", "cached", "pad", "softcap", "scale", "bias", "alibi", "sinks", "score_mod")
 
 
 class Place(NamedTuple):
@@ -47,7 +51,7 @@ class Scope:
     features: tuple[str, ...]
     dtypes: tuple[str, ...]
     head_dims: tuple[tuple[int, int], ...]
-    page_sizes: tuple[int, ...]
+    page_sizes: tuple[int | Pages, ...]
     max_rows: int
     max_heads: int
     fixed: tuple[tuple[str, Any], ...]
@@ -62,9 +66,10 @@ def legal_places(
         Place(layout, mask)
         for layout in layouts
         for mask in kinds
-        if not (layout == "paged" and backward)
-        and not (layout == "packed" and (_needs_rectangle(mask) or "bias" in fixed))
-        and not ("q_len" in fixed and is_square(mask))
+        if not (layout in PAGED and backward)
+        and not (layout in PACKED and (_needs_rectangle(mask) or "bias" in fixed))
+        and not ({"q_len", "cached"} & set(fixed) and is_square(mask))
+        and not (fixed.get("pad") == "left" and layout != "padded")
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pytest_attn.workloads.distributions import distribution_names, draw_qkv
 from pytest_attn.workloads.generator import Draw
 from pytest_attn.workloads.masks import MaskMod
+from pytest_attn.workloads.pool import pool_of
+from pytest_attn.workloads.serving import pages_in_use, pages_per_sequence
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
 
@@ -22,7 +24,7 @@ class Inputs:
 
     q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages.
     bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise.
-    alibi_slopes: (heads,) float32. cu_seqlens, cu_seqlens_kv: (batch + 1,) int32, where packed.
+    alibi_slopes: (heads,) float32. cu_seqlens: (batch + 1,) int32, where queries are packed; cu_seqlens_kv: where keys are.
     kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
     """
 
@@ -40,12 +42,15 @@ class Inputs:
     kv_lens: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
 
-    def mask_mod(self) -> MaskMod | None:
-        """Return the mask, with padding, as FlexAttention's mask_mod over dense tensors; None where all is visible."""
-        w = self.workload
+    def mask_mod(self, q_len: int | None = None) -> MaskMod | None:
+        """Return the mask, with padding, as FlexAttention's mask_mod over dense tensors; None where all is visible.
+
+        q_len: how many queries the sequence has of which it is asked, where packed queries have keys in pages.
+        """
+        w, q_len = self.workload, self.workload.q_len if q_len is None else q_len
         lens = self.kv_lens if self.kv_lens is not None else w.kv_len
-        inner = None if w.plain_mask is None else bind(w.plain_mask, w.batch, w.heads, w.q_len, w.kv_len, lens, self.device)
-        if self.kv_lens is None or w.is_packed:
+        inner = None if w.plain_mask is None else bind(w.plain_mask, w.batch, w.heads, q_len, w.kv_len, lens, self.device)
+        if self.kv_lens is None:
             return inner
         kv_lens = self.kv_lens
 
@@ -79,10 +84,12 @@ def draw_inputs(
     q, k, v = draw_qkv(distribution, draw, w, (*dense_q, w.head_dim), (*dense_k, w.head_dim), (*dense_k, w.v_head_dim))
     dout = draw.normal("dout", (*dense_q, w.v_head_dim))
     extra = _auxiliary(draw, w, device)
-    if w.is_packed:
-        q, k, v, dout = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, dout))
     if w.kv_pages:
-        k, v = (_into_pages(t, extra["page_table"], w.kv_pages.size) for t in (k, v))
+        k, v = (pool_of(t, extra["page_table"], w, draw, name) for name, t in (("k", k), ("v", v)))
+    if w.is_packed:
+        q, dout = (t[0].transpose(0, 1).contiguous() for t in (q, dout))
+    if w.packs_keys:
+        k, v = (t[0].transpose(0, 1).contiguous() for t in (k, v))
     return Inputs(w, device, q, k, v, dout, **extra)
 
 
@@ -97,26 +104,13 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, torch
         made["sinks"] = draw.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
         made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
-    if w.q_lens and w.kv_lens:
-        for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens)):
+    for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens if w.packs_keys else None)):
+        if lengths:
             ends = torch.tensor((0, *lengths)).cumsum(0)
             made[name] = ends.to(device, torch.int32)
-    elif w.kv_lens:
+    if w.kv_lens and not w.packs_keys:
         made["kv_lens"] = torch.tensor(w.kv_lens, dtype=torch.int32, device=device)
     if w.kv_pages:
-        per_sequence = math.ceil(w.kv_len / w.kv_pages.size)
-        order = draw.bits("page_table", w.batch * per_sequence).argsort()
-        made["page_table"] = order.view(w.batch, per_sequence).to(device, torch.int32)
+        order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
+        made["page_table"] = order.view(w.batch, pages_per_sequence(w)).to(device, torch.int32)
     return made
-
-
-def _into_pages(dense: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
-    """Scatter (batch, kv_heads, kv_len, d) into a pool (pages, size, kv_heads, d) that the table reads back."""
-    batch, heads, length, dim = dense.shape
-    per_sequence = table.shape[1]
-    padded = dense.new_zeros(batch, heads, per_sequence * size, dim)
-    padded[:, :, :length] = dense
-    pages = padded.view(batch, heads, per_sequence, size, dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
-    pool = dense.new_zeros(pages.shape)
-    pool[table.flatten().long()] = pages
-    return pool

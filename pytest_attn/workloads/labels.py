@@ -24,7 +24,8 @@ def shape_id(w: Any) -> str:
         "alibi" if w.alibi else "",
         "sinks" if w.sinks else "",
         f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
-        f"page{w.kv_pages.size}" if w.kv_pages else "",
+        w.kv_pages.label if w.kv_pages else "",
+        f"cached{short_lengths(w.cached if len(set(w.cached)) > 1 else w.cached[:1])}" if w.cached else "",
     ]
     return "-".join(part for part in parts if part)
 
@@ -34,6 +35,6 @@ def _lengths(w: Any) -> str:
         packed = f"packed{short_lengths(w.q_lens)}"
         return packed if w.kv_lens == w.q_lens else f"{packed}-k{short_lengths(w.kv_lens)}"
     shape = f"s{w.q_len}" if w.q_len == w.kv_len else f"q{w.q_len}-k{w.kv_len}"
-    if w.kv_lens is None or set(w.kv_lens) == {w.kv_len}:
+    if w.kv_lens is None or (set(w.kv_lens) == {w.kv_len} and w.pad == "right"):
         return shape
-    return f"{shape}-pad{short_lengths(w.kv_lens)}"
+    return f"{shape}-{'left' if w.pad == 'left' else ''}pad{short_lengths(w.kv_lens)}"

@@ -1,16 +1,56 @@
-"""Paged keys and values: where the tokens of a sequence lie in a pool."""
+"""Paged keys and values: where the tokens of a sequence lie in a pool, and how the pool lies in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+#: FlashInfer's names: (pages, size, kv_heads, head_dim), or (pages, kv_heads, size, head_dim)
+PAGE_LAYOUTS = ("NHD", "HND")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Pages:
-    """Keys and values lie in a pool of pages of `size` tokens each, found through a page table."""
+    """Keys and values lie in a pool of pages of `size` tokens each, found through a page table.
+
+    layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim).
+    fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
+    pool: how many pages there are, at least those in use, which is the default; the others belong to nobody.
+    sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
+
+    Raises ValueError for a field that does not fit.
+    """
 
     size: int
+    layout: str = "NHD"
+    fused: bool = False
+    pool: int | None = None
+    sliced: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
             raise ValueError(f"Pages: size must be a number of tokens >= 1, got {self.size!r}")
+        if self.layout not in PAGE_LAYOUTS:
+            raise ValueError(f"Pages: layout must be one of {', '.join(PAGE_LAYOUTS)}, got {self.layout!r}")
+        for field in ("fused", "sliced"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"Pages: {field} must be True or False, got {getattr(self, field)!r}")
+        if self.pool is not None and (not isinstance(self.pool, int) or isinstance(self.pool, bool) or self.pool < 1):
+            raise ValueError(f"Pages: pool must be a number of pages >= 1 or None, got {self.pool!r}")
+
+    def __repr__(self) -> str:
+        """Show what differs from the default."""
+        given = [f for f in dataclasses.fields(self) if f.name == "size" or getattr(self, f.name) != f.default]
+        return f"Pages({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether k and v are contiguous pools of their own, (pages, size, kv_heads, head_dim)."""
+        return self.layout == "NHD" and not self.fused and not self.sliced
+
+    @property
+    def label(self) -> str:
+        """The part of a workload's id."""
+        words = [f"page{self.size}", self.layout.lower() if self.layout != "NHD" else "", "fused" if self.fused else ""]
+        words += [f"pool{self.pool}" if self.pool else "", "sliced" if self.sliced else ""]
+        return ".".join(word for word in words if word)

@@ -130,5 +130,17 @@ def _features() -> Group:
                 mask="causal-bottom-right",
                 name="features-paged-br",
             ),
+            W(
+                heads=4,
+                kv_heads=2,
+                head_dim=64,
+                q_lens=(5, 1, 17),
+                kv_lens=(64, 33, 17),
+                kv_pages=Pages(16),
+                mask="causal-bottom-right",
+                name="features-packed-pages",
+            ),
+            W(16, cached=48, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right", name="features-cached"),
+            W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
         ],
     )

@@ -21,6 +21,7 @@ from pytest_attn.workloads.functions import require_parameters
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
 from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.serving import LENGTHS, check_padding, settle_cached, settle_pages
 from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Workload:
 
     `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
     `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
-    (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b].
+    (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b]; `Pages` says how else a pool may lie.
+    `cached` says how many keys of each batch entry are in a cache already; the others are the queries' own, and new.
+    `pad` is the side of padded keys on which the padding lies when they are handed over, "right" or "left".
     `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
 
     Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
@@ -70,6 +73,8 @@ class Workload:
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
     kv_pages: Pages | None = None
+    cached: Any = None
+    pad: str = "right"
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -88,10 +93,8 @@ class Workload:
             require_flag(field, getattr(self, field))
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
-        if isinstance(self.kv_pages, int) and not isinstance(self.kv_pages, bool):
-            object.__setattr__(self, "kv_pages", Pages(self.kv_pages))
-        if self.kv_pages is not None and not isinstance(self.kv_pages, Pages):
-            raise ValueError(f"Workload: kv_pages must be Pages(size) or a number of tokens, got {self.kv_pages!r}")
+        settle_pages(self)
+        check_padding(self)
         self._check_score()
         self._check_mask()
 
@@ -109,6 +112,8 @@ class Workload:
             if not lengths or min(lengths) < 0 or max(lengths) == 0:
                 raise ValueError(f"Workload: {field} must be whole numbers >= 0, not all zero, got {lengths!r}")
             object.__setattr__(self, field, lengths)
+        if self.cached is not None:
+            settle_cached(self)
         if self.q_lens is not None:
             self._settle("kv_lens", self.q_lens)
             self._settle("q_len", max(self.q_lens))
@@ -155,8 +160,6 @@ class Workload:
             raise ValueError(
                 "Workload: q_lens (packed sequences) cannot be combined with Document, Neighborhood, BooleanMask or bias"
             )
-        if self.is_packed and self.kv_pages:
-            raise ValueError("Workload: q_lens (packed queries) cannot be combined with kv_pages; use q_len")
 
     # -- what the fields mean once settled ---------------------------------------------------------------------------
 
@@ -167,8 +170,13 @@ class Workload:
 
     @property
     def is_packed(self) -> bool:
-        """Whether sequences lie end to end in one "thd" tensor."""
+        """Whether queries lie end to end in one "thd" tensor."""
         return self.q_lens is not None
+
+    @property
+    def packs_keys(self) -> bool:
+        """Whether keys lie end to end, too: those of packed queries do, unless they are in pages."""
+        return self.is_packed and self.kv_pages is None
 
     @property
     def softmax_scale(self) -> float:
@@ -189,6 +197,10 @@ class Workload:
         for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
             if leader in changes and getattr(self, leader) == getattr(self, follower):
                 changes.setdefault(follower, None)
+        if self.cached is not None and LENGTHS & set(changes):
+            changes.setdefault("cached", None)
+        if self.pad == "left" and {"kv_lens", "q_lens", "kv_pages"} & set(changes):
+            changes.setdefault("pad", "right")
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

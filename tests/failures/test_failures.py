@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pytest_attn
-from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, draw_inputs
+from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import FailureSaver
@@ -142,6 +142,8 @@ def test_every_workload_of_the_catalog_comes_back(workload):
         Workload(12, mask=Neighborhood((3, 4), (2, 3), stride=(1, 2), causal=(True, False))),
         Workload(heads=4, kv_heads=2, q_lens=(3, 0, 5), kv_lens=(2, 4, 4)),
         Workload(1, 40, batch=2, kv_pages=16, kv_lens=(40, 3), sinks=True, head_dim=8, v_head_dim=16),
+        Workload(q_lens=(3, 5), cached=(20, 0), kv_pages=Pages(4, "HND", fused=True, pool=20)),
+        Workload(3, kv_lens=(8, 3), pad="left"),
     ],
     ids=lambda w: w.id,
 )

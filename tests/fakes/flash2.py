@@ -1,5 +1,7 @@
 """flash_attn.flash_attn_interface of flash-attn 2.8.3, in signature and meaning."""
 
+import torch
+
 from fakes.attention import attention, packed, paged
 
 
@@ -59,6 +61,14 @@ def flash_attn_varlen_func(
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
     assert int(cu_seqlens_k.diff().max()) <= max_seqlen_k
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if block_table is not None:
+        if k.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        lengths = cu_seqlens_k.diff().tolist()
+        k, v = (
+            torch.cat([t[pages.long()].flatten(0, 1)[:n] for pages, n in zip(block_table, lengths, strict=True)])
+            for t in (k, v)
+        )
     out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return (out, lse, None) if return_attn_probs else out
 
@@ -91,7 +101,8 @@ def flash_attn_with_kvcache(
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
         out, lse = paged(q, k_cache, v_cache, block_table, cache_seqlens, **options)
     else:
-        assert isinstance(cache_seqlens, int)
+        if not isinstance(cache_seqlens, int):  # one per batch entry; alike here
+            cache_seqlens = int(cache_seqlens.unique())
         if k is not None:  # appended in place
             k_cache[:, cache_seqlens : cache_seqlens + k.shape[1]] = k
             v_cache[:, cache_seqlens : cache_seqlens + v.shape[1]] = v

@@ -10,7 +10,7 @@ class _Wrapper:
         if kv_layout not in ("NHD", "HND"):
             raise KeyError(f"Invalid kv_layout {kv_layout}")
         assert float_workspace_buffer.dtype == torch.uint8
-        self._backend = backend
+        self._backend, self._kv_layout = backend, kv_layout
         self._planned = False
 
     def _plan(self, ends_q, lens_kv, heads, dim, causal, sm_scale, window_left, soft_cap, mask, q_dtype, kv_dtype):
@@ -127,6 +127,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
     def run(self, q, paged_kv_cache, *args, out=None, lse=None, return_lse=False, enable_pdl=None):
         k_cache, v_cache = paged_kv_cache
+        if self._kv_layout == "HND":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         self._check(q, k_cache)
 
         def keys_of(b):

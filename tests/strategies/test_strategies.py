@@ -14,6 +14,7 @@ from pytest_attn.strategies import workloads
 from pytest_attn.strategies.scope import FEATURES, LAYOUT_KINDS, MASK_KINDS
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.workload import sequence_lengths
 
 MANY = settings(max_examples=3000, deadline=None, database=None, derandomize=True)
 SMALLEST = Workload(1, head_dim=16)
@@ -44,13 +45,21 @@ def test_every_draw_is_legal_small_and_has_a_reference():
 
 
 def test_everything_that_may_be_drawn_is():
-    seen = drawn(workloads(), 600)
+    seen = drawn(workloads(layouts=LAYOUT_KINDS), 600)
     assert {mask_kind(w) for w in seen} == set(MASK_KINDS)
     assert {layout(w) for w in seen} == set(LAYOUT_KINDS)
     assert set.union(*map(features, seen)) == set(FEATURES)
     assert {w.dtype for w in seen} == {"bfloat16", "float16", "float32"}
     assert sum(w.kv_len > 16 for w in seen) > 200, "most draws are trivial"
     assert sum(w.kv_len in (63, 64, 65, 127, 128, 129) for w in seen) > 30, "few draws lie at the ends of tiles"
+
+
+def test_a_prefix_pages_as_they_lie_and_padding_on_the_left_are_drawn_where_asked_for():
+    pages = Pages(4, "HND", fused=True)
+    seen = drawn(workloads(layouts=("padded", "packed pages"), page_sizes=(pages,), head_dims=(16,), max_rows=20, cached=True))
+    assert all(w.cached and all(k - q == n for (q, k), n in zip(sequence_lengths(w), w.cached, strict=True)) for w in seen)
+    assert {w.kv_pages for w in seen} == {None, pages}
+    assert all(w.pad == "left" for w in drawn(workloads(max_rows=20, pad="left")))
 
 
 def test_nothing_is_drawn_that_may_not_be():
@@ -83,7 +92,7 @@ def test_backward_draws_no_pages():
     [
         ({"features": ("soft cap",)}, "unknown features 'soft cap'; known: fewer queries"),
         ({"layouts": ("thd",)}, "unknown layouts 'thd'; known: plain, padded"),
-        ({"batch": 2}, "unknown fixed values 'batch'; known: q_len, softcap"),
+        ({"batch": 2}, "unknown fixed values 'batch'; known: q_len, cached, pad, softcap"),
         ({"masks": ("diagonal",)}, "mask must be None, 'causal'"),
         ({"max_rows": 0}, "max_rows and max_heads must be whole numbers >= 1"),
         ({"layouts": ("packed",), "masks": ("documents",)}, "nothing legal is left"),

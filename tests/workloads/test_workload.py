@@ -88,7 +88,6 @@ def test_replacing_a_field_drops_the_name_unless_only_the_dtype_changes():
         ({"q_len": 8, "mask": Document((3, 4))}, "Document lengths sum to 7, but q_len is 8 and kv_len 8"),
         ({"q_len": 8, "mask": Neighborhood((3, 3), (2, 2))}, "holds 9 tokens, but q_len is 8"),
         ({"q_lens": (3,), "bias": "hqk"}, "cannot be combined with Document, Neighborhood, BooleanMask or bias"),
-        ({"q_lens": (3,), "kv_pages": 16}, "cannot be combined with kv_pages; use q_len"),
         ({"q_len": 8, "score_mod": lambda s: s}, "score_mod must be a function of (score, b, h, q_idx, kv_idx)"),
     ],
 )

@@ -10,6 +10,7 @@ from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -25,7 +26,7 @@ class Eager(Backend):
     needs = "any device"
     capabilities = Capabilities(
         masks=frozenset(MASKS),
-        features=frozenset(FEATURES) - {"packed"},
+        features=frozenset(FEATURES) - {"packed", "packed pages", "cached"},
         dtypes=("bfloat16", "float16", "float32"),
         head_dim=None,
         head_dim_step=1,
@@ -46,7 +47,7 @@ class Eager(Backend):
         scale, group = w.softmax_scale, w.group
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k, v = _gather(inputs, k, v)
+            k, v = _gather(inputs, *canonical(inputs.workload, k, v))
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()
             scores = _modify(scores, inputs, alibi)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
-from pytest_attn.backends.flash_attention import FlashAttention
+from pytest_attn.backends.flash_attention import FlashAttention, without_lse
 from pytest_attn.backends.layouts import in_bshd, not_decoding_because
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -37,18 +38,18 @@ class Flash2(FlashAttention):
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(
         masks=frozenset(("bottom-right", "window", "documents")),
-        features=_SCORE | {"packed", "padded", "paged", "backward"},
+        features=_SCORE | {"packed", "padded", "paged", "packed pages", "backward"},
     )
     tunable = frozenset(("num_splits",))
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
         """Into how many parts the keys of a page table are split; by default the library's heuristic decides."""
-        return _SPLITS if workload.kv_pages else ()
+        return _SPLITS if workload.kv_pages and not workload.is_packed else ()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what this build was made without, in its own words, and pages of another size."""
-        if self.configuration and not workload.kv_pages:
-            return ["splits the keys of a page table only"]
+        if self.configuration and (not workload.kv_pages or workload.is_packed):
+            return ["splits the keys of a page table only, for queries of one length"]
         if workload.kv_pages and workload.kv_pages.size % _PAGE_STEP:
             return [f"takes pages of a multiple of {_PAGE_STEP} tokens, not {workload.kv_pages.size}"]
         reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
@@ -60,11 +61,14 @@ class Flash2(FlashAttention):
 
 
 class Flash2KvCache(Flash2):
-    """flash_attn_with_kvcache as a language model generates: each call appends one token and attends with one query."""
+    """flash_attn_with_kvcache as a language model generates: each call appends one token and attends with one query.
+
+    Where the workload says what is cached, one call appends all new keys to a cache that holds the others.
+    """
 
     name = "flash2_kvcache"
     variants = ()
-    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_SCORE)
+    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_SCORE | {"cached"})
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
         """Into how many parts the keys are split; by default the library's heuristic decides."""
@@ -81,6 +85,8 @@ class Flash2KvCache(Flash2):
 
         function, options, w = self.source.load().flash_attn_with_kvcache, self.options(inputs), inputs.workload
         prompt = w.kv_len - w.q_len
+        if w.cached:
+            return in_bshd(partial(_append, inputs, function, options))
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
@@ -93,6 +99,13 @@ class Flash2KvCache(Flash2):
             return torch.cat(rows, 1)
 
         return in_bshd(call)
+
+
+def _append(inputs: Inputs, function: Any, options: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Have the library append the new keys, at the end of the prefix, and attend; tensors are (batch, rows, heads, dim)."""
+    split = split_cache(inputs, k, v, "bshd")
+    out = function(q, split.k_cache, split.v_cache, split.k_new, split.v_new, cache_seqlens=split.cache_seqlens, **options)
+    return without_lse(out)
 
 
 @cache

@@ -17,13 +17,14 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask
+from pytest_attn.workloads.page_lists import page_lists
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
 
-_FEATURES = frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged"))
+_FEATURES = frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "packed pages", "page layouts"))
 #: (head_dim, v_head_dim) that both templates are written for
 _HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _DIMS = (64, 128, 192, 256)
@@ -98,13 +99,17 @@ class FlashInferFa2(LibraryBackend):
     def _paged(self, inputs: Inputs) -> AttentionFn:
         import torch
 
-        w = inputs.workload
+        w, ends_q = inputs.workload, inputs.cu_seqlens
         assert w.kv_pages is not None
-        wrapper = self.source.load().BatchPrefillWithPagedKVCacheWrapper(_scratch(inputs), "NHD", backend=self.template)
-        ends_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
-        wrapper.plan(ends_q, *_page_lists(inputs), w.heads, w.kv_heads, w.head_dim, w.kv_pages.size, **_options(inputs))
+        layout = w.kv_pages.layout
+        wrapper = self.source.load().BatchPrefillWithPagedKVCacheWrapper(_scratch(inputs), layout, backend=self.template)
+        if ends_q is None:
+            ends_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
+        wrapper.plan(ends_q, *page_lists(inputs), w.heads, w.kv_heads, w.head_dim, w.kv_pages.size, **_options(inputs))
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if w.is_packed:
+                return wrapper.run(q, (k, v))
             out = wrapper.run(q.transpose(1, 2).flatten(0, 1), (k, v))
             return out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
 
@@ -163,7 +168,7 @@ def _options(inputs: Inputs) -> dict[str, Any]:
 
 def _needs_custom_mask(w: Workload) -> bool:
     """Whether causal (aligned to the last key) and window_left cannot say the mask."""
-    padded = w.kv_lens is not None and not w.is_packed
+    padded = w.kv_lens is not None and not w.packs_keys
     if isinstance(w.mask, Document):
         return padded
     if isinstance(w.mask, Causal) and not w.mask.bottom_right and padded:
@@ -192,21 +197,6 @@ def _custom_mask(inputs: Inputs) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _page_lists(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where each sequence's pages end in a list of all pages, that list, and the tokens of each last page."""
-    import torch
-
-    w = inputs.workload
-    assert w.kv_pages is not None
-    assert inputs.kv_lens is not None
-    assert inputs.page_table is not None
-    size, lengths = w.kv_pages.size, inputs.kv_lens
-    pages = (lengths + size - 1) // size
-    ends = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).to(torch.int32)
-    is_used = torch.arange(inputs.page_table.shape[1], device=inputs.device) < pages[:, None]
-    return ends, inputs.page_table[is_used], lengths - (pages - 1).clamp(min=0) * size
-
-
 def _scratch(inputs: Inputs) -> torch.Tensor:
     import torch
 
@@ -219,13 +209,15 @@ def _head_dim_refusals(w: Workload) -> list[str]:
         return [f"has no kernel for head_dim {w.head_dim} with v_head_dim {w.v_head_dim}"]
     if w.kv_pages and w.head_dim != w.v_head_dim:
         return ["needs v_head_dim equal to head_dim where keys are paged"]
+    if w.kv_pages and (w.kv_pages.fused or w.kv_pages.sliced):
+        return ["is given contiguous pools of keys and of values, (pages, size, kv_heads, head_dim) or HND"]
     return []
 
 
 def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
     if not _needs_custom_mask(w):
         return []
-    if w.kv_lens is not None and not w.is_packed:
+    if w.kv_lens is not None and not w.packs_keys:
         return ["takes padded and paged keys with masks up to the last key only (bottom-right causal, or right=0)"]
     entries = sum(rows * keys for rows, keys in sequence_lengths(w))
     if entries > _MOST_MASK_ENTRIES:

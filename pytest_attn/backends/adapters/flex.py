@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, needs_cuda
-from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
+from pytest_attn.backends.capabilities import FEATURES, MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
 from pytest_attn.backends.compiled import compilation_of, compile_kernel
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ALL_BUT_PAGES = Capabilities(
     masks=frozenset(MASKS),
-    features=frozenset(FEATURES) - {"paged"},
+    features=frozenset(FEATURES) - {"paged", "packed pages", "page layouts", "cached", "left-padded"},
     dtypes=("bfloat16", "float16", "float32"),
     head_dim=None,
     head_dim_step=1,
@@ -97,6 +97,8 @@ class Flex(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse pages, and on a CPU what torch refuses there."""
         reasons = ["reads no page table"] if workload.kv_pages else []
+        reasons += [NO_CACHE] if workload.cached else []
+        reasons += [NO_LEFT_PADDING] if workload.pad == "left" else []
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")

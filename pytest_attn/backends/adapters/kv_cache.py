@@ -10,6 +10,7 @@ from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import not_decoding_because
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload
@@ -26,7 +27,7 @@ class KvCache(Backend):
     needs = "CPU, CUDA or XPU"
     capabilities = Capabilities(
         masks=frozenset(("bottom-right", "window")),
-        features=frozenset(("scale", "grouped heads")),
+        features=frozenset(("scale", "grouped heads", "cached")),
         dtypes=("bfloat16", "float16", "float32"),
         head_dim=None,
         head_dim_step=1,
@@ -60,8 +61,12 @@ class KvCache(Backend):
         prompt = w.kv_len - w.q_len
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
-            cache_k[:, :, :prompt], cache_v[:, :, :prompt] = k[:, :, :prompt], v[:, :, :prompt]
+            if w.cached:
+                split = split_cache(inputs, k, v)
+                cache_k, cache_v = split.k_cache, split.v_cache
+            else:
+                cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
+                cache_k[:, :, :prompt], cache_v[:, :, :prompt] = k[:, :, :prompt], v[:, :, :prompt]
             rows = []
             for step in range(w.q_len):
                 now = prompt + step

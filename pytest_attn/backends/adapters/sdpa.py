@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend, half_precision_only
-from pytest_attn.backends.capabilities import MASKS, Capabilities
+from pytest_attn.backends.capabilities import MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
@@ -179,6 +179,10 @@ def _not_expressible(w: Workload) -> list[str]:
         reasons.append("takes no packed sequences")
     if w.kv_pages:
         reasons.append("reads no page table")
+    if w.cached is not None:
+        reasons.append(NO_CACHE)
+    if w.pad == "left":
+        reasons.append(NO_LEFT_PADDING)
     if w.softcap is not None:
         reasons.append("has no softcap")
     if w.sinks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None
     if mark.dtypes or dtypes:
         scope["dtypes"] = [d for d in mark.dtypes if not dtypes or d in dtypes] if mark.dtypes else list(dtypes)
     if mark.layout == "thd":
-        scope["layouts"] = ("packed",)
+        scope["layouts"] = [layout for layout in scope.get("layouts", ("packed",)) if "packed" in layout]
     return {**scope, "backward": mark.backward}
 
 
@@ -59,8 +60,14 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     scope["layouts"] = list(dict.fromkeys(map(_layout, named)))
     scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
     scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
-    if sizes := {w.kv_pages.size for w in named if w.kv_pages}:
-        scope["page_sizes"] = sorted(sizes)
+    if pages := {w.kv_pages for w in named if w.kv_pages}:
+        drawn = {dataclasses.replace(one, pool=None) for one in pages}  # as many as are needed
+        in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
+        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
+    if all(w.cached for w in named):
+        scope["cached"] = True
+    if all(w.pad == "left" for w in named):
+        scope["pad"] = "left"
     return scope
 
 
@@ -75,7 +82,7 @@ def _kind(workload: Workload) -> object:
 
 def _layout(workload: Workload) -> str:
     if workload.kv_pages:
-        return "paged"
+        return "packed pages" if workload.is_packed else "paged"
     return "packed" if workload.is_packed else "padded" if workload.kv_lens is not None else "plain"
 
 

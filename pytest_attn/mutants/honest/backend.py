@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.workloads.cached import appended
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -38,7 +39,7 @@ class KernelBackend(Backend):
         """Close over the inputs."""
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            out, lse = self.kernel(inputs, q, k, v)
+            out, lse = self.kernel(inputs, q, *appended(inputs, k, v))
             return (out, lse) if self.returns_lse else out
 
         return call

@@ -66,11 +66,14 @@ class Memory:
     def lengths(self, call: Call, batch: int) -> Extent:
         """Return how long a batch entry is, and where it begins."""
         w, inputs = call.workload, call.inputs
-        if inputs.cu_seqlens is not None and inputs.cu_seqlens_kv is not None:
-            q_start, q_stop = inputs.cu_seqlens[batch : batch + 2].tolist()
-            kv_start, kv_stop = inputs.cu_seqlens_kv[batch : batch + 2].tolist()
-            return Extent(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
-        return Extent(0, w.q_len, 0, w.kv_len if inputs.kv_lens is None else int(inputs.kv_lens[batch]))
+        kv_len = w.kv_len if inputs.kv_lens is None else int(inputs.kv_lens[batch])
+        if inputs.cu_seqlens is None:
+            return Extent(0, w.q_len, 0, kv_len)
+        q_start, q_stop = inputs.cu_seqlens[batch : batch + 2].tolist()
+        if inputs.cu_seqlens_kv is None:
+            return Extent(q_start, q_stop - q_start, 0, kv_len)
+        kv_start, kv_stop = inputs.cu_seqlens_kv[batch : batch + 2].tolist()
+        return Extent(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from fakes import install, uninstall
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -14,6 +15,10 @@ H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu
 FILES = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "flash2.py"}
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 DECODE = W.replace(q_len=3, mask="causal-bottom-right")
+PACKED_PAGES = Workload(
+    q_lens=(5, 0, 9), kv_lens=(300, 20, 9), kv_pages=Pages(256), heads=2, head_dim=32, mask="causal-bottom-right"
+)
+CACHED = Workload(9, cached=31, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right")
 
 
 @pytest.fixture
@@ -38,6 +43,7 @@ def flash2(monkeypatch, tmp_path):
         (W.replace(kv_len=48, mask=Document((30, 11, 7))), True),
         (Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal"), True),
         (W.replace(q_len=1, kv_len=600, kv_pages=Pages(256), kv_lens=(600, 77)), False),
+        (PACKED_PAGES, False),
     ],
     ids=lambda value: value.id if isinstance(value, Workload) else "",
 )
@@ -51,6 +57,24 @@ def test_it_says_the_workload_in_the_words_of_the_library(flash2, workload, back
 def test_decoding_appends_to_the_librarys_cache(flash2):
     flash2()
     assert judge(Registry()["flash2_kvcache"], CheckSpec(DECODE, CPU), ReferenceCache()).passed
+
+
+def test_the_library_appends_new_keys_to_a_cached_prefix(flash2):
+    flash2()
+    assert judge(Registry()["flash2_kvcache"], CheckSpec(CACHED, CPU), ReferenceCache()).passed
+
+
+def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
+    from fakes import HERE
+
+    written = "v_cache[:, cache_seqlens : cache_seqlens + v.shape[1]] = v"
+    source = (HERE / "flash2.py").read_text()
+    assert written in source
+    flash2(**{"flash_attn/flash_attn_interface.py": source.replace(written, f"{written}.flip(1)")})
+    with pytest.raises(
+        ContractError, match="of v_cache, where the new key 31 of batch entry 0 belongs, holds that of the new"
+    ):
+        judge(Registry()["flash2_kvcache"], CheckSpec(CACHED, CPU), ReferenceCache())
 
 
 def test_another_alignment_in_the_library_is_found(flash2):
@@ -72,6 +96,9 @@ def test_another_alignment_in_the_library_is_found(flash2):
         (W.replace(bias="hqk"), "has no additive bias"),
         (W.replace(sinks=True), "has no sinks"),
         (W.replace(kv_pages=Pages(16)), "takes pages of a multiple of 256 tokens, not 16"),
+        (PACKED_PAGES.replace(kv_pages=Pages(256, "HND")), "takes contiguous pools (pages, size, kv_heads, head_dim) only"),
+        (W.replace(kv_lens=(80, 33), pad="left"), "takes no keys padded on the left"),
+        (CACHED, "takes no cached prefix beside new keys"),
     ],
 )
 def test_it_refuses_what_the_library_has_no_words_for(flash2, workload, reason):

@@ -67,6 +67,8 @@ BOTH = [
     PACKED.replace(mask="causal-bottom-right"),
     W.replace(q_len=2, kv_len=70, kv_pages=Pages(16), kv_lens=(70, 33), mask="causal-bottom-right"),
     W.replace(q_len=2, kv_len=70, kv_pages=Pages(1), kv_lens=(70, 0), scale=0.2),
+    PACKED.replace(kv_pages=Pages(16), mask="causal-bottom-right"),
+    PACKED.replace(kv_pages=Pages(8, "HND", pool=40), q_lens=(5, 0, 9), mask=Window(9, 0)),
 ]
 ONLY_FA2 = [
     W.replace(mask="causal"),
