@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,6 +112,12 @@ class CaseTensors:
         """Page numbers of each batch entry, (batch, pages per sequence), int32."""
         return self._inputs.page_table
 
+    def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a kernel to work in, filled with NaN, or with the largest number of an integer dtype."""
+        from pytest_attn.correctness.poison import poisoned
+
+        return poisoned(tuple(shape), dtype, self.device)
+
     @cached_property
     def reference(self) -> ReferenceTensors:
         """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
@@ -119,8 +126,8 @@ class CaseTensors:
             raise ValueError(f"{self._workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
         tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
         return ReferenceTensors(
-            self._in_layout(tensors["out"]),
-            tensors["lse"],
+            self._as_returned("out", self._spec.in_layout(tensors["out"])),
+            self._as_returned("lse", tensors["lse"]),
             *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
         )
 
@@ -164,6 +171,7 @@ class CaseTensors:
             limits=settings.limits,
             empty_rows=mark.empty_rows,
             contiguous=mark.contiguous,
+            signature=mark.signature,
         )
 
     @property
@@ -190,4 +198,11 @@ class CaseTensors:
         return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
 
     def _in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:
-        return self._spec.in_layout(tensor, is_kv)
+        spec = self._spec
+        tensor = spec.in_layout(tensor, is_kv)
+        return tensor if spec.signature is None else spec.signature.given(tensor, spec.workload, is_kv)
+
+    def _as_returned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result of the judgment as the marker says that a callable returns it."""
+        signature = self._spec.signature
+        return tensor if signature is None else signature.declared(name, tensor, self._workload.is_packed)

@@ -32,7 +32,7 @@ def call_kernel(
     kept = [spec.in_layout(t, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
     laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
     given = [t.requires_grad_(spec.backward) for t in laid]
-    names = ("out", "lse") if spec.returns_lse else ("out",)
+    names = spec.results
     empty_rows = EmptyRows(pristine, spec.empty_rows)
     with nullcontext() if spec.backward else torch.no_grad():
         result = kernel(*given)
@@ -49,8 +49,8 @@ def call_kernel(
         for name, now, before in zip("qkv", given, kept, strict=True)
         if not torch.equal(now.detach(), before)
     }
-    as_they_are = ("lse", *(f"d{name}" for name in spec.parameters))
-    native = {name: t if name in as_they_are else spec.in_layout(t) for name, t in tensors.items()}
+    laid_out = ("out", "dq", "dk", "dv")
+    native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
 
 

@@ -58,8 +58,9 @@ class WholeCase:
         largest = 0.0
         for one in self.returned:
             inputs, backward = one.reference.inputs, "dq" in one.tensors
+            of = one.reference
             reference = compute_reference(
-                inputs, profile, backward=backward, workload=self.workload, parameters=one.reference.parameters
+                inputs, profile, backward=backward, workload=self.workload, parameters=of.parameters, extra=of.extra
             )
             for row in compare_all(one.distribution, one.tensors, reference, self.workload, self.limits):
                 if not row.passed:

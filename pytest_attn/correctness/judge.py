@@ -19,6 +19,7 @@ from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.signed import as_out
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, StridePattern, refusals
 
@@ -51,6 +52,7 @@ def judge(
 
 def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_evidence: bool = False) -> Comparison:
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
+    out = out if spec.signature is None else as_out(out, spec.signature, reference.inputs)
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
     empty_rows = EmptyRows(reference.inputs, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})

@@ -43,8 +43,8 @@ def _claims(reference: Reference, case: WholeCase) -> Iterator[tuple[Suggestion,
     """Yield what lse may be, the cheapest to find out first."""
     w = case.workload
     for factor, words in (
-        (1 / math.log(2), "log2 e: it is in base 2"),
-        (math.log(2), "ln 2: it was converted from base 2 twice"),
+        (1 / math.log(2), "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"),
+        (math.log(2), "ln 2: it was converted from base 2 twice, or is natural where lse_base=2 is said"),
         (-1.0, "-1"),
     ):
         yield Suggestion("lse base", {"factor": words}), partial(_is_multiple, factor)

@@ -8,6 +8,7 @@ How a workload is cut is in `blocks.py`, what is done with each block in `passes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -51,6 +52,11 @@ class Reference:
         return self.given or self.inputs
 
     @property
+    def extra(self) -> tuple[str, ...]:
+        """Which of "weights" and "max" are there beside out and lse."""
+        return tuple(name for name in ("weights", "max") if name in self.tensors)
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by the expected tensors."""
         return sum(expected.nbytes for expected in self.tensors.values())
@@ -82,8 +88,11 @@ def compute_reference(
     rows: torch.Tensor | None = None,
     workload: Workload | None = None,
     parameters: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (),
 ) -> Reference:
     """Compute exact attention and its budget for `inputs`. parameters: of which gradients are wanted as well.
+
+    extra: "weights" and "max" where these are wanted beside out and lse.
 
     `rows` restricts the query rows (forward only); by default long workloads choose their own sample. `workload` replaces
     the semantics (mask, scale, ...) while the tensors stay: so a diagnosis asks what another attention would have given.
@@ -100,6 +109,7 @@ def compute_reference(
         keys = _sample(w.kv_len, device) if backward else None
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
+        _allocate_extra(reference, w, extra)
         sums = sums_of(parameters, w, device)
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
@@ -157,6 +167,15 @@ def _allocate(
         reference.tensors["dq"] = expected(w.heads, q_total, w.head_dim, rows)
         reference.tensors["dk"] = expected(w.kv_heads, kv_total, w.head_dim, keys)
         reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
+
+
+def _allocate_extra(reference: Reference, w: Workload, extra: tuple[str, ...]) -> None:
+    lse = reference.tensors["lse"]
+    if "max" in extra:
+        reference.tensors["max"] = Expected(lse.value.new_full(lse.value.shape, -math.inf), lse.tau.clone(), lse.rows)
+    if "weights" in extra:
+        shape = (*lse.value.shape, w.kv_len)
+        reference.tensors["weights"] = Expected(lse.value.new_zeros(shape), lse.tau.new_zeros(shape), lse.rows)
 
 
 def segments_of(

@@ -171,10 +171,10 @@ class Probe:
         self.count.calls += 1
         with self.calling(), nullcontext() if self.backward else torch.no_grad():
             result = kernel(*leaves)
-        names = ("out", "lse") if spec.returns_lse else ("out",)
+        names = spec.results
         empty = Reference(self.inputs, spec.profile)
         handed_out = check_contract(result, names, empty, self.workload, spec.layout)
-        by_name = dict(zip(names, handed_out, strict=True))
+        by_name = {name: t for name, t in zip(names, handed_out, strict=True) if name not in spec.extra}
         return StartedCall(spec, self.calling, leaves, by_name, tensors.dout, self.empty_rows)
 
     # -- other workloads -----------------------------------------------------------------------------------------------

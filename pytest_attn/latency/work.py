@@ -169,7 +169,7 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
     """Return the work of a subject on the spec's workload, in the layout that it takes."""
     spec = spec.for_subject(subject)
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
-    kernel = subject.prepare(inputs, backward=direction != "forward")
+    kernel = subject.prepare_timed(inputs, backward=direction != "forward")
     tensors = [spec.in_layout(inputs.q), spec.in_layout(inputs.k, is_kv=True), spec.in_layout(inputs.v, is_kv=True)]
     empty_rows = EmptyRows(inputs, spec.empty_rows)
 
