@@ -22,6 +22,7 @@ from pytest_attn.correctness.online_mistakes import blind_tile
 from pytest_attn.correctness.out_mistakes import name_out
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.traces import traces_of
+from pytest_attn.workloads.heads import repeated
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,7 @@ def _is_mean_of_v(got: torch.Tensor, bad: torch.Tensor, reference: Reference) ->
     if w.is_packed:
         return False
     v = reference.inputs.gathered()[1].double()
-    mean = v.mean(2, keepdim=True).repeat_interleave(w.group, 1).expand(got.shape)
+    mean = repeated(v.mean(2, keepdim=True), w).expand(got.shape)
     near = 2 * torch.finfo(got.dtype).eps * (mean.abs() + v.square().mean().sqrt() / v.shape[2] ** 0.5)
     counted = (w.kv_len, *(-(-w.kv_len // tile) * tile for tile in TILES))  # with the zeros that fill up the last tile
     return any(bool(((got.double() - mean * (w.kv_len / n)).abs() <= near)[bad].all()) for n in counted)

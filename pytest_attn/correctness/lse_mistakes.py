@@ -16,6 +16,7 @@ from pytest_attn.correctness.exact import modify, scaled_scores
 from pytest_attn.correctness.mistakes import Other, likely_mistakes
 from pytest_attn.correctness.out_mistakes import fitting_profiles
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
+from pytest_attn.workloads.heads import ungrouped
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,7 @@ def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:
         chunk = Chunk(block, rows)
         scores, _ = modify(scaled_scores(chunk), chunk)
         maxima[:, :, segment.q_start : segment.q_start + len(rows)] = scores.amax(-1)
-    sinks = reference.inputs.sinks
+    maxima, sinks = ungrouped(maxima, w), reference.inputs.sinks
     if with_sinks and sinks is not None:
         maxima = maxima.maximum(sinks.to(device).double()[:, None])
     return maxima if exact.rows is None else maxima[:, :, exact.rows]

@@ -18,7 +18,7 @@ from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_of, sums_of
 from pytest_attn.correctness.passes import compute_block
-from pytest_attn.correctness.rounding import Rounding
+from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -114,9 +114,17 @@ def compute_reference(
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
                 compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
-        for name, value, variance in rounded(sums, Rounding(precision, w.dtype), w.batch * w.q_len):
+        for name, value, variance in rounded(sums, precision, w):
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
+        _ungroup(reference, w)
     return reference
+
+
+def _ungroup(reference: Reference, w: Workload) -> None:
+    """Put the query heads of all results in their own order."""
+    for name, expected in reference.tensors.items() if is_interleaved(w) else ():
+        if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:
+            expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
 
 
 def score_elements(w: Workload) -> int:
@@ -188,6 +196,7 @@ def segments_of(
     """Yield the sequences of equal length: one segment, or as many as there are packed sequences."""
     k, v = inputs.gathered()
     q, k, v, dout = (heads_first(t, w).to(device) for t in (inputs.q, k, v, inputs.dout))
+    q, dout = grouped(q, w), grouped(dout, w)
     if not w.is_packed:
         mask_mod = Inputs.mask_mod(_with_workload(inputs, w))
         yield Segment(w, inputs, q, k, v, dout, mask_mod, rows=rows, keys=keys)

@@ -65,7 +65,8 @@ def workloads(
     layouts: out of LAYOUT_KINDS. features: out of FEATURES. max_rows: the longest q_len and kv_len.
     head_dims: of keys and values alike, or a pair (head_dim, v_head_dim).
     backward: leave out what has no gradient, which is paged keys.
-    fixed: a value that every draw has, for q_len, softcap, scale, bias, alibi, sinks or score_mod, e.g. softcap=20.0.
+    fixed: a value that every draw has, for q_len, softcap, scale, bias, alibi, sinks, score_mod, head_groups or
+    bias_before_softcap, e.g. softcap=20.0.
 
     Raises ValueError for what is unknown, or where nothing legal is left.
     """

@@ -37,6 +37,12 @@ def require_flag(field: str, value: object) -> None:
         raise ValueError(f"Workload: {field} must be True or False, got {value!r}")
 
 
+def require_one_of(field: str, value: object, known: tuple[object, ...]) -> None:
+    """Refuse what is not one of the known values; True and False are no numbers."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise ValueError(f"Workload: {field} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
 def require_positive_or_none(field: str, value: object) -> None:
     """Refuse what is neither None nor a finite number > 0."""
     if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):

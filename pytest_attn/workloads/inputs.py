@@ -21,8 +21,9 @@ class Inputs:
     """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
 
     q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages.
-    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise.
-    alibi_slopes: (heads,) float32. cu_seqlens, cu_seqlens_kv: (batch + 1,) int32, where packed.
+    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise or in their own dtype.
+    alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
+    cu_seqlens, cu_seqlens_kv: (batch + 1,) int32, where packed.
     kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
     """
 
@@ -94,9 +95,13 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, torch
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
         made["bias"] = draw.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        made["sinks"] = draw.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
+        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), device)
+        made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
         made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
+    if w.alibi == "batch":
+        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=device)
+        made["alibi_slopes"] = made["alibi_slopes"] * steps[:, None]
     if w.q_lens and w.kv_lens:
         for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens)):
             ends = torch.tensor((0, *lengths)).cumsum(0)

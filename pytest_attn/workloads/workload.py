@@ -15,9 +15,11 @@ from pytest_attn.workloads.fields import (
     require_bias,
     require_count,
     require_flag,
+    require_one_of,
     require_positive_or_none,
 )
 from pytest_attn.workloads.functions import require_parameters
+from pytest_attn.workloads.heads import HEAD_GROUPS
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
 from pytest_attn.workloads.pages import Pages
@@ -39,10 +41,12 @@ class Workload:
     The order of the score's steps is fixed: scale, softcap (cap * tanh(score / cap)), bias, ALiBi
     (-slope_h * |i + kv_len - q_len - j|, slope_h = 2 ** (-8 (h + 1) / heads)), score_mod, mask; a sink is one more logit
     per head in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
+    `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` has
+    sinks of that dtype, whatever the workload's.
 
     Shapes (layout "bhsd"): q (batch, heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim),
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
-    Query head h uses key head h // (heads // kv_heads).
+    Query head h uses key head h // (heads // kv_heads), with head_groups="interleaved" h % kv_heads.
 
     `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
     `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
@@ -64,13 +68,15 @@ class Workload:
     softcap: float | None = None
     scale: float | None = None
     bias: str | None = None
-    alibi: bool = False
-    sinks: bool = False
+    alibi: bool | str = False
+    sinks: bool | str = False
     score_mod: ScoreMod | None = None
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
     kv_pages: Pages | None = None
     name: str | None = None
+    head_groups: str = "contiguous"
+    bias_before_softcap: bool = False
 
     def __post_init__(self) -> None:
         self._settle_lengths()
@@ -84,8 +90,10 @@ class Workload:
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "mask", as_mask(self.mask))
-        for field in ("alibi", "sinks"):
-            require_flag(field, getattr(self, field))
+        require_one_of("alibi", self.alibi, (False, True, "batch"))
+        require_one_of("sinks", self.sinks, (False, True, *DTYPES))
+        require_one_of("head_groups", self.head_groups, HEAD_GROUPS)
+        require_flag("bias_before_softcap", self.bias_before_softcap)
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
         if isinstance(self.kv_pages, int) and not isinstance(self.kv_pages, bool):
@@ -135,6 +143,8 @@ class Workload:
             require_positive_or_none(field, getattr(self, field))
         if self.bias is not None:
             require_bias(self.bias)
+        if self.bias_before_softcap and (self.bias is None or self.softcap is None):
+            raise ValueError("Workload: bias_before_softcap needs a bias and a softcap")
         if self.score_mod is not None:
             if not callable(self.score_mod):
                 raise ValueError(f"Workload: score_mod must be a function, got {self.score_mod!r}")
@@ -189,6 +199,8 @@ class Workload:
         for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
             if leader in changes and getattr(self, leader) == getattr(self, follower):
                 changes.setdefault(follower, None)
+        if self.bias_before_softcap and not (changes.get("bias", self.bias) and changes.get("softcap", self.softcap)):
+            changes.setdefault("bias_before_softcap", False)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
