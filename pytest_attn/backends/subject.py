@@ -118,6 +118,8 @@ class Subject(ABC):
         """Say why a case cannot run: no gradient, unavailable, device too small, workload refused; None if it is claimed."""
         if reason := _no_gradient(workload, backward) or self.unavailable_because(machine):
             return reason
+        if workload.dropout and self.is_backend:
+            return f"cannot say which probabilities it dropped (dropout={workload.dropout:g})"
         if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
             return reason
         with quiet(), current(machine.device):

@@ -120,7 +120,12 @@ class CaseTensors:
 
     @cached_property
     def reference(self) -> ReferenceTensors:
-        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
+        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed.
+
+        So it does with dropout.
+        """
+        if self._workload.dropout:
+            raise ValueError("with dropout, exact results depend on what a kernel has dropped; use attn.check, which asks it")
         reference = self._reference
         if reference.is_sampled:
             raise ValueError(f"{self._workload.id} is long: only sampled rows are exact; use attn.check, which compares these")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -34,7 +35,7 @@ def call_kernel(
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.empty_rows)
-    with nullcontext() if spec.backward else torch.no_grad():
+    with seeded(spec), nullcontext() if spec.backward else torch.no_grad():
         result = kernel(*given)
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
     tensors = dict(zip(names, handed_out, strict=True))

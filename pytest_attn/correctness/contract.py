@@ -67,7 +67,7 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
     if tuple(tensor.shape) != shape:
         raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{hint}")
     own, wide = getattr(torch, inputs.workload.dtype), (torch.float32, torch.float64)
-    dtypes = {"out": (own,), "weights": (own, *wide)}.get(name, wide)
+    dtypes = {"out": (own,), "weights": (own, *wide), "keep": (torch.bool,)}.get(name, wide)
     if tensor.dtype not in dtypes:
         raise ContractError(f"{name} has dtype {tensor.dtype}; expected {dtypes[0]}")
     if tensor.device != inputs.q.device:
@@ -83,7 +83,7 @@ def native_shape(name: str, w: Workload) -> tuple[int, ...]:
         return (heads, total) if name in ("lse", "max") else (total, heads, dim)
     if name in ("lse", "max"):
         return (w.batch, w.heads, w.q_len)
-    if name == "weights":
+    if name in ("weights", "keep"):
         return (w.batch, w.heads, w.q_len, w.kv_len)
     if name in ("dk", "dv", "k", "v"):
         return (w.batch, w.kv_heads, w.kv_len, w.head_dim if name in ("dk", "k") else w.v_head_dim)

@@ -45,6 +45,16 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
     return scores, slope
 
 
+def kept_share(chunk: Chunk) -> torch.Tensor | None:
+    """Return what dropout multiplies each probability by: 0, or 1 / (1 - dropout), (n, heads, rows, keys); None without it."""
+    block, w = chunk.block, chunk.block.workload
+    keep = block.segment.inputs.keep
+    if keep is None or not w.dropout:
+        return None
+    kept = keep.to(chunk.q.device)[block.batches, block.head_index.flatten()][:, :, chunk.rows][..., chunk.keys]
+    return kept.double() / (1 - w.dropout)
+
+
 def before_softcap(scores: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return scaled scores (n, heads, rows, keys) with the bias where it comes before the softcap, else as they are."""
     bias = chunk.block.segment.inputs.bias

@@ -81,6 +81,12 @@ def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callabl
     def with_tensor(name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Other]:
         return lambda: (_replaced(inputs, name, changed(getattr(inputs, name))), w)
 
+    if w.dropout and inputs.keep is not None:
+        yield "without dropout", lambda: (dataclasses.replace(inputs, keep=None), w)
+        yield "whose dropout takes True in the keep mask for dropped", with_tensor("keep", lambda keep: ~keep)
+        text = "whose dropout does not divide what is left by 1 - dropout"
+        yield text, with_tensor("v", lambda v: v.double() * (1 - w.dropout))
+        yield "whose dropout divides twice by 1 - dropout", with_tensor("v", lambda v: v.double() / (1 - w.dropout))
     of_key_head = key_heads(w)
     if w.bias:
         yield "whose bias is scaled like the scores", with_tensor("bias", lambda bias: bias.double() * w.softmax_scale)

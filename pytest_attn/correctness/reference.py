@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 #: Score elements (heads * q_len * kv_len) above which rows and keys are sampled.
 _FULL_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 33}
 _SAMPLED_ROWS = 2048
+#: results that are compared beside out and lse where a kernel returns them
+EXTRA = ("weights", "max")
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Reference:
     @property
     def extra(self) -> tuple[str, ...]:
         """Which of "weights" and "max" are there beside out and lse."""
-        return tuple(name for name in ("weights", "max") if name in self.tensors)
+        return tuple(name for name in EXTRA if name in self.tensors)
 
     @property
     def nbytes(self) -> int:

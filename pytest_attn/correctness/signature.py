@@ -12,8 +12,9 @@ from pytest_attn.workloads.workload import LAYOUTS, Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: what a callable may return: all but "ignored" are compared. "max": the largest scaled score of each row
-RESULTS = ("out", "lse", "weights", "max")
+#: what a callable may return: all but "ignored" are compared. "max": the largest scaled score of each row; "keep": which
+#: probabilities dropout has left
+RESULTS = ("out", "lse", "weights", "max", "keep")
 IGNORED = "ignored"
 #: layouts without a batch dimension, and the ones that they are a part of
 WITHOUT_BATCH = {"hsd": "bhsd", "shd": "bshd"}
@@ -90,6 +91,8 @@ class Signature:
             return f"layout {without[0]!r} has no batch dimension and needs batch=1; {w.id} has batch={w.batch}"
         if w.is_packed and "weights" in self.returns:
             return f"weights cannot be compared where sequences are packed (q_lens), as in {w.id}; call them 'ignored'"
+        if "keep" in self.returns and not w.dropout:
+            return f"returns names 'keep', the mask of dropout, and {w.id} has none; say Workload(dropout=...)"
         if self.layout == "thd" and not w.is_packed:
             return f"layout 'thd' needs a packed workload (q_lens), {w.id} is not one"
         return ""
@@ -103,7 +106,7 @@ class Signature:
         """Return the dimensions of a result: as the judgment takes it (out in `inner_layout`), and as it is returned."""
         if name == "out":
             return ("thd", "thd") if is_packed else (self.inner_layout, str(self.out_layout))
-        if name == "weights":
+        if name in ("weights", "keep"):
             return "bhsk", "bhsk" if self.has_batch else "hsk"
         order = str(self.lse_layout)
         return ("hs", order.replace("b", "")) if is_packed else ("bhs", order)

@@ -137,14 +137,15 @@ def said_of(name: str, signature: Signature, inputs: Inputs) -> str:
     """Return the words of a signature that say how a result is laid out."""
     if name == "out":
         return "layout='thd'" if inputs.workload.is_packed else f"out_layout={signature.out_layout!r}"
-    return f"layout={signature.layout!r}" if name == "weights" else f"lse_layout={signature.lse_layout!r}"
+    return f"layout={signature.layout!r}" if name in ("weights", "keep") else f"lse_layout={signature.lse_layout!r}"
 
 
 def declared_shape(name: str, signature: Signature, inputs: Inputs) -> tuple[int, ...]:
     """Return the shape in which a signature returns a result."""
     w = inputs.workload
     _, users = signature.letters(name, w.is_packed)
-    native = {"out": "thd" if w.is_packed else "bhsd", "weights": "bhsk"}.get(name, "hs" if w.is_packed else "bhs")
+    of_rows, of_out = ("hs", "thd") if w.is_packed else ("bhs", "bhsd")
+    native = {"out": of_out, "weights": "bhsk", "keep": "bhsk"}.get(name, of_rows)
     sizes = dict(zip(native, native_shape(name, w), strict=True))
     return tuple(sizes[dim] for dim in users)
 

@@ -13,6 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.reference import EXTRA
 from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.signed import SignedSubject
 from pytest_attn.workloads.distributions import distribution_names
@@ -85,7 +86,7 @@ class CheckSpec:
     @property
     def extra(self) -> tuple[str, ...]:
         """The results that are compared beside out and lse."""
-        return tuple(name for name in self.results if name not in ("out", "lse"))
+        return tuple(name for name in self.results if name in EXTRA)
 
     def for_subject(self, subject: Subject) -> CheckSpec:
         """Return the spec with the layout, precision and lse that a subject declares. Raises ValueError for an unknown one."""
@@ -112,6 +113,12 @@ class CheckSpec:
             returns_lse=self.returns_lse,
             within=within,
         )
+        is_callable = isinstance(subject, CallableSubject)
+        if is_callable and self.workload.dropout and "keep" not in self.results:
+            raise ValueError(
+                f"{self.workload.id} drops probabilities: let the callable return which it kept, a boolean"
+                " (batch, heads, q_len, kv_len), and say returns=('out', 'keep')"
+            )
         if self.signature is None or not isinstance(subject, CallableSubject):
             return subject
         return SignedSubject(subject, self.signature, self.empty_rows)

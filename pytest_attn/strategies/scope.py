@@ -29,7 +29,7 @@ FEATURES = (
 HEAD_DIMS = (16, 32, 64, 8, 40, 128)
 PAGE_SIZES = (16, 1, 8)
 #: fields of `Workload` that may be given a value that every draw has
-FIXED = ("q_len", "softcap", "scale", "bias", "alibi", "sinks", "score_mod", "head_groups", "bias_before_softcap")
+FIXED = ("q_len", "softcap", "scale", "bias", "alibi", "sinks", "score_mod", "head_groups", "bias_before_softcap", "dropout")
 
 
 class Place(NamedTuple):

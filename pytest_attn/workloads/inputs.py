@@ -24,6 +24,7 @@ class Inputs:
     bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise or in their own dtype.
     alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
     cu_seqlens, cu_seqlens_kv: (batch + 1,) int32, where packed.
+    keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
     kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
     """
 
@@ -40,6 +41,7 @@ class Inputs:
     cu_seqlens_kv: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
 
     def mask_mod(self) -> MaskMod | None:
         """Return the mask, with padding, as FlexAttention's mask_mod over dense tensors; None where all is visible."""

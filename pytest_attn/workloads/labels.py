@@ -25,6 +25,7 @@ def shape_id(w: Any) -> str:
         "biasfirst" if w.bias_before_softcap else "",
         ("alibi.b" if w.alibi == "batch" else "alibi") if w.alibi else "",
         (f"sinks.{w.sinks}" if isinstance(w.sinks, str) else "sinks") if w.sinks else "",
+        f"dropout{w.dropout:g}" if w.dropout else "",
         f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
         f"page{w.kv_pages.size}" if w.kv_pages else "",
     ]

@@ -14,6 +14,7 @@ from pytest_attn.workloads.fields import (
     dtype_name,
     require_bias,
     require_count,
+    require_dropout,
     require_flag,
     require_one_of,
     require_positive_or_none,
@@ -51,6 +52,7 @@ class Workload:
     `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
     `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
     (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b].
+    `dropout` is the probability with which a kernel drops each softmax weight; the others are divided by 1 - dropout.
     `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
 
     Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
@@ -77,6 +79,7 @@ class Workload:
     name: str | None = None
     head_groups: str = "contiguous"
     bias_before_softcap: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self._settle_lengths()
@@ -100,6 +103,7 @@ class Workload:
             object.__setattr__(self, "kv_pages", Pages(self.kv_pages))
         if self.kv_pages is not None and not isinstance(self.kv_pages, Pages):
             raise ValueError(f"Workload: kv_pages must be Pages(size) or a number of tokens, got {self.kv_pages!r}")
+        require_dropout(self.dropout, self.is_packed)
         self._check_score()
         self._check_mask()
 
