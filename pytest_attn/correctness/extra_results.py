@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import LSE_UNIT, SHARED
+from pytest_attn.backends.precision import LSE_UNIT, SHARED, TINY
 from pytest_attn.correctness.budget import ForwardRows
 from pytest_attn.correctness.rounding import Rounding
 from pytest_attn.correctness.score_noise import ScoreNoise
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def weights_variance(rows: ForwardRows, rounding: Rounding, kv_len: int) -> torch.Tensor:
     """Return the variance of P (n, heads, rows, keys), as a kernel returns it."""
     p, noise_var, lse = rows.p, rows.p_noise_var, rows.lse
-    variance = rounding.of_p(p, kv_len)
+    variance = rounding.of_p(p, kv_len).clamp_(min=TINY**2).mul_(p > 0)
     of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
     shared = of_lse.square_()
     if noise_var is not None:

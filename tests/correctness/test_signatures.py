@@ -220,7 +220,7 @@ def test_contiguous_kernels_get_a_contiguous_dout_in_their_own_layout():
     ("arguments", "said"),
     [
         ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, got 'sbhd'"),
-        ({"returns": ("out", "logits")}, "returns must be one of out, lse, weights, max, ignored, got 'logits'"),
+        ({"returns": ("out", "logits")}, "returns must be one of out, lse, weights, max, keep, ignored, got 'logits'"),
         ({"returns": ("lse",)}, "returns must name 'out'"),
         ({"returns": ("out", "lse", "lse")}, "twice"),
         ({"returns": ()}, "returns must be names"),
@@ -252,3 +252,7 @@ def test_plain_forms_have_no_signature():
 def test_what_is_timed_is_the_callable_alone():
     assert pytest_attn.measure(writing, W, takes_out=True, cpu_threads=1).p50 > 0
     assert pytest_attn.measure(batchless, W, backward=True, cpu_threads=1, **BATCHLESS).p50 > 0
+
+
+def test_weights_that_float32_cannot_hold_are_0():
+    pytest_attn.check(everything, W, returns=EVERYTHING, inputs="large")
