@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from pytest_attn.backends.backend import Backend
@@ -14,6 +14,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.signature import signature_of
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport
@@ -39,6 +40,11 @@ def check(
     precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
+    returns: Sequence[str] | None = None,
+    out_layout: str | None = None,
+    lse_base: str | int = "e",
+    lse_layout: str | None = None,
+    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
     limits: str = "default",
@@ -52,7 +58,10 @@ def check(
     workload: a `Workload` or a name of the catalog that stands for one workload.
     backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
     precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: backends/precision.py).
-    layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+    layout: "bhsd" or "bshd", in which fn takes and returns tensors, "hsd" or "shd" where it has no batch dimension; packed
+    workloads are "thd". out_layout: of out, where that is another. returns: what fn returns, in its order, of "out", "lse",
+    "weights" (the softmax matrix), "max" (the largest score of each row) and "ignored". lse_base: "e" or 2; lse_layout: "bhs",
+    "bsh", "hs" or "sh". takes_out: fn writes out into its argument out=, which is filled with NaN before.
     empty_rows: what it returns in rows that see no key: "zero", "finite" (any finite numbers) or "any"; then these rows, and
     their dout, are left out. contiguous: whether it takes only contiguous tensors, as its documentation says.
     device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps". name: what to call a callable, by default its qualified name.
@@ -64,7 +73,7 @@ def check(
     names = distribution_names(inputs)
     spec = CheckSpec(
         *(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits),
-        *(empty_rows, contiguous),
+        *(empty_rows, contiguous, signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out)),
     )
     return _checked(spec.subject(Registry(), fn, name), spec)
 
@@ -80,6 +89,11 @@ def check_invariants(
     precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
+    returns: Sequence[str] | None = None,
+    out_layout: str | None = None,
+    lse_base: str | int = "e",
+    lse_layout: str | None = None,
+    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
     empty_rows: str = "zero",
@@ -104,6 +118,7 @@ def check_invariants(
         seed=seed,
         empty_rows=empty_rows,
         contiguous=contiguous,
+        signature=signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out),
     )
     subject = spec.subject(Registry(), fn, name)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
@@ -121,6 +136,11 @@ def measure(
     precision: str | Precision = "flash",
     layout: str = "bhsd",
     returns_lse: bool = False,
+    returns: Sequence[str] | None = None,
+    out_layout: str | None = None,
+    lse_base: str | int = "e",
+    lse_layout: str | None = None,
+    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
     cold: bool = True,
@@ -145,6 +165,7 @@ def measure(
         *(_named(workload), where, bool(backward), names, precision, layout, returns_lse, seed),
         empty_rows=empty_rows,
         contiguous=contiguous,
+        signature=signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out),
     )
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)

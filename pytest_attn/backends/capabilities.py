@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
 
@@ -28,6 +29,10 @@ FEATURES = (
     "cached",
     "left-padded",
     "backward",
+    "interleaved heads",
+    "bias before softcap",
+    "sinks of another dtype",
+    "ALiBi per batch entry",
 )
 #: what a backend says that is handed no prefix in a cache, and of keys padded on the left
 NO_CACHE, NO_LEFT_PADDING = "takes no cached prefix beside new keys", "takes no keys padded on the left"
@@ -129,8 +134,8 @@ def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
     needed = (
         ("softcap", w.softcap is not None, "has no softcap"),
         ("bias", w.bias is not None, "has no additive bias"),
-        ("alibi", w.alibi, "has no ALiBi"),
-        ("sinks", w.sinks, "has no sinks"),
+        ("alibi", bool(w.alibi), "has no ALiBi"),
+        ("sinks", bool(w.sinks), "has no sinks"),
         ("score_mod", w.score_mod is not None, "has no score_mod"),
         ("scale", w.scale is not None, "has no scale of its own"),
         ("grouped heads", w.group > 1, "takes no grouped heads"),
@@ -142,6 +147,10 @@ def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
         ("cached", w.cached is not None, NO_CACHE),
         ("left-padded", w.pad == "left", NO_LEFT_PADDING),
         ("backward", backward, "has no backward pass"),
+        ("interleaved heads", is_interleaved(w), "takes no interleaved head groups (h % kv_heads)"),
+        ("bias before softcap", w.bias_before_softcap, "adds a bias after the softcap, not before"),
+        ("sinks of another dtype", isinstance(w.sinks, str) and w.sinks != w.dtype, f"takes sinks in {w.dtype} only"),
+        ("ALiBi per batch entry", w.alibi == "batch", "takes no ALiBi slopes per batch entry"),
     )
     return [(feature, text) for feature, is_needed, text in needed if is_needed]
 

@@ -43,12 +43,13 @@ def boolean_mask(inputs: Inputs) -> torch.Tensor | None:
 
 
 def alibi_bias(inputs: Inputs) -> torch.Tensor:
-    """Return ALiBi's penalty, float32, (1, heads, q_len, kv_len) or with a batch dimension where keys are padded."""
+    """Return ALiBi's penalty, float32, (1, heads, q_len, kv_len); with a batch dimension where keys or slopes differ in it."""
     w = inputs.workload
     assert inputs.alibi_slopes is not None
     b, h, q, kv = index_tensors(w, inputs.device)
     kv_len = inputs.kv_lens[b] if inputs.kv_lens is not None else w.kv_len
-    return -inputs.alibi_slopes[h] * (q + kv_len - w.q_len - kv).abs()
+    slopes = inputs.alibi_slopes[b, h] if w.alibi == "batch" else inputs.alibi_slopes[h]
+    return -slopes * (q + kv_len - w.q_len - kv).abs()
 
 
 def additive_or_boolean_mask(inputs: Inputs) -> torch.Tensor | None:

@@ -33,13 +33,16 @@ def score_mod_of(inputs: Inputs) -> ScoreMod | None:
         raw_kv = kv
         if sinks is not None:
             kv = torch.clamp(kv, max=keys - 1)
+        if bias is not None and w.bias_before_softcap:
+            score = score + bias[b, h, q, kv]
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
-        if bias is not None:
+        if bias is not None and not w.bias_before_softcap:
             score = score + bias[b, h, q, kv]
         if slopes is not None:
             shift = offset if kv_lens is None else kv_lens[b] - w.q_len
-            score = score - slopes[h] * (q + shift - kv).abs()
+            slope = slopes[b, h] if w.alibi == "batch" else slopes[h]
+            score = score - slope * (q + shift - kv).abs()
         if own is not None:
             score = own(score, b, h, q, kv)
         return score if sinks is None else torch.where(raw_kv == keys, sinks[h].to(score.dtype), score)

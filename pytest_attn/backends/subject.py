@@ -63,6 +63,10 @@ class Subject(ABC):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return a callable of (q, k, v) for the workload of `inputs`; its first call ends the set-up."""
 
+    def prepare_timed(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Return what is timed: the same callable, without anything that only a judgment needs; out is its first result."""
+        return self.prepare(inputs, backward)
+
     def version(self) -> str:
         """Return the version of its library; "" where it has none."""
         return ""
@@ -115,6 +119,8 @@ class Subject(ABC):
         """Say why a case cannot run: no gradient, unavailable, device too small, workload refused; None if it is claimed."""
         if reason := _no_gradient(workload, backward) or self.unavailable_because(machine):
             return reason
+        if workload.dropout and self.is_backend:
+            return f"cannot say which probabilities it dropped (dropout={workload.dropout:g})"
         if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
             return reason
         with quiet(), current(machine.device):

@@ -124,6 +124,7 @@ class FailureSaver:
                 "empty_rows": spec.empty_rows,
                 "contiguous": spec.contiguous,
                 "parameters": list(spec.parameters),
+                "signature": asdict(spec.signature) if spec.signature else None,
                 "thorough": self._session.settings.thorough,
             },
             "machine": {**asdict(machine), "kind": machine.kind, "torch_version": str(machine.torch_version)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,16 +113,27 @@ class CaseTensors(ServingTensors):
         """Page numbers of each batch entry, (batch, pages per sequence), int32."""
         return self._inputs.page_table
 
+    def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a kernel to work in, filled with NaN, or with the largest number of an integer dtype."""
+        from pytest_attn.correctness.poison import poisoned
+
+        return poisoned(tuple(shape), dtype, self.device)
+
     @cached_property
     def reference(self) -> ReferenceTensors:
-        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed."""
+        """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed.
+
+        So it does with dropout.
+        """
+        if self._workload.dropout:
+            raise ValueError("with dropout, exact results depend on what a kernel has dropped; use attn.check, which asks it")
         reference = self._reference
         if reference.is_sampled:
             raise ValueError(f"{self._workload.id} is long: only sampled rows are exact; use attn.check, which compares these")
         tensors = {name: self._native(expected.value).clone() for name, expected in reference.tensors.items()}
         return ReferenceTensors(
-            self._in_layout(tensors["out"]),
-            tensors["lse"],
+            self._as_returned("out", self._spec.in_layout(tensors["out"])),
+            self._as_returned("lse", tensors["lse"]),
             *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
         )
 
@@ -165,6 +177,7 @@ class CaseTensors(ServingTensors):
             limits=settings.limits,
             empty_rows=mark.empty_rows,
             contiguous=mark.contiguous,
+            signature=mark.signature,
         )
 
     @property
@@ -191,4 +204,11 @@ class CaseTensors(ServingTensors):
         return tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
 
     def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._spec.in_layout(tensor)
+        spec = self._spec
+        tensor = spec.in_layout(tensor)
+        return tensor if spec.signature is None else spec.signature.given(tensor, spec.workload)
+
+    def _as_returned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result of the judgment as the marker says that a callable returns it."""
+        signature = self._spec.signature
+        return tensor if signature is None else signature.declared(name, tensor, self._workload.is_packed)

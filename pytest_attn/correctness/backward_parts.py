@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.correctness.blocks import Block, Chunk, Segment
 from pytest_attn.correctness.exact import modify, scaled_scores
 from pytest_attn.correctness.reference import Reference, heads_first, segments_of
+from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -67,8 +68,8 @@ class Part(Chunk):
         return self.block.dout[:, :, self.rows].double()
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a heads-first tensor (batch, heads, rows, ...) of query rows."""
-        return self._of(tensor, self.rows + self.block.segment.q_start)
+        """Return the part of a heads-first tensor (batch, heads, rows, ...) of query rows, its heads grouped."""
+        return self._of(grouped(tensor, self.block.workload), self.rows + self.block.segment.q_start)
 
     def of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a heads-first tensor (batch, kv_heads, keys, ...)."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_attn.workloads.heads import grouped_order
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod
 from pytest_attn.workloads.visibility import interval
@@ -81,7 +82,8 @@ class Block:
 
     q: (n, heads, q_len, head_dim) and dout: (n, heads, q_len, v_head_dim) in the workload's dtype, as chunks take their rows.
     k: (n, kv_heads, kv_len, head_dim), v and v_squared: (n, kv_heads, kv_len, v_head_dim) in float64.
-    batch_index: (n, 1, 1, 1) and head_index: (1, heads, 1, 1), as masks and score_mods take them.
+    batch_index: (n, 1, 1, 1) and head_index: (1, heads, 1, 1), as masks and score_mods take them. heads: where the query heads
+    lie in q, dout and results, in which those of one key head follow each other (`grouped`).
     """
 
     def __init__(self, segment: Segment, batches: slice, kv_heads: slice) -> None:
@@ -97,7 +99,8 @@ class Block:
         self.v_squared = self.v.square()
         device = self.k.device
         self.batch_index = torch.arange(batches.start, batches.stop, device=device).view(-1, 1, 1, 1) + segment.first_batch
-        self.head_index = torch.arange(self.heads.start, self.heads.stop, device=device).view(1, -1, 1, 1)
+        order = torch.tensor(grouped_order(self.workload)[self.heads], device=device)
+        self.head_index = order.view(1, -1, 1, 1)
 
 
 def row_chunks(block: Block) -> Iterator[torch.Tensor]:

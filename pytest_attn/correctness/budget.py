@@ -64,6 +64,7 @@ class ForwardRows:
 
     q: (n, heads, rows, head_dim), out: (n, heads, rows, v_head_dim), lse: (n, heads, rows), p: (n, heads, rows, keys), and
     p_noise_var: n_ij like p, None where scores count as exact. row_noise: None where all P of a row have errors of their own.
+    dropped: what dropout multiplies P by, None without it; p is before dropout.
     """
 
     q: torch.Tensor
@@ -72,12 +73,14 @@ class ForwardRows:
     out: torch.Tensor
     p_noise_var: torch.Tensor | None
     row_noise: RowNoise | None
+    dropped: torch.Tensor | None = None
 
     def at(self, kept: torch.Tensor) -> ForwardRows:
         """Return the rows for which `kept` (rows,) is true."""
         q, p, lse, out = (t[:, :, kept] for t in (self.q, self.p, self.lse, self.out))
         noise_var = None if self.p_noise_var is None else self.p_noise_var[:, :, kept]
-        return ForwardRows(q, p, lse, out, noise_var, self.row_noise and self.row_noise.at(kept))
+        dropped = None if self.dropped is None else self.dropped[:, :, kept]
+        return ForwardRows(q, p, lse, out, noise_var, self.row_noise and self.row_noise.at(kept), dropped)
 
 
 class ForwardBudget:
@@ -134,7 +137,9 @@ class ForwardBudget:
 
     def of_out(self, rows: ForwardRows, p_rounding_var: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Return the variance of out, (n, heads, rows, v_head_dim), for some rows of a chunk."""
-        p, out, lse = rows.p, rows.out, rows.lse
+        p, out, lse, noise_var = rows.p, rows.out, rows.lse, rows.p_noise_var
+        if rows.dropped is not None:
+            p, p_rounding_var = p * rows.dropped, p_rounding_var * rows.dropped.square()
         of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
         variance = self.rounding.of_sum(out, self.kv_len)
         if self.precision.is_coarse:
@@ -142,9 +147,12 @@ class ForwardBudget:
         else:
             variance += over_keys(p_rounding_var, chunk.v_squared)
         variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels
-        if rows.p_noise_var is not None:  # sum_j n_ij (v_j - o)^2, expanded
-            mixed = over_keys(rows.p_noise_var, chunk.v_squared) - 2 * out * over_keys(rows.p_noise_var, chunk.v)
-            variance += (mixed + out.square() * rows.p_noise_var.sum(-1, keepdim=True)).clamp_(min=0)
+        if noise_var is not None and rows.dropped is not None:  # sum_j n_ij (z_j v_j - o)^2, at most twice its squares' sum
+            of_kept = over_keys(noise_var * rows.dropped.square(), chunk.v_squared)
+            variance += (of_kept + out.square() * noise_var.sum(-1, keepdim=True)).mul_(2)
+        elif noise_var is not None:  # sum_j n_ij (v_j - o)^2, expanded
+            mixed = over_keys(noise_var, chunk.v_squared) - 2 * out * over_keys(noise_var, chunk.v)
+            variance += (mixed + out.square() * noise_var.sum(-1, keepdim=True)).clamp_(min=0)
         q_var = self._query_variance(rows.q)
         if q_var is not None:
             variance += self._of_moved_rows(p, out, q_var, chunk)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.caches import fault_of_caches
 from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -35,9 +36,9 @@ def call_kernel(
     if spec.workload.kv_pages is None:
         laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
     given = [t.requires_grad_(spec.backward) for t in laid]
-    names = ("out", "lse") if spec.returns_lse else ("out",)
+    names = spec.results
     empty_rows = EmptyRows(pristine, spec.empty_rows)
-    with nullcontext() if spec.backward else torch.no_grad(), watching_caches() as caches:
+    with seeded(spec), nullcontext() if spec.backward else torch.no_grad(), watching_caches() as caches:
         result = kernel(*given)
     if fault := fault_of_caches(spec.workload, caches):
         raise ContractError(fault)
@@ -54,8 +55,8 @@ def call_kernel(
         for name, now, before in zip("qkv", given, kept, strict=True)
         if not torch.equal(now.detach(), before)
     }
-    as_they_are = ("lse", *(f"d{name}" for name in spec.parameters))
-    native = {name: t if name in as_they_are else spec.in_layout(t) for name, t in tensors.items()}
+    laid_out = ("out", "dq", "dk", "dv")
+    native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
 
 

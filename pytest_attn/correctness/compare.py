@@ -49,8 +49,8 @@ def compare_tensor(
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
     if is_of_heads := name in ("dsinks", "dalibi"):  # an element for each has no row to be looked at by itself
         limits = _of_elements(limits)
-    if name == "lse":
-        return _compare_lse(distribution, got, expected)
+    if name in ("lse", "max"):
+        return _compare_lse(name, distribution, got, expected)
     if got.shape[2] < FEW_ROWS:
         limits = replace(limits, head=limits.row)
     residual, wrong = _residual(got, expected)
@@ -117,7 +117,7 @@ def _residual(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, torc
     return torch.where(both, got.double() - value, 0.0), wrong
 
 
-def _compare_lse(distribution: str, got: torch.Tensor, expected: Expected) -> TensorComparison:
+def _compare_lse(name: str, distribution: str, got: torch.Tensor, expected: Expected) -> TensorComparison:
     residual, wrong = _residual(got.double(), expected)
     finite = expected.value.isfinite()
     exact = expected.value.where(finite, expected.value.new_zeros(()))
@@ -126,7 +126,7 @@ def _compare_lse(distribution: str, got: torch.Tensor, expected: Expected) -> Te
     z_element, at = _largest(z.abs())
     limits = Limits(1, 1, 1)
     return TensorComparison(
-        name="lse",
+        name=name,
         distribution=distribution,
         passed=not bool(wrong.any()) and z_element <= 1,
         z_element=z_element,

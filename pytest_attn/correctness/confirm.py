@@ -14,6 +14,7 @@ from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.mistakes import likely_mistakes
 from pytest_attn.correctness.reference import Reference, as_compared, compute_reference, heads_first, score_elements
+from pytest_attn.workloads.heads import is_interleaved, key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, MaskModMask
 from pytest_attn.workloads.workload import Workload
@@ -58,8 +59,9 @@ class WholeCase:
         largest = 0.0
         for one in self.returned:
             inputs, backward = one.reference.inputs, "dq" in one.tensors
+            of = one.reference
             reference = compute_reference(
-                inputs, profile, backward=backward, workload=self.workload, parameters=one.reference.parameters
+                inputs, profile, backward=backward, workload=self.workload, parameters=of.parameters, extra=of.extra
             )
             for row in compare_all(one.distribution, one.tensors, reference, self.workload, self.limits):
                 if not row.passed:
@@ -108,15 +110,16 @@ class WholeCase:
         if row is None or is_alone or has_tensors or w.is_packed or w.kv_lens or self.returned[0].reference.is_sampled:
             return False
         one = next(one for one in self.returned if one.distribution == row.distribution)
-        batch, head = row.worst[0], row.worst[1] if name in ("dk", "dv") else row.worst[1] // w.group
+        batch, head = row.worst[0], row.worst[1] if name in ("dk", "dv") else key_heads(w)[row.worst[1]]
         of_keys = (slice(batch, batch + 1), slice(head, head + 1))
-        of_queries = (of_keys[0], slice(head * w.group, (head + 1) * w.group))
+        mine = slice(head, None, w.kv_heads) if is_interleaved(w) else slice(head * w.group, (head + 1) * w.group)
+        of_queries = (of_keys[0], mine)
         alone, inputs = w.replace(batch=1, heads=w.group, kv_heads=1), one.reference.inputs
         q, dout = inputs.q[of_queries], inputs.dout[of_queries]
         inputs = dataclasses.replace(inputs, workload=alone, q=q, dout=dout, k=inputs.k[of_keys], v=inputs.v[of_keys])
         reference = compute_reference(inputs, profile, backward=name.startswith("d"))
-        mine = one.tensors[name][of_keys if name in ("dk", "dv") else of_queries]
-        return not all(found.passed for found in compare_all(row.distribution, {name: mine}, reference, alone, self.limits))
+        got = one.tensors[name][of_keys if name in ("dk", "dv") else of_queries]
+        return not all(found.passed for found in compare_all(row.distribution, {name: got}, reference, alone, self.limits))
 
     @property
     def _is_too_long_to_compute_again(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.correctness.compare import residual_over_budget
 from pytest_attn.correctness.comparison import Location, Members, Suggestion, TensorComparison
 from pytest_attn.correctness.confirm import WholeCase
+from pytest_attn.correctness.extra_mistakes import name_extra
 from pytest_attn.correctness.gradient_mistakes import name_gradient
 from pytest_attn.correctness.lse_mistakes import name_lse
 from pytest_attn.correctness.mask_mistakes import TILES
@@ -21,6 +22,7 @@ from pytest_attn.correctness.online_mistakes import blind_tile
 from pytest_attn.correctness.out_mistakes import name_out
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.traces import traces_of
+from pytest_attn.workloads.heads import repeated
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ def explain(
         got = got[:, :, expected.rows.to(got.device)]
     bad = _bad_rows(comparison, got, reference)
     location = _location(bad, expected.rows)
+    if comparison.name in ("weights", "max") and (named := name_extra(comparison.name, reference, case)):
+        return location, named
     if comparison.wrong_positions:
         mended = got.where(got.isfinite(), expected.value.to(got.dtype))
         others = _bad_rows(replace(comparison, wrong_positions=0), mended, reference) & ~bad
@@ -63,6 +67,8 @@ def _named(
         return name_lse(reference, case)
     if comparison.name == "out":
         return name_out(got, bad, reference, case, comparison.limits)
+    if comparison.name in ("weights", "max"):
+        return []
     return name_gradient(comparison, bad, reference, case)
 
 
@@ -77,7 +83,7 @@ def _bad_rows(comparison: TensorComparison, got: torch.Tensor, reference: Refere
         rounded = value.to(got.dtype)
         wrong = ~((got.isfinite() & rounded.isfinite()) | (got == rounded))
         return wrong.any(-1) if wrong.dim() == 4 else wrong
-    if comparison.name == "lse":
+    if comparison.name in ("lse", "max"):
         return (got.double() - value).abs() > comparison.budget
     z = residual_over_budget(got.double() - value, expected.tau)
     bad = (z.abs().amax(-1) > comparison.limits.element) | (z.square().mean(-1).sqrt() > comparison.limits.row)
@@ -129,7 +135,7 @@ def _no_key(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name: st
         else ""
     )
     kind = {"NaN": "NaN without keys", "mean": "mean without keys"}.get(held, "no key")
-    return [Suggestion(kind, {"tensor": name, "exact": "-inf" if name == "lse" else "0"})]
+    return [Suggestion(kind, {"tensor": name, "exact": "-inf" if name in ("lse", "max") else "0"})]
 
 
 def _is_mean_of_v(got: torch.Tensor, bad: torch.Tensor, reference: Reference) -> bool:
@@ -140,7 +146,7 @@ def _is_mean_of_v(got: torch.Tensor, bad: torch.Tensor, reference: Reference) ->
     if w.is_packed:
         return False
     v = reference.inputs.gathered()[1].double()
-    mean = v.mean(2, keepdim=True).repeat_interleave(w.group, 1).expand(got.shape)
+    mean = repeated(v.mean(2, keepdim=True), w).expand(got.shape)
     near = 2 * torch.finfo(got.dtype).eps * (mean.abs() + v.square().mean().sqrt() / v.shape[2] ** 0.5)
     counted = (w.kv_len, *(-(-w.kv_len // tile) * tile for tile in TILES))  # with the zeros that fill up the last tile
     return any(bool(((got.double() - mean * (w.kv_len / n)).abs() <= near)[bad].all()) for n in counted)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EMPTY_ROWS = ("zero", "finite", "any")
 #: (query, key) pairs that are looked at together
 _PAIRS = 1 << 26
-_EXACT = {"out": 0.0, "lse": -math.inf, "dq": 0.0}
+_EXACT = {"out": 0.0, "lse": -math.inf, "dq": 0.0, "weights": 0.0, "max": -math.inf}
 
 
 class EmptyRows:
@@ -56,7 +56,7 @@ class EmptyRows:
         own = tensor.detach()
         accepted = self._of(own)
         if self._accepted == "finite":
-            accepted = accepted & (own.isfinite() if name != "lse" else ~own.isnan())
+            accepted = accepted & (~own.isnan() if name in ("lse", "max") else own.isfinite())
         if 0 in own.stride():  # elements that share memory cannot be written one by one
             return own.masked_fill(accepted, _EXACT[name])
         return own.masked_fill_(accepted, _EXACT[name])

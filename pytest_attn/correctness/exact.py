@@ -20,17 +20,18 @@ def scaled_scores(chunk: Chunk) -> torch.Tensor:
 
 
 def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply softcap, bias, ALiBi, score_mod and the mask, in this order, in place where that can be.
+    """Apply softcap, bias, ALiBi, score_mod and the mask, in this order unless the bias is first, in place where that can be.
 
     Returns the final scores, and their derivative by the scaled scores, both (n, heads, rows, keys); None where it is 1.
     """
     segment, slope = chunk.block.segment, None
     w, inputs = segment.workload, segment.inputs
+    scores = before_softcap(scores, chunk)
     if w.softcap is not None:
         scores = scores.div_(w.softcap).tanh_()
         slope = 1 - scores.square()
         scores = scores.mul_(w.softcap)
-    if inputs.bias is not None and w.bias is not None:
+    if inputs.bias is not None and w.bias is not None and not w.bias_before_softcap:
         scores = scores + _bias(inputs.bias, chunk)
     if inputs.alibi_slopes is not None and w.alibi:
         scores = scores - _alibi(inputs.alibi_slopes, chunk)
@@ -42,6 +43,24 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
         _require_boolean(visible, w)
         scores = scores.masked_fill_(~visible, -math.inf)
     return scores, slope
+
+
+def kept_share(chunk: Chunk) -> torch.Tensor | None:
+    """Return what dropout multiplies each probability by: 0, or 1 / (1 - dropout), (n, heads, rows, keys); None without it."""
+    block, w = chunk.block, chunk.block.workload
+    keep = block.segment.inputs.keep
+    if keep is None or not w.dropout:
+        return None
+    kept = keep.to(chunk.q.device)[block.batches, block.head_index.flatten()][:, :, chunk.rows][..., chunk.keys]
+    return kept.double() / (1 - w.dropout)
+
+
+def before_softcap(scores: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """Return scaled scores (n, heads, rows, keys) with the bias where it comes before the softcap, else as they are."""
+    bias = chunk.block.segment.inputs.bias
+    if bias is None or not chunk.block.workload.bias_before_softcap:
+        return scores
+    return scores + _bias(bias, chunk)
 
 
 def softmax(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,12 +85,17 @@ def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return the chunk's part of the bias, (n, heads, rows, keys)."""
     block, w = chunk.block, chunk.block.workload
     everywhere = bias.to(chunk.q.device).expand(w.batch, w.heads, w.q_len, w.kv_len)
-    return everywhere[block.batches, block.heads][:, :, chunk.rows][..., chunk.keys].double()
+    return everywhere[block.batches, block.head_index.flatten()][:, :, chunk.rows][..., chunk.keys].double()
 
 
 def _alibi(slopes: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return slope_h |i + kv_len - q_len - j|, (n or 1, heads, rows, keys)."""
-    return slopes.to(chunk.q.device).double()[chunk.block.head_index] * distances_of(chunk)
+    return slopes_of(slopes.to(chunk.q.device).double(), *chunk.indices[:2]) * distances_of(chunk)
+
+
+def slopes_of(slopes: torch.Tensor, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Return the slopes of heads h, of batch entries b where these have their own."""
+    return slopes[h] if slopes.dim() == 1 else slopes[b, h]
 
 
 def distances_of(chunk: Chunk) -> torch.Tensor:

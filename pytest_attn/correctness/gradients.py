@@ -28,6 +28,7 @@ class BackwardRows:
     row_sum: D_i, row_sum_var: its variance, both (n, heads, rows, 1).
     p, p_rounding_var: e_ij^2, p_noise_var: n_ij, slope: d(final score) / d(scaled score), slope_var: the variance of that, all
     (n, heads, rows, keys). None stands for: not formed yet (p_rounding_var), no noise, slope 1, an exact slope.
+    dropped: what dropout multiplies P by, None without it; p is before dropout.
     """
 
     q: torch.Tensor
@@ -39,6 +40,7 @@ class BackwardRows:
     p_noise_var: torch.Tensor | None
     slope: torch.Tensor | None
     slope_var: torch.Tensor | None
+    dropped: torch.Tensor | None = None
 
     def at_rows(self, kept: torch.Tensor) -> BackwardRows:
         """Return the rows for which `kept` (rows,) is true."""
@@ -46,9 +48,9 @@ class BackwardRows:
 
     def at_keys(self, keys: torch.Tensor) -> BackwardRows:
         """Return the same rows with these keys (positions) only; e_ij^2 is formed again."""
-        optional = (self.p_noise_var, self.slope, self.slope_var)
-        noise_var, slope, slope_var = (None if t is None else t[..., keys] for t in optional)
-        return replace(self, p=self.p[..., keys], p_rounding_var=None, p_noise_var=noise_var, slope=slope, slope_var=slope_var)
+        names = ("p_noise_var", "slope", "slope_var", "dropped")
+        optional: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t[..., keys] for name in names}
+        return replace(self, p=self.p[..., keys], p_rounding_var=None, **optional)
 
 
 @dataclass
@@ -96,11 +98,14 @@ class Gradients:
             row_sum_var += row_sum.square().mul_(row_noise.variance)
             if row_noise.of_out is not None:
                 row_sum_var += dout.square().mul_(row_noise.of_out).sum(-1, keepdim=True)
-        return BackwardRows(forward.q, dout, row_sum, row_sum_var, p, p_rounding_var, noise_var, slope, slope_var)
+        dropped = forward.dropped
+        return BackwardRows(forward.q, dout, row_sum, row_sum_var, p, p_rounding_var, noise_var, slope, slope_var, dropped)
 
     def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
         """Return D's variance with that of the out it is formed from, of which a sample of the keys tells too little."""
-        of_out = rows.dout.square() * over_keys(self.rounding.of_p(rows.p, self.kv_len), chunk.v_squared)
+        of_p = self.rounding.of_p(rows.p, self.kv_len)
+        of_p = of_p if rows.dropped is None else of_p.mul_(2).mul_(rows.dropped.square())
+        of_out = rows.dout.square() * over_keys(of_p, chunk.v_squared)
         return rows.row_sum_var + of_out.sum(-1, keepdim=True).mul_(SHARED**2)
 
     # -- scores ------------------------------------------------------------------------------------------------------
@@ -114,6 +119,8 @@ class Gradients:
         share = SHARED**2 * all_keys / max(1, keys)
         p_rounding_var = self.rounding.of_p(p, self.kv_len) if rows.p_rounding_var is None else rows.p_rounding_var
         dp = per_key(rows.dout, v)
+        if rows.dropped is not None:
+            dp.mul_(rows.dropped)
         row_sum_var = rows.row_sum_var
         if keys == all_keys:  # D comes from the kernel's own o, which carries the rounding of P
             row_sum_var = row_sum_var + _sum_of_products(dp.square(), p_rounding_var).mul_(share)
@@ -140,6 +147,7 @@ class Gradients:
             variance = per_key(rows.dout.square() * of_sums, v_squared)
             if (cut := self.rounding.of_cut_products(dp)) is not None:
                 variance += cut
+            variance = variance if rows.dropped is None else variance.mul_(rows.dropped).mul_(rows.dropped)
             return variance.mul_(rows.p).mul_(rows.p)
         return None
 
@@ -201,7 +209,10 @@ class KeyGradients:
     def add(self, rows: BackwardRows, scores: ScoreGradient, keys: slice) -> None:
         """Add the share of some query rows to the sums of these keys; overwrites the variance of `scores`."""
         noise = scores.p_rounding_var if rows.p_noise_var is None else scores.p_rounding_var + rows.p_noise_var
-        self._add("dv", keys, self._over_rows(rows.p, rows.dout), self._over_rows(noise, rows.dout.square()))
+        p = rows.p
+        if rows.dropped is not None:
+            p, noise = p * rows.dropped, noise * rows.dropped.square()
+        self._add("dv", keys, self._over_rows(p, rows.dout), self._over_rows(noise, rows.dout.square()))
         drift = scores.weight.square().mul_(scores.row_sum_var)
         variance = self._over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.scale**2)
         self._add("dk", keys, self._over_rows(scores.ds, rows.q).mul_(self.scale), variance)

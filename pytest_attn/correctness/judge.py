@@ -15,10 +15,12 @@ from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch, T
 from pytest_attn.correctness.confirm import Returned, WholeCase
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.diagnose import explain
+from pytest_attn.correctness.dropout import require_fair, require_same, with_mask
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.signed import as_out
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, StridePattern, refusals
 
@@ -51,6 +53,9 @@ def judge(
 
 def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_evidence: bool = False) -> Comparison:
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
+    if spec.workload.dropout:
+        raise ValueError("with dropout, out alone says not what was dropped; use attn.check")
+    out = out if spec.signature is None else as_out(out, spec.signature, reference.inputs)
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
     empty_rows = EmptyRows(reference.inputs, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
@@ -83,6 +88,7 @@ class _Judgment:
         self.returned: list[Returned] = []
         self.failed: _Failed | None = None
         self.first: _Result | None = None
+        self.keep: torch.Tensor | None = None
         self.is_sampled = self.is_approximate = False
 
     def ask(self, distribution: str, reference: Reference, pattern: StridePattern) -> None:
@@ -94,6 +100,8 @@ class _Judgment:
         self.is_sampled |= reference.is_sampled
         self.is_approximate |= reference.given is not None
         tensors, pattern = self._results(distribution, reference, pattern)
+        if self.keep is not None:
+            reference = with_mask(reference, self.keep, self.spec.backward)
         if self.first is None:
             kept = {name: t.clone() for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
@@ -174,9 +182,17 @@ class _Judgment:
             if pattern == CONTIGUOUS:
                 tensors, changes = call_kernel(self.kernel, self.spec, reference, pattern)
             self.changes |= changes
+            if (keep := tensors.pop("keep", None)) is not None:
+                self._require_fair(keep, reference)
             if not self.subject.known_to_change.issuperset(changes):
                 raise ContractError(fault_of_change(changes))
         return tensors, pattern
+
+    def _require_fair(self, keep: torch.Tensor, reference: Reference) -> None:
+        require_same(keep, self.keep)
+        if self.keep is None:
+            require_fair(keep, reference.called_with)
+            self.keep = keep.clone()
 
     def _compared(
         self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]

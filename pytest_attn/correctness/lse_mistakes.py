@@ -16,6 +16,7 @@ from pytest_attn.correctness.exact import modify, scaled_scores
 from pytest_attn.correctness.mistakes import Other, likely_mistakes
 from pytest_attn.correctness.out_mistakes import fitting_profiles
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
+from pytest_attn.workloads.heads import ungrouped
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,8 @@ def _claims(reference: Reference, case: WholeCase) -> Iterator[tuple[Suggestion,
     """Yield what lse may be, the cheapest to find out first."""
     w = case.workload
     for factor, words in (
-        (1 / math.log(2), "log2 e: it is in base 2"),
-        (math.log(2), "ln 2: it was converted from base 2 twice"),
+        (1 / math.log(2), "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"),
+        (math.log(2), "ln 2: it was converted from base 2 twice, or is natural where lse_base=2 is said"),
         (-1.0, "-1"),
     ):
         yield Suggestion("lse base", {"factor": words}), partial(_is_multiple, factor)
@@ -138,7 +139,7 @@ def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:
         chunk = Chunk(block, rows)
         scores, _ = modify(scaled_scores(chunk), chunk)
         maxima[:, :, segment.q_start : segment.q_start + len(rows)] = scores.amax(-1)
-    sinks = reference.inputs.sinks
+    maxima, sinks = ungrouped(maxima, w), reference.inputs.sinks
     if with_sinks and sinks is not None:
         maxima = maxima.maximum(sinks.to(device).double()[:, None])
     return maxima if exact.rows is None else maxima[:, :, exact.rows]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskMod, MaskModMask, Neighborhood, Window
 from pytest_attn.workloads.visibility import Band, band_of, bind
@@ -36,7 +37,7 @@ def mask_mistakes(inputs: Inputs, w: Workload) -> Iterator[Named]:
         yield "with the mask inverted: True taken for hidden", lambda *index: ~visible(*index)
         if w.group > 1:
             text = "with the mask of the key head, not of the query head"
-            yield text, lambda b, h, q, kv: visible(b, h // w.group, q, kv)
+            yield text, lambda b, h, q, kv: visible(b, h.new_tensor(key_heads(w))[h], q, kv)
     if isinstance(w.mask, Document):
         yield from _documents(w.mask)
     if isinstance(w.mask, Neighborhood):

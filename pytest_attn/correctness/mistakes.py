@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.correctness.mask_mistakes import mask_mistakes, seen_by
 from pytest_attn.correctness.reading_mistakes import reading_mistakes
+from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -79,7 +81,13 @@ def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callabl
     def with_tensor(name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Other]:
         return lambda: (_replaced(inputs, name, changed(getattr(inputs, name))), w)
 
-    of_key_head = [h // w.group for h in range(w.heads)]
+    if w.dropout and inputs.keep is not None:
+        yield "without dropout", lambda: (dataclasses.replace(inputs, keep=None), w)
+        yield "whose dropout takes True in the keep mask for dropped", with_tensor("keep", lambda keep: ~keep)
+        text = "whose dropout does not divide what is left by 1 - dropout"
+        yield text, with_tensor("v", lambda v: v.double() * (1 - w.dropout))
+        yield "whose dropout divides twice by 1 - dropout", with_tensor("v", lambda v: v.double() / (1 - w.dropout))
+    of_key_head = key_heads(w)
     if w.bias:
         yield "whose bias is scaled like the scores", with_tensor("bias", lambda bias: bias.double() * w.softmax_scale)
     if w.bias and "h" in w.bias and w.heads > 1:
@@ -92,10 +100,13 @@ def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callabl
             text = f"that counts each sink {times} times, as if once for every split of the keys"
             yield text, with_tensor("sinks", partial(_counted, times))
         for dtype in ("bfloat16", "float16"):
-            if dtype != w.dtype:
+            if dtype != (w.dtype if w.sinks is True else w.sinks):
                 yield f"with sinks rounded to {dtype}", with_tensor("sinks", partial(_rounded, dtype))
     if w.sinks and w.group > 1:
         yield "with the sink of the key head, not of the query head", with_tensor("sinks", lambda sinks: sinks[of_key_head])
+    if w.alibi == "batch":
+        text = "with ALiBi's slopes of the first batch entry for all"
+        yield text, with_tensor("alibi_slopes", lambda slopes: slopes[:1].expand_as(slopes))
     if w.alibi:
         yield "whose ALiBi has the wrong sign", with_tensor("alibi_slopes", lambda slopes: -slopes)
         text = "whose ALiBi slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)"
@@ -103,7 +114,7 @@ def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callabl
     if w.alibi and w.group > 1:
         yield (
             "with ALiBi's slope of the key head, not of the query head",
-            with_tensor("alibi_slopes", lambda s: s[of_key_head]),
+            with_tensor("alibi_slopes", lambda s: s[..., of_key_head]),
         )
 
 
@@ -138,9 +149,13 @@ def _misplaced_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Calla
 
     if cap is not None:
         text = "whose softcap is not multiplied back: tanh(s / cap)"
-        yield text, first(_capped_after_bias(inputs, w, 1.0), softcap=None, bias=None)
-    if cap is not None and w.bias and not w.alibi:
-        yield "with the softcap after the bias, not before", first(_bias_then_capped(inputs, w, cap), softcap=None, bias=None)
+        step = _bias_then_capped if w.bias_before_softcap else _capped_after_bias
+        yield text, first(step(inputs, w, 1.0), softcap=None, bias=None)
+    if cap is not None and w.bias and w.bias_before_softcap:
+        text = "with the softcap before the bias, not after"
+        yield text, lambda: (inputs, w.replace(bias_before_softcap=False))
+    elif cap is not None and w.bias:
+        yield "with the softcap after the bias, not before", lambda: (inputs, w.replace(bias_before_softcap=True))
     if cap is not None and w.mask is not None:
         visible = seen_by(inputs, w)
         text = "with the softcap after the mask: hidden scores are -cap, not -inf"
@@ -149,9 +164,9 @@ def _misplaced_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Calla
         slopes, lengths = inputs.alibi_slopes, [kv_len - q_len for q_len, kv_len in sequence_lengths(w)]
         if any(lengths):
             text = "whose ALiBi counts rows from the first key, not up to the last"
-            yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, h) * (q - kv).abs(), alibi=False)
+            yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, b, h) * (q - kv).abs(), alibi=False)
         text = "whose ALiBi is that of causal attention, which rewards the keys of the future"
-        yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, h) * (q + _at(lengths, b) - kv), alibi=False)
+        yield text, first(lambda s, b, h, q, kv: s - _of_heads(slopes, b, h) * (q + _at(lengths, b) - kv), alibi=False)
     if mod is not None:
         for tile in (128, 64, 32, 16):
             if w.q_len > tile:
@@ -167,8 +182,8 @@ def _capped_after_bias(inputs: Inputs, w: Workload, factor: float) -> ScoreMod:
     return lambda s, *index: factor * (s / w.softcap).tanh() + _bias_at(inputs, w, index)
 
 
-def _bias_then_capped(inputs: Inputs, w: Workload, cap: float) -> ScoreMod:
-    return lambda s, *index: cap * ((s + _bias_at(inputs, w, index)) / cap).tanh()
+def _bias_then_capped(inputs: Inputs, w: Workload, factor: float) -> ScoreMod:
+    return lambda s, *index: factor * ((s + _bias_at(inputs, w, index)) / w.softcap).tanh()
 
 
 def _bias_at(inputs: Inputs, w: Workload, index: tuple[torch.Tensor, ...]) -> torch.Tensor | float:
@@ -177,9 +192,9 @@ def _bias_at(inputs: Inputs, w: Workload, index: tuple[torch.Tensor, ...]) -> to
     return inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)[index].double()
 
 
-def _of_heads(slopes: torch.Tensor | None, h: torch.Tensor) -> torch.Tensor:
+def _of_heads(slopes: torch.Tensor | None, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     assert slopes is not None
-    return slopes.to(h.device).double()[h]
+    return slopes_of(slopes.to(h.device).double(), b, h)
 
 
 def _at(lengths: list[int], b: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 With s the final scores, dS = P (dP - D) their gradient, and P_sink = exp(sink - lse) the share of a row's sink:
 
     dsinks_h = - sum_i P_sink,i D_i
-    dbias    = dS, summed over the dimensions along which the bias is broadcast
+    dbias    = dS, summed over the dimensions along which the bias is broadcast (before the softcap: times its slope)
     dalibi_h = - sum_ij dS_ij |i + kv_len - q_len - j|
 
 The variances are those of dS and D (`gradients.py`): one D moves all dS of its row together.
@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import Block, Chunk
 from pytest_attn.correctness.exact import distances_of, sinks_of
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, ScoreGradient
@@ -42,7 +43,7 @@ def parameters_of(workload: Workload, among: Iterable[str] = PARAMETERS) -> list
 def shape_of(name: str, w: Workload) -> tuple[int, int, int, int]:
     """Return the shape of a parameter's gradient as it is compared; sinks and slopes have heads alone."""
     if name != "bias":
-        return 1, w.heads, 1, 1
+        return w.batch if name == "alibi" and w.alibi == "batch" else 1, w.heads, 1, 1
     sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
     b, h, q, k = (size if dim in str(w.bias) else 1 for dim, size in sizes.items())
     return b, h, q, k
@@ -66,6 +67,8 @@ class ParameterGradients:
         """Add the share of a chunk's rows. lse, lse_var: (n, heads, rows)."""
         whole = dataclasses.replace(rows, slope=None, slope_var=None)  # of the final scores, after softcap
         scores = self.gradients.of_scores(whole, chunk.v, chunk.v_squared, chunk.v.shape[2])
+        is_first = self.block.workload.bias_before_softcap
+        of_bias = self.gradients.of_scores(rows, chunk.v, chunk.v_squared, chunk.v.shape[2]) if is_first else scores
         if "sinks" in self.sums:
             self._add_sinks(scores, rows, lse, lse_var, chunk)
         if "alibi" in self.sums:
@@ -74,7 +77,7 @@ class ParameterGradients:
             variance = (scores.variance * distances.square()).sum(-1, keepdim=True).add_(drift)
             self._add("alibi", (scores.ds * distances).sum(-1, keepdim=True), variance, slice(0, 1), slice(0, 1))
         if "bias" in self.sums:
-            self._add_bias(scores, chunk)
+            self._add_bias(of_bias, chunk)
 
     def _add_sinks(
         self, scores: ScoreGradient, rows: BackwardRows, lse: torch.Tensor, lse_var: torch.Tensor | None, chunk: Chunk
@@ -118,7 +121,9 @@ def sums_of(parameters: tuple[str, ...], w: Workload, device: torch.device) -> S
     return {name: (zeros(name), zeros(name)) for name in parameters}
 
 
-def rounded(sums: Sums, rounding: Rounding, terms: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield name, value and variance of each sum once it is rounded. terms: how many are summed up at most."""
+def rounded(sums: Sums, precision: Precision, w: Workload) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield name, value and variance of each sum once it is rounded to the dtype of its parameter."""
+    terms = w.batch * w.q_len
     for name, (value, variance) in sums.items():
+        rounding = Rounding(precision, str(w.sinks) if name == "sinks" and w.sinks is not True else w.dtype)
         yield f"d{name}", value, variance + rounding.of_result(value, terms)

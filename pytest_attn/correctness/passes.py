@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import Block, Chunk, row_chunks
 from pytest_attn.correctness.budget import ForwardBudget, ForwardRows
-from pytest_attn.correctness.exact import modify, scaled_scores, softmax
+from pytest_attn.correctness.exact import kept_share, modify, scaled_scores, softmax
 from pytest_attn.correctness.expected import Expected
+from pytest_attn.correctness.extra_results import row_maxima, weights_variance
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients
 from pytest_attn.correctness.parameters import ParameterGradients, Sums
 from pytest_attn.correctness.products import over_keys
@@ -48,13 +49,20 @@ class _Passes:
         scores, slope = modify(scores, chunk)
         if noise is not None:
             self.budget.scores.add_final_rounding(noise, scores, chunk)
+        if "max" in self.tensors:
+            top, top_var = row_maxima(scores, noise)
+            self._put_rows("max", top[:, :, chunk.kept], top_var[:, :, chunk.kept], chunk)
         p, lse = softmax(scores, chunk)
-        out = over_keys(p, chunk.v)
-        row_noise = self.budget.of_rows(p, lse, chunk)
+        dropped = kept_share(chunk)
+        used = p if dropped is None else p * dropped
+        out = over_keys(used, chunk.v)
+        row_noise = self.budget.of_rows(used, lse, chunk)
         lse_var = _sum(self.budget.of_lse(noise, p, lse), None if row_noise is None else row_noise.variance.squeeze(-1))
         self._put_rows("lse", lse[:, :, chunk.kept], None if lse_var is None else lse_var[:, :, chunk.kept], chunk)
         p_noise_var = None if noise is None else self.budget.noise_of_p(noise, p, lse)
-        rows = ForwardRows(chunk.q, p, lse, out, p_noise_var, row_noise)
+        rows = ForwardRows(chunk.q, p, lse, out, p_noise_var, row_noise, dropped)
+        if "weights" in self.tensors:
+            self._put_weights(rows, chunk)
         p_rounding_var = self._put_forward(rows, chunk)
         if self.key_gradients is not None:
             slope_var = None if noise is None else noise.slope_var
@@ -70,8 +78,16 @@ class _Passes:
             return None
         kept = rows if all_kept else rows.at(chunk.kept)
         p_rounding_var = self.rounding.of_p(kept.p, self.block.segment.lengths[1])
+        if kept.dropped is not None:  # an eager kernel rounds what dropout leaves once more
+            p_rounding_var *= 2
         self._put_rows("out", kept.out, self.budget.of_out(kept, p_rounding_var, chunk), chunk)
         return p_rounding_var if all_kept else None
+
+    def _put_weights(self, rows: ForwardRows, chunk: Chunk) -> None:
+        expected, heads = self.tensors["weights"], (self.block.batches, self.block.heads, slice(None), chunk.keys)
+        variance = weights_variance(rows, self.rounding, self.block.segment.lengths[1])
+        for target, source in ((expected.value, rows.p), (expected.tau, variance.sqrt().float())):
+            target[heads].index_copy_(2, chunk.places, source[:, :, chunk.kept])
 
     def _run_backward(self, rows: BackwardRows, chunk: Chunk, key_gradients: KeyGradients) -> None:
         """Put dq in its place, and add to dk and dv."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.mask_mistakes import TILES, seen_by
 from pytest_attn.correctness.packed_mistakes import Read, changed, packed_mistakes, page_mistakes
+from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, MaskMod, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -80,16 +81,17 @@ def _filled_with_zeros(inputs: Inputs, w: Workload, filled: tuple[int, ...]) -> 
 
 def _heads(inputs: Inputs, w: Workload) -> Iterator[Read]:
     """Yield other key heads for the query heads."""
-    at = 2 if w.kv_pages else 1
+    at, own = 2 if w.kv_pages else 1, tuple(key_heads(w))
     maps = {
         "in which query head h uses key head h % kv_heads (interleaved groups)": lambda h: h % w.kv_heads,
+        "in which query head h uses key head h // group (groups of neighbours)": lambda h: h // w.group,
         "in which query head h uses key head h // kv_heads, not h // group": lambda h: min(h // w.kv_heads, w.kv_heads - 1),
         "in which groups are rounded up to a power of two": lambda h: h >> (w.group - 1).bit_length(),
         "in which query head h uses key head h, as far as there are any": lambda h: min(h, w.kv_heads - 1),
         "in which all query heads use the first key head": lambda h: 0,
-        "in which query heads use the next key head": lambda h: (h // w.group + 1) % w.kv_heads,
+        "in which query heads use the next key head": lambda h: (own[h] + 1) % w.kv_heads,
     }
-    own, tried = tuple(h // w.group for h in range(w.heads)), set()
+    tried: set[tuple[int, ...]] = set()
     for text, head_of in maps.items():
         order = tuple(map(head_of, range(w.heads)))
         if order != own and order not in tried:

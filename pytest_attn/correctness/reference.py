@@ -8,6 +8,7 @@ How a workload is cut is in `blocks.py`, what is done with each block in `passes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_of, sums_of
 from pytest_attn.correctness.passes import compute_block
-from pytest_attn.correctness.rounding import Rounding
+from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 #: Score elements (heads * q_len * kv_len) above which rows and keys are sampled.
 _FULL_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 33}
 _SAMPLED_ROWS = 2048
+#: results that are compared beside out and lse where a kernel returns them
+EXTRA = ("weights", "max")
 
 
 @dataclass
@@ -49,6 +52,11 @@ class Reference:
     def called_with(self) -> Inputs:
         """The inputs that the callable is given."""
         return self.given or self.inputs
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Which of "weights" and "max" are there beside out and lse."""
+        return tuple(name for name in EXTRA if name in self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +93,11 @@ def compute_reference(
     rows: torch.Tensor | None = None,
     workload: Workload | None = None,
     parameters: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (),
 ) -> Reference:
     """Compute exact attention and its budget for `inputs`. parameters: of which gradients are wanted as well.
+
+    extra: "weights" and "max" where these are wanted beside out and lse.
 
     `rows` restricts the query rows (forward only); by default long workloads choose their own sample. `workload` replaces
     the semantics (mask, scale, ...) while the tensors stay: so a diagnosis asks what another attention would have given.
@@ -103,13 +114,22 @@ def compute_reference(
         keys = _sample(w.kv_len, device) if backward else None
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
+        _allocate_extra(reference, w, extra)
         sums = sums_of(parameters, w, device)
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
                 compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
-        for name, value, variance in rounded(sums, Rounding(precision, w.dtype), w.batch * w.q_len):
+        for name, value, variance in rounded(sums, precision, w):
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
+        _ungroup(reference, w)
     return reference
+
+
+def _ungroup(reference: Reference, w: Workload) -> None:
+    """Put the query heads of all results in their own order."""
+    for name, expected in reference.tensors.items() if is_interleaved(w) else ():
+        if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:
+            expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
 
 
 def score_elements(w: Workload) -> int:
@@ -162,6 +182,15 @@ def _allocate(
         reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
 
 
+def _allocate_extra(reference: Reference, w: Workload, extra: tuple[str, ...]) -> None:
+    lse = reference.tensors["lse"]
+    if "max" in extra:
+        reference.tensors["max"] = Expected(lse.value.new_full(lse.value.shape, -math.inf), lse.tau.clone(), lse.rows)
+    if "weights" in extra:
+        shape = (*lse.value.shape, w.kv_len)
+        reference.tensors["weights"] = Expected(lse.value.new_zeros(shape), lse.tau.new_zeros(shape), lse.rows)
+
+
 def segments_of(
     inputs: Inputs,
     w: Workload,
@@ -174,6 +203,7 @@ def segments_of(
     if w.packs_keys:
         k, v = (heads_first(t, w) for t in (k, v))
     q, k, v, dout = (t.to(device) for t in (heads_first(inputs.q, w), k, v, heads_first(inputs.dout, w)))
+    q, dout = grouped(q, w), grouped(dout, w)
     if w.is_packed and not w.packs_keys:
         yield from _segments_of_pages(_with_workload(inputs, w), q, k, v, dout)
         return

@@ -46,7 +46,7 @@ class ReferenceCache:
                 reference.given = given
                 return reference
             wanted = tuple(spec.parameters)
-            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward, wanted)
+            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward, wanted, spec.extra)
 
     def get(
         self,
@@ -57,17 +57,18 @@ class ReferenceCache:
         precision: Precision,
         backward: bool,
         parameters: tuple[str, ...] = (),
+        extra: tuple[str, ...] = (),
     ) -> Reference:
         """Return the reference, computing it where it is not kept; one with gradients also serves without."""
         for with_gradients in (True,) if backward else (False, True):
-            key = (workload, distribution, seed, str(device), precision, with_gradients, parameters)
+            key = (workload, distribution, seed, str(device), precision, with_gradients, parameters, extra)
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         inputs = draw_inputs(workload, distribution, seed, device)
-        reference = compute_reference(inputs, precision, backward, parameters=parameters)
+        reference = compute_reference(inputs, precision, backward, parameters=parameters, extra=extra)
         self.computed += 1
-        self._kept[(workload, distribution, seed, str(device), precision, backward, parameters)] = reference
+        self._kept[(workload, distribution, seed, str(device), precision, backward, parameters, extra)] = reference
         while len(self._kept) > 1 and sum(map(_held_bytes, self._kept.values())) > self.limit:
             self._kept.popitem(last=False)
         if _held_bytes(reference) > self.limit:

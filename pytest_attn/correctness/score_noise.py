@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import SHARED, TENSOR_CORE_UNIT, UNIT
 from pytest_attn.correctness.blocks import Block, Chunk
-from pytest_attn.correctness.exact import sinks_of
+from pytest_attn.correctness.exact import before_softcap, sinks_of
 from pytest_attn.correctness.products import per_key
 from pytest_attn.correctness.rounding import Rounding
 
@@ -66,7 +66,8 @@ class ScoreBudget:
         variance, slope_var = self._scaled_score_variance(scaled, chunk), None
         if self.workload.softcap is not None:  # tanh damps what lies before it
             is_far = self._is_far(variance)
-            tanh_squared = torch.tanh(self._nearest_to_0(scaled, variance, is_far) / self.workload.softcap).square_()
+            nearest = self._nearest_to_0(before_softcap(scaled, chunk), variance, is_far)
+            tanh_squared = torch.tanh(nearest / self.workload.softcap).square_()
             damping = (1 - tanh_squared).square_()
             tanh_squared = tanh_squared.fill_(1) if is_far else tanh_squared  # its most, wherever that is
             slope_var = variance * damping * tanh_squared.mul_((2 / self.workload.softcap) ** 2)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.reference import EXTRA
+from pytest_attn.correctness.signature import Signature
+from pytest_attn.correctness.signed import SignedSubject
 from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs
@@ -30,7 +33,7 @@ class CheckSpec:
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
     distributions. precision, layout, returns_lse, empty_rows, contiguous: what the kernel declares. limits: a name in
     `correctness.limits.LIMITS`. parameters: what the kernel closes over, by name ("sinks", "bias", "alibi"), whose
-    gradients are compared as well.
+    gradients are compared as well. signature: of a callable, where layout and returns_lse do not say all; it settles both.
     """
 
     workload: Workload
@@ -44,6 +47,7 @@ class CheckSpec:
     limits: str = "default"
     empty_rows: str = "zero"
     contiguous: bool = False
+    signature: Signature | None = None
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +60,11 @@ class CheckSpec:
             raise ValueError(f"seed must be a whole number >= 0, got {self.seed!r}")
         if self.empty_rows not in EMPTY_ROWS:
             raise ValueError(f"empty_rows must be one of {', '.join(EMPTY_ROWS)}, got {self.empty_rows!r}")
+        if self.signature is not None:
+            object.__setattr__(self, "layout", self.signature.inner_layout)
+            object.__setattr__(self, "returns_lse", "lse" in self.signature.returns)
+            if reason := self.signature.unfit_for(self.workload):
+                raise ValueError(reason)
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         if (self.layout == "thd") != self.workload.is_packed:
@@ -70,6 +79,18 @@ class CheckSpec:
         """The precision profile that the kernel declares."""
         return precision_named(self.precision)
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What a call returns that is compared, gradients aside."""
+        if self.signature is not None:
+            return self.signature.results
+        return ("out", "lse") if self.returns_lse else ("out",)
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The results that are compared beside out and lse."""
+        return tuple(name for name in self.results if name in EXTRA)
+
     def for_subject(self, subject: Subject) -> CheckSpec:
         """Return the spec with the layout, precision and lse that a subject declares. Raises ValueError for an unknown one."""
         precision = subject.precision_on(self.device.type)
@@ -78,13 +99,16 @@ class CheckSpec:
         except ValueError as error:
             raise ValueError(f"backend {subject.name!r}: {error}") from None
         layout = "thd" if self.workload.is_packed else "bhsd" if subject.is_backend else subject.layout
-        return dataclasses.replace(self, precision=precision, returns_lse=subject.returns_lse, layout=layout)
+        signature = None if subject.is_backend else self.signature
+        return dataclasses.replace(
+            self, precision=precision, returns_lse=subject.returns_lse, layout=layout, signature=signature
+        )
 
     def subject(
         self, registry: Registry, target: Callable[..., Any] | Backend | str, name: str | None = None, within: str = ""
     ) -> Subject:
         """Return what is tested; a callable declares what the spec says. Raises as `Registry.subject` does."""
-        return registry.subject(
+        subject = registry.subject(
             target,
             name,
             layout=self.layout,
@@ -92,6 +116,15 @@ class CheckSpec:
             returns_lse=self.returns_lse,
             within=within,
         )
+        is_callable = isinstance(subject, CallableSubject)
+        if is_callable and self.workload.dropout and "keep" not in self.results:
+            raise ValueError(
+                f"{self.workload.id} drops probabilities: let the callable return which it kept, a boolean"
+                " (batch, heads, q_len, kv_len), and say returns=('out', 'keep')"
+            )
+        if self.signature is None or not isinstance(subject, CallableSubject):
+            return subject
+        return SignedSubject(subject, self.signature, self.empty_rows)
 
     def handed(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return copies of q, k and v as the kernel is given them; page pools have a layout of their own."""

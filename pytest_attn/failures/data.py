@@ -97,7 +97,7 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
 
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     expected = {}
-    for name in ("out", "lse", "dq", "dk", "dv", *(f"d{parameter}" for parameter in PARAMETERS)):
+    for name in ("out", "lse", "weights", "max", "dq", "dk", "dv", *(f"d{parameter}" for parameter in PARAMETERS)):
         key = f"reference.{name}"
         if key in tensors:
             value = tensors[key].to(device)

@@ -20,6 +20,7 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.parameters import HELD_IN
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures.data import inputs_from, reference_from
 from pytest_attn.failures.encoding import UnknownFunctionError, decode_precision, decode_workload
@@ -137,6 +138,7 @@ class Failure:
             limits=asked["limits"],
             empty_rows=asked.get("empty_rows", "zero"),
             contiguous=asked.get("contiguous", False),
+            signature=Signature(**asked["signature"]) if asked.get("signature") else None,
             parameters={name: self.tensors[HELD_IN[name]] for name in asked.get("parameters", ())},
         )
         declared = precision_named(decode_precision(asked["declared"]))
@@ -164,7 +166,8 @@ class SavedReferences(ReferenceCache):
                 return self._reference
         if is_approximate:
             return super().reference_of(spec, distribution, subject)
-        return compute_reference(self._inputs, spec.profile, spec.backward, parameters=tuple(spec.parameters))
+        wanted = tuple(spec.parameters)
+        return compute_reference(self._inputs, spec.profile, spec.backward, parameters=wanted, extra=spec.extra)
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:

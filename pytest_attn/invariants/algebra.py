@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
 
@@ -51,7 +52,7 @@ def _is_symmetric(probe: Probe) -> str:
     steps = {"heads": int(heads), "batch": int(batches), "keys": w.kv_len // 3 if keys else 0}
 
     def rolled(tensor: Tensor, of_keys: bool, sign: int) -> Tensor:
-        by_heads = steps["heads"] * (1 if of_keys else w.group)
+        by_heads = steps["heads"] * (1 if of_keys or is_interleaved(w) else w.group)
         tensor = tensor.roll((sign * steps["batch"], sign * by_heads), (0, 1))
         return tensor.roll(sign * steps["keys"], 2) if of_keys else tensor
 
@@ -92,7 +93,7 @@ def _heads_are_alike(w: Workload) -> bool:
 
 
 def _entries_are_alike(w: Workload) -> bool:
-    told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "")
+    told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "") or w.alibi == "batch"
     return w.batch > 1 and not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
 
 

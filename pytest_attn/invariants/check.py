@@ -79,7 +79,8 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
     def finding(outcome: Outcome, evidence: str) -> Finding:
         return Finding(invariant.name, outcome, evidence, probe.calls - before)
 
-    if reason := _known_to_end_cuda(invariant, probe) or invariant.inapplicable_because(probe):
+    reason = _known_to_end_cuda(invariant, probe) or _dropped(invariant, probe) or invariant.inapplicable_because(probe)
+    if reason:
         return finding("not applicable", reason)
     try:
         evidence = invariant.run(probe)
@@ -90,6 +91,17 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
     except Exception as error:
         return finding("broken", what_was_raised(error))
     return finding("broken", evidence) if evidence else finding("passed", probe.note)
+
+
+#: what holds of a kernel with dropout: the same call under the same seed gives the same result
+_WITH_DROPOUT = ("rerun", "layout", "alignment", "poison", "state")
+
+
+def _dropped(invariant: Invariant, probe: Probe) -> str:
+    """Say that an invariant compares calls in which dropout may leave others, "" where it does not."""
+    if not probe.workload.dropout or invariant.name in _WITH_DROPOUT:
+        return ""
+    return "compares calls in which dropout may leave other probabilities"
 
 
 def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pytest_attn.invariants.derived import Derived, Variation, replaced
+from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -106,7 +107,7 @@ def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
     if w.group == 1:
         return
     axis = 2 if w.kv_pages else 1
-    k, v = (t.repeat_interleave(w.group, axis) for t in (inputs.k, inputs.v))
+    k, v = (repeated(t, w, axis) for t in (inputs.k, inputs.v))
     changed = w.replace(kv_heads=w.heads)
     yield Variation("key heads repeated for every query head", dataclasses.replace(inputs, workload=changed, k=k, v=v))
 

@@ -11,6 +11,7 @@ from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.difference import at_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ def _imbalance(probe: Probe) -> str:
     q, k = (heads_first(t, w).double() for t in (inputs.q, inputs.k))
     dq, dk = (heads_first(probe.base[name], w).double() for name in ("dq", "dk"))
     groups = (q.shape[0], w.kv_heads, w.group)
-    of_rows = (dq * q).sum((-1, -2)).view(groups).sum(-1)
+    of_rows = grouped((dq * q).sum((-1, -2)), w).view(groups).sum(-1)
     of_keys = (dk * k).sum((-1, -2))
-    variance = _weighted(tensors["dq"], q).view(groups).sum(-1) + _weighted(tensors["dk"], k)
+    variance = grouped(_weighted(tensors["dq"], q), w).view(groups).sum(-1) + _weighted(tensors["dk"], k)
     off = (of_rows - of_keys).abs() > _SIGMAS * variance.sqrt() + _ulp(of_rows)
     if bool(off.any()):
         return (

@@ -15,6 +15,7 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.calling import late_refusals_of
 from pytest_attn.correctness.compare import compare_tensor
 from pytest_attn.correctness.contract import check_contract
+from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
@@ -67,6 +68,7 @@ class Probe:
         self._base: dict[str, Tensor] | None = None
         self.note = ""
         self._references: list[tuple[Inputs, Reference]] = []
+        self._keep: Tensor | None = None
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -168,12 +170,14 @@ class Probe:
         kernel, spec = self.kernel, self.spec
         leaves = [t.detach().requires_grad_(self.backward) for t in (tensors.q, tensors.k, tensors.v)]
         self.count.calls += 1
-        with self.calling(), nullcontext() if self.backward else torch.no_grad():
+        with self.calling(), seeded(spec), nullcontext() if self.backward else torch.no_grad():
             result = kernel(*leaves)
-        names = ("out", "lse") if spec.returns_lse else ("out",)
+        names = spec.results
         empty = Reference(self.inputs, spec.profile)
         handed_out = check_contract(result, names, empty, self.workload, spec.layout)
-        by_name = dict(zip(names, handed_out, strict=True))
+        if "keep" in names:
+            self._keep = handed_out[names.index("keep")].clone()
+        by_name = {name: t for name, t in zip(names, handed_out, strict=True) if name in ("out", "lse")}
         return StartedCall(spec, self.calling, leaves, by_name, tensors.dout, self.empty_rows)
 
     # -- other workloads -----------------------------------------------------------------------------------------------
@@ -221,7 +225,9 @@ class Probe:
             if known is inputs:
                 return reference
         with quiet():
-            reference = compute_reference(self.subject.dequantized(inputs), self.spec.profile, self.backward)
+            given = self.subject.dequantized(inputs)
+            given = given if self._keep is None else dataclasses.replace(given, keep=self._keep)
+            reference = compute_reference(given, self.spec.profile, self.backward)
         self._references = [(inputs, reference), *self._references][:_KEPT_REFERENCES]
         return reference
 

@@ -156,13 +156,29 @@ def _share(difference: float, norm: float) -> str:
     return f"{difference / norm:.0%} of its norm" if norm else f"{difference:.3g} from zero"
 
 
+class _Signs:
+    """What is looked at of results with dropout, which differ from call to call: whether they have the sign of the first."""
+
+    def __init__(self) -> None:
+        self._first: torch.Tensor | None = None
+
+    def __call__(self, result: torch.Tensor) -> torch.Tensor:
+        """Return 1 where a result lies on the side of the first, -1 on the other."""
+        if self._first is None:
+            self._first = result.clone()
+        return (result.double() * self._first).sum().sign().reshape(1)
+
+
 def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> Work:
     """Return the work of a subject on the spec's workload, in the layout that it takes."""
     spec = spec.for_subject(subject)
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
-    kernel = subject.prepare(inputs, backward=direction != "forward")
+    kernel = subject.prepare_timed(inputs, backward=direction != "forward")
     tensors = list(spec.handed(inputs))
     empty_rows = EmptyRows(inputs, spec.empty_rows)
+
+    if spec.workload.dropout:
+        return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, _Signs())
 
     def counted(result: torch.Tensor) -> torch.Tensor:
         return empty_rows.blanked(spec.in_layout(result)) if empty_rows.are_there else result

@@ -65,7 +65,7 @@ class _NullLse(Kernel):
         return lse.new_zeros(lse.shape)
 
 
-@GRADIENTS("lse-without-sink-again", "cudnn-frontend#421", applies=_backward(lambda w, _: w.sinks))
+@GRADIENTS("lse-without-sink-again", "cudnn-frontend#421", applies=_backward(lambda w, _: bool(w.sinks)))
 class _LseWithoutSinkAgain(Kernel):
     """P is computed again without the sink's share of the denominator."""
 

@@ -10,6 +10,7 @@ from pytest_attn.mutants.honest.tiles import QKV, Sequence, Tile, positions
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides
+from pytest_attn.workloads.heads import is_interleaved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 HEADS = Defects("heads")
 
 
-@HEADS("groups-interleaved", "HipKittens#22", "FI#1148", applies=is_grouped_twice)
+@HEADS("groups-interleaved", "HipKittens#22", "FI#1148", applies=all_of(is_grouped_twice, lambda w, _: not is_interleaved(w)))
 class _GroupsInterleaved(Kernel):
     """Query head h reads key head h % kv_heads, not h // group."""
 
@@ -102,7 +103,7 @@ class _KeysOfFirstBatchEntry(Kernel):
         return self.load(seq, seq.call.k, tile.keys)
 
 
-@HEADS("sink-of-key-head", "FI#4525", applies=all_of(is_grouped, lambda w, _: w.sinks))
+@HEADS("sink-of-key-head", "FI#4525", applies=all_of(is_grouped, lambda w, _: bool(w.sinks)))
 class _SinkOfKeyHead(Kernel):
     """A query head takes the sink with the number of its key head."""
 
@@ -111,7 +112,7 @@ class _SinkOfKeyHead(Kernel):
         return None if sinks is None else sinks[self.kv_head_of(seq)]
 
 
-@HEADS("alibi-slope-of-key-head", "vllm#1938", applies=all_of(is_grouped, lambda w, _: w.alibi))
+@HEADS("alibi-slope-of-key-head", "vllm#1938", applies=all_of(is_grouped, lambda w, _: bool(w.alibi)))
 class _AlibiSlopeOfKeyHead(Kernel):
     """A query head takes the slope with the number of its key head."""
 

@@ -49,7 +49,7 @@ class _LseOffByLn2(Kernel):
         return super().recomputed(s, lse - math.log(2))
 
 
-@LSE("lse-without-sink", "FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: w.sinks)
+@LSE("lse-without-sink", "FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: bool(w.sinks))
 class _LseWithoutSink(Kernel):
     """The sink takes its share of out, but is not in lse."""
 

@@ -29,12 +29,16 @@ def _has_bias(w: Workload, _backward: bool) -> bool:
     return w.bias is not None
 
 
+def _has_bias_last(w: Workload, _backward: bool) -> bool:
+    return not w.bias_before_softcap
+
+
 def _has_alibi(w: Workload, _backward: bool) -> bool:
-    return w.alibi
+    return bool(w.alibi)
 
 
 def _has_sinks(w: Workload, _backward: bool) -> bool:
-    return w.sinks
+    return bool(w.sinks)
 
 
 @OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))
@@ -122,7 +126,7 @@ class _SoftcapAfterMask(Kernel):
         return s.masked_fill(~self.visible(tile), hidden).masked_fill(~self.inside(tile), -math.inf)
 
 
-@OPTIONS("softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias))
+@OPTIONS("softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias, _has_bias_last))
 class _SoftcapAfterBias(Kernel):
     """Scores are capped after the bias is added, not before."""
 

@@ -30,12 +30,12 @@ def profile_subject(subject: Subject, spec: CheckSpec, with_ceilings: bool = Tru
     tensors = list(spec.handed(inputs))
     ceilings = ceilings_of(spec.device, spec.workload.dtype) if with_ceilings else None
     with quiet(), current(spec.device):
-        forward = _forward_of(subject.prepare(inputs), tensors)
+        forward = _forward_of(subject.prepare_timed(inputs), tensors)
         for _ in range(_WARM_UPS):
             forward()
         profiles = [profile_call(forward, spec.device, spec.workload, "forward", ceilings)]
         if spec.backward:
-            kernel, dout = subject.prepare(inputs, backward=True), spec.in_layout(inputs.dout)
+            kernel, dout = subject.prepare_timed(inputs, backward=True), spec.in_layout(inputs.dout)
             for _ in range(_WARM_UPS):
                 _backward_of(kernel, tensors, dout)()
             backward = _backward_of(kernel, tensors, dout)

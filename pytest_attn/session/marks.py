@@ -15,16 +15,20 @@ from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.versions import satisfies
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.parameters import PARAMETERS, parameters_of
+from pytest_attn.correctness.signature import Signature, signature_of
 from pytest_attn.session.options import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import dtype_name
 from pytest_attn.workloads.functions import describe
-from pytest_attn.workloads.workload import LAYOUTS, Workload
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
+
+#: the arguments that say what a callable takes and returns
+SIGNATURE = frozenset(("layout", "returns_lse", "returns", "out_layout", "lse_base", "lse_layout", "takes_out"))
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class AttentionMark:
     inputs: tuple[str, ...] | None = None
     precision: str | Precision = "flash"
     returns_lse: bool = False
+    returns: tuple[str, ...] | None = None
+    out_layout: str | None = None
+    lse_base: str | int = "e"
+    lse_layout: str | None = None
+    takes_out: bool = False
     empty_rows: str = "zero"
     contiguous: bool = False
     parameters: tuple[str, ...] = ()
@@ -61,7 +70,9 @@ class AttentionMark:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:
             values["inputs"] = distribution_names(values["inputs"])
-        _one_of("layout", values.get("layout", "bhsd"), LAYOUTS)
+        signature_of(**{name: values[name] for name in SIGNATURE & values.keys()})
+        if isinstance(values.get("returns"), list | str):
+            values["returns"] = _as_tuple(values["returns"])
         precision_named(values.get("precision", "flash"))
         _one_of("empty_rows", values.get("empty_rows", "zero"), EMPTY_ROWS)
         if isinstance(values.get("backward"), list | tuple):
@@ -73,6 +84,11 @@ class AttentionMark:
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
         return cls(**values)
+
+    @property
+    def signature(self) -> Signature | None:
+        """What the callable takes and returns, None where layout and returns_lse say all."""
+        return signature_of(**{name: getattr(self, name) for name in SIGNATURE})
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:

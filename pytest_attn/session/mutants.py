@@ -41,7 +41,7 @@ class Mutants(SelectedKernels):
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
         """Return the honest kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
-        if backward and workload.kv_pages:
+        if (backward and workload.kv_pages) or workload.dropout:  # no mutant can say what it dropped
             return []
         reached = [name for name, mutant in self._mutants.items() if mutant.applies(workload, backward)]
         return [f"{MUTANT}{name}" for name in (HONEST_NAME, *reached)] if reached else []

@@ -69,7 +69,8 @@ def workloads(
     max_rows: the longest q_len and kv_len.
     head_dims: of keys and values alike, or a pair (head_dim, v_head_dim).
     page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient, which is paged keys.
-    fixed: a value that every draw has, for q_len, pad, softcap, scale, bias, alibi, sinks or score_mod, e.g. softcap=20.0.
+    fixed: a value that every draw has, for q_len, pad, softcap, scale, bias, alibi, sinks, score_mod, head_groups or
+    bias_before_softcap, e.g. softcap=20.0.
 
     cached=True draws a cached prefix. Raises ValueError for what is unknown, or where nothing legal is left.
     """

@@ -33,7 +33,10 @@ FEATURES = (
 HEAD_DIMS = (16, 32, 64, 8, 40, 128)
 PAGE_SIZES = (16, 1, 8)
 #: fields of `Workload` that may be given a value that every draw has
-FIXED = ("q_len", "cached", "pad", "softcap", "scale", "bias", "alibi", "sinks", "score_mod")
+FIXED = (
+    *("q_len", "cached", "pad", "softcap", "scale", "bias", "alibi", "sinks", "score_mod"),
+    *("head_groups", "bias_before_softcap", "dropout"),
+)
 
 
 class Place(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.workloads.generator import Draw
+from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.visibility import interval
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -111,7 +112,7 @@ def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
         targets = torch.tensor([_needle_target(w, int(row), q_len, kv_len) for row in rows])
         rows, targets = rows[targets >= 0], targets[targets >= 0]
         if len(rows):
-            keys = k[lane, :, (targets + k_start).to(k.device)].repeat_interleave(w.group, dim=0).double()
+            keys = k[lane, :, (targets + k_start).to(k.device)][key_heads(w)].double()
             height = math.log(kv_len + 1) + 1  # gives the needle most of the row's weight
             aimed = keys * (height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
             at = (rows + q_start).to(q.device)

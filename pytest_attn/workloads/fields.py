@@ -37,6 +37,20 @@ def require_flag(field: str, value: object) -> None:
         raise ValueError(f"Workload: {field} must be True or False, got {value!r}")
 
 
+def require_one_of(field: str, value: object, known: tuple[object, ...]) -> None:
+    """Refuse what is not one of the known values; True and False are no numbers."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        raise ValueError(f"Workload: {field} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def require_dropout(value: object, is_packed: bool) -> None:
+    """Refuse what is no probability below 1, and any for packed sequences."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"Workload: dropout must be a number from 0 to below 1, got {value!r}")
+    if value and is_packed:
+        raise ValueError("Workload: q_lens (packed sequences) cannot be combined with dropout")
+
+
 def require_positive_or_none(field: str, value: object) -> None:
     """Refuse what is neither None nor a finite number > 0."""
     if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):

@@ -23,8 +23,10 @@ class Inputs:
     """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
 
     q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages.
-    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise.
-    alibi_slopes: (heads,) float32. cu_seqlens: (batch + 1,) int32, where queries are packed; cu_seqlens_kv: where keys are.
+    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise or in their own dtype.
+    alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
+    cu_seqlens: (batch + 1,) int32, where queries are packed; cu_seqlens_kv: where keys are.
+    keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
     kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
     """
 
@@ -41,6 +43,7 @@ class Inputs:
     cu_seqlens_kv: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
 
     def mask_mod(self, q_len: int | None = None) -> MaskMod | None:
         """Return the mask, with padding, as FlexAttention's mask_mod over dense tensors; None where all is visible.
@@ -101,9 +104,13 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, torch
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
         made["bias"] = draw.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        made["sinks"] = draw.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
+        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), device)
+        made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
         made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
+    if w.alibi == "batch":
+        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=device)
+        made["alibi_slopes"] = made["alibi_slopes"] * steps[:, None]
     for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens if w.packs_keys else None)):
         if lengths:
             ends = torch.tensor((0, *lengths)).cumsum(0)

@@ -107,6 +107,8 @@ def _features() -> Group:
             W(90, heads=4, kv_heads=2, head_dim=32, mask=_wider_with_each_head, name="features-mask-mod"),
             W(100, heads=2, head_dim=32, score_mod=_steeper_with_each_head, softcap=8.0, dtype="float32", name="features-mod"),
             W(100, heads=2, head_dim=32, kv_lens=(100, 0, 33), mask=Window(20, 5), dtype="float16", name="features-padded"),
+            W(90, heads=6, kv_heads=2, head_dim=32, head_groups="interleaved", mask="causal", name="features-interleaved"),
+            W(90, heads=2, head_dim=32, bias="hqk", softcap=4.0, bias_before_softcap=True, name="features-bias-first"),
             W(heads=4, head_dim=64, q_lens=(200, 70, 40), name="features-packed"),
             W(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 70, 40), kv_lens=(70, 20, 30), name="features-packed-cross"),
             W(

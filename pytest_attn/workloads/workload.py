@@ -14,10 +14,13 @@ from pytest_attn.workloads.fields import (
     dtype_name,
     require_bias,
     require_count,
+    require_dropout,
     require_flag,
+    require_one_of,
     require_positive_or_none,
 )
 from pytest_attn.workloads.functions import require_parameters
+from pytest_attn.workloads.heads import HEAD_GROUPS
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
 from pytest_attn.workloads.pages import Pages
@@ -40,16 +43,19 @@ class Workload:
     The order of the score's steps is fixed: scale, softcap (cap * tanh(score / cap)), bias, ALiBi
     (-slope_h * |i + kv_len - q_len - j|, slope_h = 2 ** (-8 (h + 1) / heads)), score_mod, mask; a sink is one more logit
     per head in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
+    `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` has
+    sinks of that dtype, whatever the workload's.
 
     Shapes (layout "bhsd"): q (batch, heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim),
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
-    Query head h uses key head h // (heads // kv_heads).
+    Query head h uses key head h // (heads // kv_heads), with head_groups="interleaved" h % kv_heads.
 
     `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
     `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
     (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b]; `Pages` says how else a pool may lie.
     `cached` says how many keys of each batch entry are in a cache already; the others are the queries' own, and new.
     `pad` is the side of padded keys on which the padding lies when they are handed over, "right" or "left".
+    `dropout` is the probability with which a kernel drops each softmax weight; the others are divided by 1 - dropout.
     `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
 
     Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
@@ -67,8 +73,8 @@ class Workload:
     softcap: float | None = None
     scale: float | None = None
     bias: str | None = None
-    alibi: bool = False
-    sinks: bool = False
+    alibi: bool | str = False
+    sinks: bool | str = False
     score_mod: ScoreMod | None = None
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
@@ -76,6 +82,9 @@ class Workload:
     cached: Any = None
     pad: str = "right"
     name: str | None = None
+    head_groups: str = "contiguous"
+    bias_before_softcap: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self._settle_lengths()
@@ -89,12 +98,15 @@ class Workload:
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "mask", as_mask(self.mask))
-        for field in ("alibi", "sinks"):
-            require_flag(field, getattr(self, field))
+        require_one_of("alibi", self.alibi, (False, True, "batch"))
+        require_one_of("sinks", self.sinks, (False, True, *DTYPES))
+        require_one_of("head_groups", self.head_groups, HEAD_GROUPS)
+        require_flag("bias_before_softcap", self.bias_before_softcap)
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
         settle_pages(self)
         check_padding(self)
+        require_dropout(self.dropout, self.is_packed)
         self._check_score()
         self._check_mask()
 
@@ -140,6 +152,8 @@ class Workload:
             require_positive_or_none(field, getattr(self, field))
         if self.bias is not None:
             require_bias(self.bias)
+        if self.bias_before_softcap and (self.bias is None or self.softcap is None):
+            raise ValueError("Workload: bias_before_softcap needs a bias and a softcap")
         if self.score_mod is not None:
             if not callable(self.score_mod):
                 raise ValueError(f"Workload: score_mod must be a function, got {self.score_mod!r}")
@@ -201,6 +215,8 @@ class Workload:
             changes.setdefault("cached", None)
         if self.pad == "left" and {"kv_lens", "q_lens", "kv_pages"} & set(changes):
             changes.setdefault("pad", "right")
+        if self.bias_before_softcap and not (changes.get("bias", self.bias) and changes.get("softcap", self.softcap)):
+            changes.setdefault("bias_before_softcap", False)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pytest_attn.backends.dense import alibi_bias, boolean_mask
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.arrangement import canonical
+from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -44,11 +45,11 @@ class Eager(Backend):
         w = inputs.workload
         visible = boolean_mask(inputs)
         alibi = alibi_bias(inputs) if w.alibi else None
-        scale, group = w.softmax_scale, w.group
+        scale = w.softmax_scale
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k, v = _gather(inputs, *canonical(inputs.workload, k, v))
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            k, v = repeated(k, w), repeated(v, w)
             scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()
             scores = _modify(scores, inputs, alibi)
             if visible is not None:
@@ -80,9 +81,11 @@ def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) ->
     from pytest_attn.backends.dense import index_tensors
 
     w = inputs.workload
+    if inputs.bias is not None and w.bias_before_softcap:
+        scores = scores + inputs.bias
     if w.softcap is not None:
         scores = (scores / w.softcap).tanh() * w.softcap
-    if inputs.bias is not None:
+    if inputs.bias is not None and not w.bias_before_softcap:
         scores = scores + inputs.bias
     if alibi is not None:
         scores = scores + alibi

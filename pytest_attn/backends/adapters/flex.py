@@ -19,6 +19,7 @@ from pytest_attn.backends.flex_mods import BLOCK, block_mask_of, score_mod_of, w
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.versions import release
+from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -99,6 +100,8 @@ class Flex(Backend):
         reasons = ["reads no page table"] if workload.kv_pages else []
         reasons += [NO_CACHE] if workload.cached else []
         reasons += [NO_LEFT_PADDING] if workload.pad == "left" else []
+        if workload.is_packed and workload.alibi == "batch":
+            reasons.append("takes no ALiBi slopes per packed sequence")
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")
@@ -115,13 +118,16 @@ class Flex(Backend):
     def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = BLOCK) -> AttentionFn:
         kernel_options = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
         kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
-        packed, sinks = inputs.workload.is_packed, inputs.sinks is not None
-        if not packed and not sinks:
+        w = inputs.workload
+        packed, sinks, interleaved = w.is_packed, inputs.sinks is not None, is_interleaved(w)
+        if not packed and not sinks and not interleaved:
             return kernel
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if packed:  # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
                 q, k, v = (t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v))
+            if interleaved:
+                k, v = repeated(k, w), repeated(v, w)
             if sinks:
                 k, v = with_key_of_sink(k), with_key_of_sink(v)
             out: torch.Tensor = kernel(q, k, v)

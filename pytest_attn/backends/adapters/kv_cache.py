@@ -11,6 +11,7 @@ from pytest_attn.backends.layouts import not_decoding_because
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.cached import split_cache
+from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload
@@ -49,6 +50,8 @@ class KvCache(Backend):
         reasons += not_decoding_because(w)
         if w.is_packed or w.kv_lens or w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
             reasons.append("has no packed or padded sequences and no changes of the score")
+        if is_interleaved(w):
+            reasons.append("takes no interleaved head groups (h % kv_heads)")
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

@@ -23,6 +23,7 @@ from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 #: what SDPA's signature can say, with a mask as a tensor
 _MASK_TENSOR = Capabilities(
     masks=frozenset(MASKS),
-    features=frozenset(("bias", "alibi", "scale", "grouped heads", "padded", "backward")),
+    features=frozenset(
+        ("bias", "alibi", "scale", "grouped heads", "padded", "backward", "interleaved heads", "ALiBi per batch entry")
+    ),
     dtypes=("bfloat16", "float16", "float32"),
     head_dim=None,
     head_dim_step=1,
@@ -84,9 +87,12 @@ class Automatic(Backend):
         w = inputs.workload
         causal = is_plain_causal(w)
         mask = None if causal else additive_or_boolean_mask(inputs)
-        scale, grouped, kernel = w.scale, w.group > 1, self.kernel
+        scale, interleaved, kernel = w.scale, is_interleaved(w), self.kernel
+        grouped = w.group > 1 and not interleaved
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if interleaved:
+                k, v = repeated(k, w), repeated(v, w)
             with selected(kernel):
                 return F.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

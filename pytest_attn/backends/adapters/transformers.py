@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SINKS_FROM_ROUNDED_LSE = KnownDefect(
     issue="transformers flex_attention rounds lse before it applies sinks (no report found)",
     summary="the share of the sink is computed from an lse in the workload's dtype",
-    applies=lambda workload, _machine: workload.sinks and workload.dtype != "float32",
+    applies=lambda workload, _machine: bool(workload.sinks) and workload.dtype != "float32",
     tensors=("out", "dq", "dk", "dv"),
 )
 

@@ -119,7 +119,9 @@ class Fuzzing:
     def _strategy(self) -> SearchStrategy[Workload]:
         from pytest_attn.strategies import workloads
 
-        return workloads(**scope_of(self._case.mark, self._session.settings.dtypes, self._case.backend))
+        drawn = workloads(**scope_of(self._case.mark, self._session.settings.dtypes, self._case.backend))
+        signature = self._case.mark.signature
+        return drawn if signature is None else drawn.map(signature.fitted).filter(lambda w: not signature.unfit_for(w))
 
     def _try(self, workload: Workload) -> None:
         """Run the test's function on one drawn workload, which Hypothesis forgets if it is refused."""

@@ -50,6 +50,10 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
         has[field] = len(values) > 1
         if len(values) == 1 and values.isdisjoint((None, False)):
             scope[field] = values.pop()
+    said = {"head_groups": "interleaved", "bias_before_softcap": True}
+    scope |= {field: value for field, value in said.items() if all(getattr(w, field) == value for w in named)}
+    if len(rates := {w.dropout for w in named}) == 1:
+        scope |= {"dropout": rates.pop()} if any(rates) else {}
     if all(w.q_len == 1 for w in named):
         scope["q_len"] = 1  # a kernel for decoding
     masks: dict[object, list[object]] = {}

@@ -67,6 +67,7 @@ class Backward(Forward):
 
     def through_modifications(self, tile: Tile, ds: Tensor, scaled: Tensor) -> Tensor:
         """Return the gradient of the scaled q . k: the chain rule through score_mod and softcap."""
+        scaled = self.before_softcap(tile, scaled)
         if tile.workload.score_mod is not None:
             ds = ds * self.score_mod_slope(tile, self.with_biases(tile, self.capped(tile, scaled)))
         cap = self.softcap(tile.seq.call)

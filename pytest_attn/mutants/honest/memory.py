@@ -116,4 +116,5 @@ class Memory:
 
     def kv_head_of(self, seq: Sequence) -> Tensor:
         """Return the key head of every query head, (heads,)."""
-        return positions(range(seq.workload.heads), seq.call.q) // seq.workload.group
+        w, heads = seq.workload, positions(range(seq.workload.heads), seq.call.q)
+        return heads % w.kv_heads if w.head_groups == "interleaved" else heads // w.group

@@ -30,8 +30,13 @@ class Scores(Masks):
     def modified(self, tile: Tile, s: Tensor) -> Tensor:
         """Apply softcap, bias, ALiBi and score_mod to scaled scores."""
         w = tile.workload
-        s = self.with_biases(tile, self.capped(tile, s))
+        s = self.with_biases(tile, self.capped(tile, self.before_softcap(tile, s)))
         return s if w.score_mod is None else w.score_mod(s, *tile.index)
+
+    def before_softcap(self, tile: Tile, s: Tensor) -> Tensor:
+        """Add the bias where it comes first."""
+        bias = tile.seq.call.inputs.bias
+        return s if bias is None or not tile.workload.bias_before_softcap else s + self.bias(tile, bias)
 
     def modified_again(self, tile: Tile, s: Tensor) -> Tensor:
         """Do the same in the backward pass."""
@@ -49,10 +54,11 @@ class Scores(Masks):
     def with_biases(self, tile: Tile, s: Tensor) -> Tensor:
         """Add bias and ALiBi."""
         inputs = tile.seq.call.inputs
-        if inputs.bias is not None:
+        if inputs.bias is not None and not tile.workload.bias_before_softcap:
             s = s + self.bias(tile, inputs.bias)
-        if inputs.alibi_slopes is not None:
-            s = s + self.alibi(tile, self.alibi_slopes(tile, inputs.alibi_slopes))
+        if (slopes := inputs.alibi_slopes) is not None:
+            slopes = slopes[tile.seq.batch] if slopes.dim() == 2 else slopes
+            s = s + self.alibi(tile, self.alibi_slopes(tile, slopes))
         return s
 
     def bias(self, tile: Tile, bias: Tensor) -> Tensor:
