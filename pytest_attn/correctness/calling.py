@@ -31,6 +31,8 @@ def call_kernel(
     pristine = reference.called_with
     kept = [spec.in_layout(t, is_kv) for t, is_kv in ((pristine.q, False), (pristine.k, True), (pristine.v, True))]
     laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    if spec.workload.v_in_k:
+        laid[2] = laid[1][..., : spec.workload.v_head_dim]
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = ("out", "lse") if spec.returns_lse else ("out",)
     empty_rows = EmptyRows(pristine, spec.empty_rows)

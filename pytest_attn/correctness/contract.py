@@ -63,7 +63,7 @@ def _check_tensor(name: str, tensor: Any, reference: Reference, workload: Worklo
     shape = native_shape(name, workload)
     if layout == "bshd" and name != "lse":
         shape = (shape[0], shape[2], shape[1], *shape[3:])
-    dtype = torch.float32 if name == "lse" else getattr(torch, workload.dtype)
+    dtype = torch.float32 if name == "lse" else getattr(torch, workload.out_dtype)
     if tuple(tensor.shape) != shape:
         raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{_layout_hint(tensor, shape, layout)}")
     if tensor.dtype != dtype and not (name == "lse" and tensor.dtype == torch.float64):

@@ -52,7 +52,7 @@ def judge(
 def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_evidence: bool = False) -> Comparison:
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
-    empty_rows = EmptyRows(reference.inputs, spec.empty_rows)
+    empty_rows = EmptyRows(reference.called_with, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
     case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits)
@@ -92,7 +92,7 @@ class _Judgment:
         """
         __tracebackhide__ = True
         self.is_sampled |= reference.is_sampled
-        self.is_approximate |= reference.given is not None
+        self.is_approximate = self.subject.is_approximate
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.first is None:
             kept = {name: t.clone() for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}

@@ -35,7 +35,8 @@ class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs before a backend quantised them to `inputs`, None where it does not. parameters: those whose gradients are there, as
+    inputs as the callable takes them where `inputs` are the values that these stand for: because a backend quantises them, or
+    because they are quantised and come with descales; None elsewhere. parameters: those whose gradients are there, as
     dsinks and so on.
     """
 
@@ -92,7 +93,9 @@ def compute_reference(
 
     w = workload or inputs.workload
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
-    reference = Reference(inputs, precision, parameters=parameters)
+    precision, given = precision.of_inputs_in(w.dtype), inputs
+    inputs = given.dequantized()
+    reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
     sampled = rows is not None or _is_long(w, device)
     keys = None
     if sampled:
@@ -104,7 +107,7 @@ def compute_reference(
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
                 compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
-        for name, value, variance in rounded(sums, Rounding(precision, w.dtype), w.batch * w.q_len):
+        for name, value, variance in rounded(sums, Rounding(precision, w.out_dtype), w.batch * w.q_len):
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
     return reference
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.workloads.distributions import distribution_names
@@ -59,8 +59,8 @@ class CheckSpec:
             if self.layout == "thd":
                 raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
             object.__setattr__(self, "layout", "thd")
-        if self.backward and self.workload.kv_pages:
-            raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
+        if self.backward and (reason := self.workload.has_no_gradient_because):
+            raise ValueError(f"{self.workload.id}: {reason}; leave out backward=True")
 
     @property
     def profile(self) -> Precision:
@@ -78,7 +78,12 @@ class CheckSpec:
         return dataclasses.replace(self, precision=precision, returns_lse=subject.returns_lse, layout=layout)
 
     def subject(
-        self, registry: Registry, target: Callable[..., Any] | Backend | str, name: str | None = None, within: str = ""
+        self,
+        registry: Registry,
+        target: Callable[..., Any] | Backend | str,
+        name: str | None = None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
     ) -> Subject:
         """Return what is tested; a callable declares what the spec says. Raises as `Registry.subject` does."""
         return registry.subject(
@@ -88,6 +93,7 @@ class CheckSpec:
             precision=self.precision,
             returns_lse=self.returns_lse,
             within=within,
+            dequantized=dequantized,
         )
 
     def in_layout(self, tensor: torch.Tensor, is_kv: bool = False) -> torch.Tensor:

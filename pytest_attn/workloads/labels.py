@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_attn.workloads.fields import short_lengths
+from pytest_attn.workloads.fields import short_dtype, short_lengths
 from pytest_attn.workloads.functions import function_label
 
 
@@ -25,6 +25,9 @@ def shape_id(w: Any) -> str:
         "sinks" if w.sinks else "",
         f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
         f"page{w.kv_pages.size}" if w.kv_pages else "",
+        f"kv{short_dtype(w.kv_dtype)}" if w.kv_dtype else "",
+        f"descale.{w.descales}" if w.descales not in (None, "tensor") else "",
+        "vink" if w.v_in_k else "",
     ]
     return "-".join(part for part in parts if part)
 
