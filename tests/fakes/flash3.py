@@ -1,6 +1,7 @@
 """flash_attn_3.flash_attn_interface of flash-attention 3's main branch, in signature and meaning."""
 
 import torch
+
 from fakes.attention import attention, packed, paged
 
 LACKING = ()  # what this build was made without

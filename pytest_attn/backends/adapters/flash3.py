@@ -85,7 +85,9 @@ class Flash3(FlashAttention):
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse pairs of head dimensions without a kernel, then what this build was made without, in its own words."""
         if workload.is_quantized and (workload.kv_lens is not None or isinstance(workload.mask, Document)):
-            return ["takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"]
+            return [
+                "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
+            ]
         if not _has_kernels_for(workload.head_dim, workload.v_head_dim):
             return [
                 "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"
