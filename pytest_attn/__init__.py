@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_attn.models.capture import capture
     from pytest_attn.models.check import check_model
     from pytest_attn.models.comparison import ModelComparison
+    from pytest_attn.models.module import check_module
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.cached import split_cache
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -55,6 +56,7 @@ __all__ = [
     "check",
     "check_invariants",
     "check_model",
+    "check_module",
     "draw_inputs",
     "load_failure",
     "measure",
@@ -87,6 +89,7 @@ _HOMES = {
     "check": "pytest_attn.api",
     "check_invariants": "pytest_attn.api",
     "check_model": "pytest_attn.models.check",
+    "check_module": "pytest_attn.models.module",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.cached",
     "load_failure": "pytest_attn.failures.failure",

@@ -9,7 +9,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
@@ -51,6 +51,7 @@ def check(
     empty_rows: str = "zero",
     contiguous: bool = False,
     name: str | None = None,
+    dequantized: Dequantizer | None = None,
 ) -> Comparison:
     """Hold a callable against exact attention, without pytest.
 
@@ -65,6 +66,8 @@ def check(
     empty_rows: what it returns in rows that see no key: "zero", "finite" (any finite numbers) or "any"; then these rows, and
     their dout, are left out. contiguous: whether it takes only contiguous tensors, as its documentation says.
     device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps". name: what to call a callable, by default its qualified name.
+    dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
+    tensors: exact attention is that of these values.
 
     Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
     argument that is not one of the known, TypeError for an fn that is none of the three.
@@ -75,7 +78,7 @@ def check(
         *(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits),
         *(empty_rows, contiguous, signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out)),
     )
-    return _checked(spec.subject(Registry(), fn, name), spec)
+    return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec)
 
 
 def check_invariants(
@@ -99,6 +102,7 @@ def check_invariants(
     empty_rows: str = "zero",
     contiguous: bool = False,
     name: str | None = None,
+    dequantized: Dequantizer | None = None,
 ) -> InvariantReport:
     """Ask a callable, or a backend by its name, every invariant that applies, without pytest.
 
@@ -120,7 +124,7 @@ def check_invariants(
         contiguous=contiguous,
         signature=signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out),
     )
-    subject = spec.subject(Registry(), fn, name)
+    subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
     if not report.passed:
         raise AssertionError(invariants.describe(report))

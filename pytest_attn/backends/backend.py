@@ -11,7 +11,7 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import Subject
 from pytest_attn.backends.versions import installed_version
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.fields import element_bytes
 from pytest_attn.workloads.workload import Workload
 
 
@@ -112,4 +112,4 @@ def needs_cuda(machine: Machine, lowest: tuple[int, int], highest: tuple[int, in
 
 def half_precision_only(workload: Workload) -> list[str]:
     """Refuse float32, as kernels on tensor cores do."""
-    return [] if DTYPES[workload.dtype][1] == 2 else [f"takes float16 and bfloat16 only, not {workload.dtype}"]
+    return [] if element_bytes(workload.out_dtype) == 2 else [f"takes float16 and bfloat16 only, not {workload.dtype}"]

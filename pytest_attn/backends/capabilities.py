@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.fields import DTYPES, short_dtype
 from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
@@ -37,6 +37,8 @@ FEATURES = (
 #: what a backend says that is handed no prefix in a cache, and of keys padded on the left
 NO_CACHE, NO_LEFT_PADDING = "takes no cached prefix beside new keys", "takes no keys padded on the left"
 _NO_OTHER_POOLS = "takes contiguous pools (pages, size, kv_heads, head_dim) only"
+#: Which quantized inputs it takes: fp8 q, k and v, or k and v quantized beside another q, and of what one descale may be.
+QUANTIZED = ("fp8", "kv_dtype", "tensor", "head", "token")
 COLUMNS = ("dtypes", "head_dim", "masks", "takes")
 
 
@@ -46,7 +48,7 @@ class Capabilities:
 
     masks and features are parts of MASKS and FEATURES; no mask at all is always taken. head_dim is the largest, which
     must be a multiple of head_dim_step; head_dims lists the only ones instead. v_head_dim says whether values may differ
-    in it. square: a causal or windowed mask needs q_len == kv_len.
+    in it. square: a causal or windowed mask needs q_len == kv_len. quantized is a part of QUANTIZED.
     """
 
     masks: frozenset[str] = frozenset()
@@ -57,16 +59,19 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     v_head_dim: bool = False
     square: bool = False
+    quantized: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = (self.masks - set(MASKS)) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
+        unknown |= self.quantized - set(QUANTIZED)
         assert not unknown, f"unknown capabilities: {unknown}"
 
     def refusals(self, w: Workload, backward: bool = False) -> list[str]:
         """Return a reason for everything in the workload that the interface cannot say."""
         reasons = []
-        if w.dtype not in self.dtypes:
-            reasons.append(f"takes {_listed(self.dtypes)} only, not {w.dtype}")
+        if w.out_dtype not in self.dtypes:
+            reasons.append(f"takes {_listed(self.dtypes)} only, not {w.out_dtype}")
+        reasons += self.quantized_refusals(w)
         reasons += self._dimension_refusals(w)
         mask = _mask_words(w)
         if mask is not None and "any" not in self.masks:
@@ -79,6 +84,15 @@ class Capabilities:
         if isinstance(w.mask, Document) and w.kv_lens is not None and "any" not in self.masks:
             reasons.append("takes documents or padded keys, not both")
         return reasons
+
+    def quantized_refusals(self, w: Workload) -> list[str]:
+        """Return why it does not take the workload's quantized tensors; empty where it does, and where there are none."""
+        if not w.is_quantized:
+            return []
+        needed = "kv_dtype" if w.kv_dtype else "fp8"
+        if needed not in self.quantized:
+            return [f"takes no {short_dtype(w.kv_dtype)} keys and values" if w.kv_dtype else "takes no fp8 tensors"]
+        return [] if w.descales in self.quantized else [f"takes no descales per {w.descales}"]
 
     def _dimension_refusals(self, w: Workload) -> list[str]:
         found = f"head_dim {w.head_dim}"
@@ -107,6 +121,8 @@ class Capabilities:
         masks = ["all"] if "any" in self.masks else [mask for mask in MASKS if mask in self.masks]
         masks += ["if q_len == kv_len"] if self.square else []
         features = [feature for feature in FEATURES if feature in self.features]
+        if self.quantized:
+            features.append("quantized: " + " ".join(word for word in QUANTIZED if word in self.quantized))
         return (" ".join(DTYPES[d][0] for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
 
 

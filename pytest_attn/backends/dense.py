@@ -61,5 +61,5 @@ def additive_or_boolean_mask(inputs: Inputs) -> torch.Tensor | None:
         bias = alibi if bias is None else bias + alibi
     if bias is None:
         return visible
-    bias = bias.to(inputs.q.dtype)
+    bias = bias.to(inputs.dout.dtype)
     return bias if visible is None else bias.masked_fill(~visible, -math.inf)

@@ -6,6 +6,7 @@ An honest attention kernel differs from exact attention only where it rounds. A 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -109,6 +110,14 @@ class Precision:
     def is_coarse(self) -> bool:
         """Whether P has so few steps that roundings of many keys may go the same way."""
         return bool(self.p_step) or self.p_dtype == "float8_e4m3fn"
+
+    def of_inputs_in(self, dtype: str) -> Precision:
+        """Return the profile for q, k and v of a dtype: tensor cores that read fp8 take P in fp8, too.
+
+        Only "flash" says that P is rounded to the dtype of the inputs; other profiles round it to that of out.
+        """
+        is_fp8 = self.name == "flash" and dtype == "float8_e4m3fn"
+        return dataclasses.replace(self, p_dtype=dtype) if is_fp8 else self
 
     def unit(self, dtype: str) -> float:
         """Return the unit roundoff of one rounding in this profile."""

@@ -13,7 +13,7 @@ from pytest_attn.backends.configured import Declared, Options, joined, options_o
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.graphed import Graphed
 from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.subject import CallableSubject, Subject
+from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Workload
@@ -108,15 +108,18 @@ class Registry:
         precision: str | Precision = "flash",
         returns_lse: bool = False,
         within: str = "",
+        dequantized: Dequantizer | None = None,
     ) -> Subject:
         """Return what is tested behind its one type: a backend as it is or by its name, or a callable of (q, k, v).
 
         name: what reports call a callable. layout, precision, returns_lse: what its test declares; a backend declares them
-        itself. within: the qualified name of that test. Raises ValueError for an unknown backend, TypeError for what is none
-        of the three, and for a name that is none.
+        itself. within: the qualified name of that test. dequantized: what a callable that quantizes makes of q, k and v.
+        Raises ValueError for an unknown backend, TypeError for what is none of the three, and for a name that is none.
         """
         if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
             raise TypeError(f"name must be a text without '|', got {name!r}")
+        if dequantized is not None and isinstance(target, str | Backend):
+            raise TypeError("dequantized says what a callable makes of q, k and v; a backend says it itself")
         if isinstance(target, str):
             return self[target]
         if isinstance(target, Backend):
@@ -124,7 +127,8 @@ class Registry:
             return target
         if not callable(target):
             raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
-        return CallableSubject(target, name, layout, precision, returns_lse, within)
+        subject = CallableSubject(target, name, layout, precision, returns_lse, within)
+        return subject if dequantized is None else subject.quantizing(dequantized)
 
     def canonical(self, name: str) -> str:
         """Return the name that an alias stands for; other names as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,14 +15,15 @@ from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.naming import called_name
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
-from pytest_attn.workloads.functions import function_name
+from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.serving import cache_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
+#: says what a kernel that quantizes makes of (q, k, v), in the layout of its callable: float tensors of the same shapes
+Dequantizer: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
 #: what computes attention on tensors of one workload: returns out, or (out, lse)
 AttentionFn: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
 
@@ -124,8 +126,17 @@ class Subject(ABC):
         if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
             return reason
         with quiet(), current(machine.device):
-            reasons = self.broken_because() or self.unsupported_because(workload, machine, backward) or ()
+            reasons = (
+                self.broken_because()
+                or self._quantized_refusals(workload)
+                or self.unsupported_because(workload, machine, backward)
+                or ()
+            )
         return reasons if isinstance(reasons, str) else "; ".join(reasons) or None
+
+    def _quantized_refusals(self, workload: Workload) -> list[str]:
+        """Refuse quantized tensors unless the adapter says that it takes them: nobody else reads descales."""
+        return (self.capabilities or Capabilities()).quantized_refusals(workload)
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
@@ -160,6 +171,7 @@ class CallableSubject(Subject):
 
     is_backend = False
     user_function: Callable[..., Any]
+    _dequantizer: Dequantizer | None = None
 
     def __init__(
         self,
@@ -173,6 +185,29 @@ class CallableSubject(Subject):
         self.user_function = fn
         self.name, self.given_name = name or called_name(fn, within), name or ""
         self.layout, self.precision, self.returns_lse = layout, precision, returns_lse
+
+    def quantizing(self, dequantizer: Dequantizer) -> CallableSubject:
+        """Have the callable held against exact attention on what `dequantizer` says that it makes of q, k and v.
+
+        Raises TypeError for what cannot be called.
+        """
+        if not callable(dequantizer):
+            raise TypeError(f"dequantized must be a function of (q, k, v), got {describe(dequantizer)}")
+        self._dequantizer, self.is_approximate = dequantizer, True
+        return self
+
+    def dequantized(self, inputs: Inputs) -> Inputs:
+        """Return what the test says that the callable makes of q, k and v. Raises ValueError for other than three tensors."""
+        if self._dequantizer is None:
+            return inputs
+        w = inputs.workload
+        swaps = [self.layout == "bshd" and not w.is_packed, *[self.layout == "bshd" and not (w.is_packed or w.kv_pages)] * 2]
+        given = (t.transpose(1, 2) if swap else t for t, swap in zip((inputs.q, inputs.k, inputs.v), swaps, strict=True))
+        made = self._dequantizer(*(t.contiguous() for t in given))
+        if not isinstance(made, tuple | list) or [hasattr(t, "shape") for t in made] != [True] * 3:
+            raise ValueError(f"dequantized must return three tensors (q, k, v), it returned {describe(made)}")
+        q, k, v = (t.detach().transpose(1, 2) if swap else t.detach() for t, swap in zip(made, swaps, strict=True))
+        return dataclasses.replace(inputs, q=q, k=k, v=v, descales=None)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same callable, declared the same."""
@@ -214,8 +249,7 @@ def obstacle_of_any(workload: Workload, machine: Machine, backward: bool) -> str
 
 
 def _no_gradient(workload: Workload, backward: bool) -> str | None:
-    cache = cache_of(workload)
-    return f"{cache} have no gradient" if backward and cache else None
+    return workload.has_no_gradient_because if backward else None
 
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:

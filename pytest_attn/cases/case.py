@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.subject import Subject
+    from pytest_attn.backends.subject import Dequantizer, Subject
     from pytest_attn.cases.measuring import Measuring
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
+    from pytest_attn.models.check import Target
+    from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.profiling.profiler import Profile
 
 
@@ -48,15 +50,19 @@ class AttentionCase(CaseTensors):
         self._looked_at.add("backend")
         return self._run.backend
 
-    def check(self, fn: Callable[..., Any] | Backend | str, name: str | None = None) -> Comparison:
+    def check(
+        self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
+    ) -> Comparison:
         """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
 
-        name: what reports call a callable, by default its qualified name with what it closes over.
+        name: what reports call a callable, by default its qualified name with what it closes over. dequantized: of a callable
+        that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float tensors: exact attention is
+        that of these values.
         Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text. Skips where a backend
         cannot take the case, and expects the failure that a known defect of it explains.
         """
         __tracebackhide__ = True
-        return self._check(self._run.subject(fn, name, self._spec), self._mark.backward)
+        return self._check(self._run.subject(fn, name, self._spec, dequantized=dequantized), self._mark.backward)
 
     def check_invariants(
         self,
@@ -64,17 +70,40 @@ class AttentionCase(CaseTensors):
         only: Iterable[str] | str | None = None,
         skip: Iterable[str] | str | None = None,
         name: str | None = None,
+        dequantized: Dequantizer | None = None,
     ) -> InvariantReport:
         """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
 
-        only, skip: names of invariants (docs/strength.md). name: as for `check`. Returns the report; raises AssertionError
-        where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name, and where none is
-        left. Skips where none applies.
+        only, skip: names of invariants (docs/strength.md). name, dequantized: as for `check`. Returns the report; raises
+        AssertionError where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name and
+        where none is left. Skips where none applies.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.checking import check_invariants
 
-        return check_invariants(self._run, self._run.subject(fn, name, self._spec), self._spec, only, skip)
+        subject = self._run.subject(fn, name, self._spec, dequantized=dequantized)
+        return check_invariants(self._run, subject, self._spec, only, skip)
+
+    def check_module(
+        self,
+        module: torch.nn.Module,
+        inputs: Any = None,
+        backend: Target | None = None,
+        *,
+        functions: Iterable[Callable[..., Any] | str] = (),
+        scatter: int = 4,
+    ) -> ModelComparison:
+        """Call one attention layer, and judge what its attention core gets and returns, as `attn_model.check_module` does.
+
+        Hidden states that are drawn have the workload's batch and q_len; heads, mask and dtype are the module's own.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.modeling import check_model
+        from pytest_attn.models.module import module_step
+
+        self._has_asserted = True
+        step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
+        return check_model(self._run, module, step, backend, tuple(functions), scatter)
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None

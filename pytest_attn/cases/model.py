@@ -61,6 +61,25 @@ class AttentionModel:
         self.is_judged = True
         return check_model(self._run, model, step, backend, tuple(functions), scatter)
 
+    def check_module(
+        self,
+        module: torch.nn.Module,
+        inputs: Any = None,
+        backend: Target | None = None,
+        *,
+        functions: Iterable[Callable[..., Any] | str] = (),
+        scatter: int = 4,
+    ) -> ModelComparison:
+        """Call one attention layer, and judge what its attention core gets and returns, as `check` does.
+
+        inputs: a tensor, a tuple of positional or a mapping of keyword arguments; by default hidden states are drawn, as
+        `pytest_attn.check_module` says. Raises ValueError where none can be drawn.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.models.module import module_step
+
+        return self.check(module, module_step(module, inputs), backend, functions=functions, scatter=scatter)
+
 
 def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter, session: AttentionSession) -> AttentionModel:
     """Make the case of a model's test; skips the test where its device or backend is not there."""

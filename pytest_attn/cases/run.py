@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.known_defect import KnownDefect
     from pytest_attn.backends.machine import Machine
-    from pytest_attn.backends.subject import Subject
+    from pytest_attn.backends.subject import Dequantizer, Subject
     from pytest_attn.cases.saving import FailureSaver
     from pytest_attn.correctness.contract import ContractError
     from pytest_attn.correctness.spec import CheckSpec
@@ -65,13 +65,21 @@ class CaseRun:
         options = [f"--attn-{stem}={shlex.quote(text)}" for stem, text in given.items()]
         return " ".join(["pytest", shlex.quote(typed_name(self.item)), *options])
 
-    def subject(self, target: Target, name: str | None, spec: CheckSpec, backward: bool = False) -> Subject:
+    def subject(
+        self,
+        target: Target,
+        name: str | None,
+        spec: CheckSpec,
+        backward: bool = False,
+        dequantized: Dequantizer | None = None,
+    ) -> Subject:
         """Return what a test handed over, behind its one type; skips the test where a backend cannot take the case.
 
-        backward: whether gradients are needed although the marker does not ask for them. Raises as `Registry.subject` does.
+        backward: whether gradients are needed although the marker does not ask for them. dequantized: what a callable that
+        quantizes makes of q, k and v. Raises as `Registry.subject` does.
         """
         test = getattr(getattr(self.item, "function", None), "__qualname__", "")
-        subject = self._told_apart(self.session.kernels.subject(target, name, spec, self.backend, test))
+        subject = self._told_apart(self.session.kernels.subject(target, name, spec, self.backend, test, dequantized))
         is_unasked = isinstance(target, str) or (backward and not self.mark.backward)
         if subject.is_backend and is_unasked and self.session.kernels.are_tested:
             self.skip_unless_runnable(subject, backward)

@@ -76,7 +76,11 @@ class ServingTensors:
 
     @cached_property
     def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._spec.handed(self._inputs)[1:]
+        spec = self._spec
+        _, k, v = spec.handed(self._inputs)
+        if spec.signature is None:
+            return k, v
+        return spec.signature.given(k, spec.workload, is_kv=True), spec.signature.given(v, spec.workload, is_kv=True)
 
     def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
         """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.reference import Reference
     from pytest_attn.correctness.spec import CheckSpec
     from pytest_attn.workloads.inputs import Inputs
+    from pytest_attn.workloads.quantized import Descales
     from pytest_attn.workloads.workload import Workload
 
 
@@ -119,6 +120,11 @@ class CaseTensors(ServingTensors):
 
         return poisoned(tuple(shape), dtype, self.device)
 
+    @property
+    def descales(self) -> Descales | None:
+        """What gives q, k and v their values, .q, .k and .v, float32; None where they are not quantized."""
+        return self._inputs.descales
+
     @cached_property
     def reference(self) -> ReferenceTensors:
         """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed.
@@ -191,11 +197,16 @@ class CaseTensors(ServingTensors):
 
         import torch
 
+        from pytest_attn.workloads.quantized import Descales
+
         if self._mark.parameters:
             return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))
-        shared = self._reference.inputs
+        shared = self._reference.called_with
         values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
-        own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
+        copied = torch.Tensor | Descales
+        own: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, copied)}
+        if self._workload.v_in_k:
+            own["v"] = own["k"][..., : self._workload.v_head_dim]
         return dataclasses.replace(shared, **own)
 
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:

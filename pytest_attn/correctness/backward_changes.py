@@ -50,7 +50,7 @@ class Steps:
 
     def variance(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return the variance of what is rounded on the way to a gradient."""
-        part, unit_squared = self.part, _UNIT[self.part.block.workload.dtype] ** 2
+        part, unit_squared = self.part, _UNIT[self.part.block.workload.out_dtype] ** 2
         if name == "dv":
             return (self._over_rows(self.seen(self._p()).square(), part.dout.square()) + value.square()) * unit_squared
         ds, weight = self._ds()

@@ -35,6 +35,8 @@ def call_kernel(
     kept, laid = spec.handed(pristine), list(spec.handed(pristine))
     if spec.workload.kv_pages is None:
         laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    if spec.workload.v_in_k:
+        laid[2] = laid[1][..., : spec.workload.v_head_dim]
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.empty_rows)

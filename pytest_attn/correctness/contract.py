@@ -66,7 +66,7 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
         raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
     if tuple(tensor.shape) != shape:
         raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{hint}")
-    own, wide = getattr(torch, inputs.workload.dtype), (torch.float32, torch.float64)
+    own, wide = getattr(torch, inputs.workload.out_dtype), (torch.float32, torch.float64)
     dtypes = {"out": (own,), "weights": (own, *wide), "keep": (torch.bool,)}.get(name, wide)
     if tensor.dtype not in dtypes:
         raise ContractError(f"{name} has dtype {tensor.dtype}; expected {dtypes[0]}")

@@ -57,7 +57,7 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_eviden
         raise ValueError("with dropout, out alone says not what was dropped; use attn.check")
     out = out if spec.signature is None else as_out(out, spec.signature, reference.inputs)
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
-    empty_rows = EmptyRows(reference.inputs, spec.empty_rows)
+    empty_rows = EmptyRows(reference.called_with, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
     case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits)
@@ -98,7 +98,7 @@ class _Judgment:
         """
         __tracebackhide__ = True
         self.is_sampled |= reference.is_sampled
-        self.is_approximate |= reference.given is not None
+        self.is_approximate = self.subject.is_approximate
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.keep is not None:
             reference = with_mask(reference, self.keep, self.spec.backward)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from pytest_attn.correctness.descale_mistakes import descale_mistakes
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.correctness.mask_mistakes import mask_mistakes, seen_by
 from pytest_attn.correctness.reading_mistakes import reading_mistakes
@@ -34,6 +35,8 @@ class Mistake(NamedTuple):
 
 def likely_mistakes(inputs: Inputs, w: Workload) -> Iterator[Mistake]:
     """Yield likely mistakes, of those that amount to the same the plainest first. Their texts depend on the workload alone."""
+    for text, changed in descale_mistakes(inputs, w):
+        yield Mistake(text, changed)
     for text, changes in _option_mistakes(w):
         yield Mistake(text, partial(_with_options, inputs, w, changes))
     for text, mask in mask_mistakes(inputs, w):
@@ -100,7 +103,7 @@ def _changed_options(inputs: Inputs, w: Workload) -> Iterator[tuple[str, Callabl
             text = f"that counts each sink {times} times, as if once for every split of the keys"
             yield text, with_tensor("sinks", partial(_counted, times))
         for dtype in ("bfloat16", "float16"):
-            if dtype != (w.dtype if w.sinks is True else w.sinks):
+            if dtype != (w.out_dtype if w.sinks is True else w.sinks):
                 yield f"with sinks rounded to {dtype}", with_tensor("sinks", partial(_rounded, dtype))
     if w.sinks and w.group > 1:
         yield "with the sink of the key head, not of the query head", with_tensor("sinks", lambda sinks: sinks[of_key_head])

@@ -100,7 +100,7 @@ def _tile_by_tile(part: Part, tile: int) -> Iterator[Computed]:
         variance = variance + rounded
         top = new
     sink = _share_of_sink(part, top)
-    unit = _UNIT[part.block.workload.dtype] ** 2
+    unit = _UNIT[part.block.workload.out_dtype] ** 2
     inversely = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
     for text, sums, of_sums, denominator in (
         ("whose sum of P v is not brought to a new maximum", unscaled, variance, total),
@@ -156,7 +156,7 @@ def _merged(part: Part, splits: torch.Tensor, number: int) -> Iterator[Computed]
         variances.append(over_keys(p.square(), part.v.square()))
     whole = lses.logsumexp(0)
     of_keys = 1 / (1 + _share_of_sink(part, whole))  # the rest is the sink's
-    unit = _UNIT[part.block.workload.dtype] ** 2
+    unit = _UNIT[part.block.workload.out_dtype] ** 2
     even = torch.full_like(lses, 1 / number)
     in_base_2 = (lses * math.log(2)).softmax(0).nan_to_num(0)
     for text, weights in (

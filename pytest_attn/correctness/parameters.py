@@ -125,5 +125,5 @@ def rounded(sums: Sums, precision: Precision, w: Workload) -> Iterator[tuple[str
     """Yield name, value and variance of each sum once it is rounded to the dtype of its parameter."""
     terms = w.batch * w.q_len
     for name, (value, variance) in sums.items():
-        rounding = Rounding(precision, str(w.sinks) if name == "sinks" and w.sinks is not True else w.dtype)
+        rounding = Rounding(precision, str(w.sinks) if name == "sinks" and w.sinks is not True else w.out_dtype)
         yield f"d{name}", value, variance + rounding.of_result(value, terms)

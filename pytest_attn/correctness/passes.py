@@ -36,7 +36,7 @@ class _Passes:
 
     def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
         self.block, self.tensors = block, tensors
-        self.rounding = Rounding(precision, block.workload.dtype)
+        self.rounding = Rounding(precision, block.workload.out_dtype)
         self.budget = ForwardBudget(block, self.rounding)
         self.gradients = Gradients(block, self.rounding)
         self.parameters = ParameterGradients(block, self.gradients, sums) if sums else None

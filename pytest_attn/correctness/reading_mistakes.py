@@ -133,6 +133,8 @@ def _contents(inputs: Inputs, w: Workload) -> Iterator[Read]:
     if w.head_dim == w.v_head_dim:
         yield "with k in place of v", changed(inputs, w, v=k)
         yield "with v in place of k", changed(inputs, w, k=v)
+    if w.v_in_k and w.head_dim > w.v_head_dim:
+        yield "with the last elements of k for v, not the first", changed(inputs, w, v=k[..., -w.v_head_dim :])
     for step in (64, 32, 16):
         whole = w.head_dim // step * step
         if 0 < whole < w.head_dim:

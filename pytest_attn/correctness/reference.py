@@ -38,7 +38,8 @@ class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs before a backend quantised them to `inputs`, None where it does not. parameters: those whose gradients are there, as
+    inputs as the callable takes them where `inputs` are the values that these stand for: because a backend quantises them, or
+    because they are quantised and come with descales; None elsewhere. parameters: those whose gradients are there, as
     dsinks and so on.
     """
 
@@ -106,7 +107,9 @@ def compute_reference(
 
     w = workload or inputs.workload
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
-    reference = Reference(inputs, precision, parameters=parameters)
+    precision, given = precision.of_inputs_in(w.dtype), inputs
+    inputs = given.dequantized()
+    reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
     sampled = rows is not None or _is_long(w, device)
     keys = None
     if sampled:

@@ -17,6 +17,7 @@ from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -49,6 +50,13 @@ class TimedKernel:
         self._shapes = {name: declared_shape(name, signature, inputs) for name in signature.results}
 
     @property
+    def _out_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.inputs.workload.out_dtype)
+        return dtype
+
+    @property
     def compilation(self) -> Compilation | None:
         """What compiling the user's function took."""
         return compilation_of(self.fn)
@@ -56,7 +64,7 @@ class TimedKernel:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Call the function."""
         __tracebackhide__ = True
-        out = q.new_empty(self._shapes["out"]) if self.signature.takes_out else None
+        out = q.new_empty(self._shapes["out"], dtype=self._out_dtype) if self.signature.takes_out else None
         result = self._called(q, k, v, out)
         if out is None:
             names = self.signature.returns
@@ -84,7 +92,7 @@ class SignedKernel(TimedKernel):
         """Call the function, and turn what it returns."""
         __tracebackhide__ = True
         signature = self.signature
-        given = poisoned(self._shapes["out"], q.dtype, q.device) if signature.takes_out else None
+        given = poisoned(self._shapes["out"], self._out_dtype, q.device) if signature.takes_out else None
         named = self._by_name(self._called(q, k, v, given), given)
         for name, tensor in named.items():
             check_tensor(name, tensor, self._shapes[name], self.inputs, f" ({said_of(name, signature, self.inputs)})")

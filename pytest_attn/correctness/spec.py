@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import CallableSubject, Subject
+from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA
@@ -19,7 +19,6 @@ from pytest_attn.correctness.signed import SignedSubject
 from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.serving import cache_of
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
@@ -63,16 +62,16 @@ class CheckSpec:
         if self.signature is not None:
             object.__setattr__(self, "layout", self.signature.inner_layout)
             object.__setattr__(self, "returns_lse", "lse" in self.signature.returns)
-            if reason := self.signature.unfit_for(self.workload):
-                raise ValueError(reason)
+            if unfit := self.signature.unfit_for(self.workload):
+                raise ValueError(unfit)
         if self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         if (self.layout == "thd") != self.workload.is_packed:
             if self.layout == "thd":
                 raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
             object.__setattr__(self, "layout", "thd")
-        if self.backward and (cache := cache_of(self.workload)):
-            raise ValueError(f"{self.workload.id} reads {cache}, which have no gradient; leave out backward=True")
+        if self.backward and (reason := self.workload.has_no_gradient_because):
+            raise ValueError(f"{self.workload.id}: {reason}; leave out backward=True")
 
     @property
     def profile(self) -> Precision:
@@ -105,7 +104,12 @@ class CheckSpec:
         )
 
     def subject(
-        self, registry: Registry, target: Callable[..., Any] | Backend | str, name: str | None = None, within: str = ""
+        self,
+        registry: Registry,
+        target: Callable[..., Any] | Backend | str,
+        name: str | None = None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
     ) -> Subject:
         """Return what is tested; a callable declares what the spec says. Raises as `Registry.subject` does."""
         subject = registry.subject(
@@ -115,6 +119,7 @@ class CheckSpec:
             precision=self.precision,
             returns_lse=self.returns_lse,
             within=within,
+            dequantized=dequantized,
         )
         is_callable = isinstance(subject, CallableSubject)
         if is_callable and self.workload.dropout and "keep" not in self.results:
@@ -131,6 +136,8 @@ class CheckSpec:
         k, v = handed_over(self.workload, inputs.k, inputs.v)
         if self.workload.kv_pages is None:
             k, v = self.in_layout(k), self.in_layout(v)
+        if self.workload.v_in_k:
+            v = k[..., : self.workload.v_head_dim]
         return self.in_layout(inputs.q).clone(), k, v
 
     def in_layout(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.workloads.arithmetic import beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def fused(tensor: Tensor) -> Tensor:
     """The middle slice of a tensor three times as wide, as q, k and v are of one projection."""
     import torch
 
-    return torch.cat([tensor + 1, tensor, tensor - 1], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
+    return torch.cat([beside(tensor, 1), tensor, beside(tensor, -1)], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.expected import Expected
@@ -13,12 +13,15 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.failures.encoding import mask_is_function
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask
+from pytest_attn.workloads.quantized import Descales
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-_INPUTS = tuple(one.name for one in dataclasses.fields(Inputs) if one.name not in ("workload", "device"))
+_INPUTS = tuple(
+    one.name for one in dataclasses.fields(Inputs) if one.name not in ("workload", "device", "descales", "applied")
+)
 _LARGEST_MASK = 1 << 30
 
 
@@ -42,10 +45,13 @@ def tensors_of(data: FailureData) -> dict[str, torch.Tensor]:
     q, k, v and what else the kernel was given; dout where there is a backward pass; out, lse, dq, dk, dv as the kernel
     returned them; reference.NAME in float64, reference.NAME.budget in float32, reference.NAME.rows where only these were
     computed; quantised.q and so on for a backend that quantises its inputs, which is what the reference is computed from;
-    mask, boolean, where a function says which keys are seen.
+    descales.q and so on of quantized inputs; mask, boolean, where a function says which keys are seen.
     """
     given = {name: getattr(data.inputs, name) for name in _INPUTS if name != "dout" or data.backward}
     named = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if data.inputs.descales is not None:
+        of_each = data.inputs.descales._asdict().items()
+        named |= {f"descales.{name}": tensor for name, tensor in of_each if tensor is not None}
     if (mask := _mask_of(data.inputs)) is not None:
         named["mask"] = mask
     named |= {name: tensor.detach() for name, tensor in data.results.items()}
@@ -84,11 +90,17 @@ def inputs_from(tensors: dict[str, torch.Tensor], workload: Workload, device: to
     """Return the saved inputs on a device. Without a backward pass dout was not saved, and is zero."""
     import torch
 
-    given = {name: tensors[name].to(device) for name in _INPUTS if name in tensors}
+    given: dict[str, Any] = {name: tensors[name].to(device) for name in _INPUTS if name in tensors}
     if "dout" not in given:
         q = given["q"]
-        given["dout"] = torch.zeros((*q.shape[:-1], workload.v_head_dim), dtype=q.dtype, device=device)
-    return Inputs(workload, device, **given)
+        dtype = getattr(torch, workload.out_dtype)
+        given["dout"] = torch.zeros((*q.shape[:-1], workload.v_head_dim), dtype=dtype, device=device)
+    if workload.v_in_k:
+        given["v"] = given["k"][..., : workload.v_head_dim]
+    descales = None
+    if workload.is_quantized:
+        descales = Descales(tensors.get("descales.q"), tensors["descales.k"], tensors["descales.v"]).to(device)
+    return Inputs(workload, device, **given, descales=descales)
 
 
 def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: Precision) -> Reference | None:
@@ -113,4 +125,6 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
         parameters = tuple(name for name in PARAMETERS if f"d{name}" in expected)
         return Reference(inputs, precision, expected, parameters=parameters)
     q, k, v = (tensors[f"quantised.{name}"].to(inputs.device) for name in "qkv")
-    return Reference(dataclasses.replace(inputs, q=q, k=k, v=v), precision, expected, inputs)
+    return Reference(
+        dataclasses.replace(inputs, q=q, k=k, v=v, descales=None, applied=inputs.descales), precision, expected, inputs
+    )

@@ -14,7 +14,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import resolve_device
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.parameters import HELD_IN
@@ -73,7 +73,11 @@ class Failure:
         return inputs_from(self.tensors, self._workload(), torch.device("cpu"))
 
     def check(
-        self, fn: Callable[..., Any] | Backend | str, device: str | None = None, name: str | None = None
+        self,
+        fn: Callable[..., Any] | Backend | str,
+        device: str | None = None,
+        name: str | None = None,
+        dequantized: Dequantizer | None = None,
     ) -> Comparison | InvariantReport:
         """Judge `fn` on the saved inputs: a callable of (q, k, v) in the test's layout, or a backend's name.
 
@@ -83,13 +87,13 @@ class Failure:
         on the saved inputs. Where a gradient of sinks, the bias or slopes was asked for, fn closes over those of `tensors`.
 
         device: by default the kind on which the failure was seen ("cpu", "cuda", ...). name: what to call a callable, by
-        default its qualified name. Returns what `pytest_attn.check` or `check_invariants` returns. Raises AssertionError
-        where fn is wrong, with the diagnosis as its text, and ValueError where the workload cannot be rebuilt, the device is
-        not there, or the backend refuses the workload.
+        default its qualified name. dequantized: as for `pytest_attn.check`. Returns what `pytest_attn.check` or
+        `check_invariants` returns. Raises AssertionError where fn is wrong, with the diagnosis as its text, and ValueError
+        where the workload cannot be rebuilt, the device is not there, or the backend refuses the workload.
         """
         __tracebackhide__ = True
         spec, references = self._spec(device or self.environment["machine"]["kind"])
-        subject = spec.subject(Registry(), fn, name)
+        subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
         if broken := self.environment["invariants"]:
             reproduce = self._reproduce(invariants.LABEL_WIDTH)
             report = judged_in_words(
@@ -161,7 +165,8 @@ class SavedReferences(ReferenceCache):
         """Return the saved reference where it serves, else one that is computed from the saved inputs."""
         is_approximate = subject is not None and subject.is_approximate
         if self._reference is not None and spec.profile == self._precision:
-            is_quantized = self._reference.given is not None
+            given = self._reference.given
+            is_quantized = given is not None and given.descales is None  # by the kernel, and not before it
             if is_quantized == is_approximate and (not is_approximate or subject.name == self._kernel):  # type: ignore[union-attr]
                 return self._reference
         if is_approximate:

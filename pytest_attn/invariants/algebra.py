@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.arithmetic import times
 from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
@@ -34,7 +35,13 @@ class Algebra(Invariant):
 def _is_linear(probe: Probe) -> str:
     """Hold v times -2 and dout times -1/2, which rounding does not see, against the base."""
     inputs = probe.inputs
-    found = probe.run(dataclasses.replace(inputs, v=inputs.v * -2, dout=inputs.dout * -0.5))
+    if inputs.workload.v_in_k:
+        return ""  # v cannot be chosen apart from k
+    if inputs.descales is not None:  # whose elements may be the largest of their dtype
+        undone = {name: t if name == "lse" else -t for name, t in probe.run(replace(inputs, v=times(inputs.v, -1))).items()}
+        changed = probe.change(undone)
+        return f"v times -1, undone in the results: {changed}" if changed else ""
+    found = probe.run(replace(inputs, v=inputs.v * -2, dout=inputs.dout * -0.5))
     factors = {"out": -0.5, "dv": -2.0}
     undone = {name: t * factors.get(name, 1.0) for name, t in found.items()}
     changed = probe.change(undone)
@@ -57,7 +64,7 @@ def _is_symmetric(probe: Probe) -> str:
         return tensor.roll(sign * steps["keys"], 2) if of_keys else tensor
 
     changes = {name: rolled(getattr(inputs, name), name in "kv", 1) for name in ("q", "k", "v", "dout")}
-    found = probe.run(dataclasses.replace(inputs, **changes))  # type: ignore[arg-type]
+    found = probe.run(replace(inputs, **changes))  # type: ignore[arg-type]
     undone = {name: rolled(t, name in ("dk", "dv"), -1) for name, t in found.items()}
     changed = probe.change(undone)
     what = ", ".join(name for name, step in steps.items() if step)
@@ -75,7 +82,7 @@ def _is_merged(probe: Probe) -> str:
     halves = []
     for keys in (slice(0, w.kv_len // 2), slice(w.kv_len // 2, None)):
         k, v = inputs.k[:, :, keys].contiguous(), inputs.v[:, :, keys].contiguous()
-        half = dataclasses.replace(inputs, workload=w.replace(kv_len=k.shape[2], name=None), k=k, v=v)
+        half = replace(inputs, workload=w.replace(kv_len=k.shape[2], name=None), k=k, v=v)
         other = probe.on(half)
         if other is None:
             return ""
@@ -83,20 +90,21 @@ def _is_merged(probe: Probe) -> str:
     lse = torch.logaddexp(halves[0]["lse"], halves[1]["lse"])
     out = sum((half["lse"] - lse).exp()[..., None] * half["out"].float() for half in halves)
     assert isinstance(out, torch.Tensor)
-    misfit = probe.misfit({"out": out.to(inputs.q.dtype), "lse": lse})
+    misfit = probe.misfit({"out": out.to(inputs.dout.dtype), "lse": lse})
     return f"two halves of the keys, put together by their lse: {misfit}" if misfit else ""
 
 
 def _heads_are_alike(w: Workload) -> bool:
-    told_apart = w.alibi or w.sinks or w.score_mod is not None or "h" in (w.bias or "")
+    told_apart = w.alibi or w.sinks or w.descales in ("head", "token") or w.score_mod is not None or "h" in (w.bias or "")
     return not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
 
 
 def _entries_are_alike(w: Workload) -> bool:
-    told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "") or w.alibi == "batch"
+    told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "")
+    told_apart = told_apart or w.alibi == "batch" or w.descales in ("head", "token")
     return w.batch > 1 and not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
 
 
 def _keys_are_alike(w: Workload) -> bool:
-    told_apart = w.kv_lens is not None or w.alibi or w.score_mod is not None or "k" in (w.bias or "")
+    told_apart = w.kv_lens is not None or w.descales == "token" or w.alibi or w.score_mod is not None or "k" in (w.bias or "")
     return w.mask is None and not told_apart

@@ -23,6 +23,8 @@ class Batch(Invariant):
             return CLOSED_OVER
         if w.batch == 1 or w.kv_lens is not None:
             return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are asked about under equivalence"
+        if w.is_quantized:
+            return "descales belong to the entries of the whole batch"
         if isinstance(w.plain_mask, BooleanMask | MaskModMask) or w.score_mod is not None:
             return "a function of the mask or score may depend on the entry's number"
         return None if probe.is_short else TOO_LONG

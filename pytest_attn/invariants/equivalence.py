@@ -31,7 +31,7 @@ class Equivalence(Derived):
 def _alone(inputs: Inputs) -> Iterator[Variation]:
     """One sequence of a packed, padded or paged batch, dense and without padding: the shortest, then the last."""
     w = inputs.workload
-    if w.kv_lens is None or w.bias or not isinstance(w.plain_mask, Causal | Window | None):
+    if w.kv_lens is None or w.bias or inputs.descales is not None or not isinstance(w.plain_mask, Causal | Window | None):
         return
     lengths = sequence_lengths(w)
     whole = [batch for batch, (q_len, kv_len) in enumerate(lengths) if q_len and kv_len]
@@ -104,7 +104,7 @@ def _window(mask: Window, offset: int) -> Callable[[Tensor, Tensor, Tensor, Tens
 def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
     """Every query head with a key head of its own."""
     w = inputs.workload
-    if w.group == 1:
+    if w.group == 1 or inputs.descales is not None:
         return
     axis = 2 if w.kv_pages else 1
     k, v = (repeated(t, w, axis) for t in (inputs.k, inputs.v))
@@ -116,7 +116,7 @@ def _last_row(inputs: Inputs) -> Iterator[Variation]:
     """The last row alone, as in decoding."""
     w = inputs.workload
     is_aligned = w.mask is None or isinstance(w.mask, Window) or (isinstance(w.mask, Causal) and _ends_together(w))
-    if w.is_packed or w.q_len == 1 or not is_aligned or w.score_mod is not None or w.bias:
+    if w.is_packed or w.q_len == 1 or not is_aligned or w.score_mod is not None or w.bias or inputs.descales is not None:
         return
     mask = Causal(bottom_right=True) if isinstance(w.mask, Causal) else w.mask
     q, dout = (t[:, :, -1:].contiguous() for t in (inputs.q, inputs.dout))

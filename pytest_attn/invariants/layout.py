@@ -11,6 +11,7 @@ from pytest_attn.correctness.strides import fused, refusals, swapped
 from pytest_attn.invariants.call import Tensors
 from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.arithmetic import beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ def innermost(tensor: Tensor) -> Tensor:
     """Elements of a head's vector lie two apart."""
     import torch
 
-    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+    return torch.stack([tensor, beside(tensor, 1)], -1)[..., 0]
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class Leak(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Read the probabilities of equal scores, then change keys that some rows do not see."""
-        return _read_probabilities(probe) or _change_hidden_keys(probe)
+        read = "" if probe.workload.v_in_k else _read_probabilities(probe)  # v cannot be chosen apart from k
+        return read or _change_hidden_keys(probe)
 
 
 def _read_probabilities(probe: Probe) -> str:
@@ -57,7 +58,7 @@ def _read_probabilities(probe: Probe) -> str:
         return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row may not see"
     if bool((wrong := (found == 0) & (exact > _CERTAIN)).any()):
         return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row sees"
-    off = (found.double() - exact).abs() > _ROUNDINGS[probe.workload.dtype] * exact.clamp(min=_CERTAIN)
+    off = (found.double() - exact).abs() > _ROUNDINGS[probe.workload.out_dtype] * exact.clamp(min=_CERTAIN)
     if bool(off.any()):
         what = "the sum of the row's probabilities" if off.nonzero()[0, -1] == exact.shape[-1] - 1 else "a probability"
         return f"q = k = 0: {at_first('out', found, off)}, {what}, exact {float(exact[off][0]):.6g}"
@@ -100,7 +101,7 @@ def _change_hidden_keys(probe: Probe) -> str:
         return ""
     changed = _second_half(inputs)
     late = changed[:, None, None] if inputs.workload.is_packed else changed[:, None, :, None]
-    k, v = (t.where(~late, _LARGE * (1 - 2 * (t < 0).to(t))) for t in (inputs.k, inputs.v))
+    k, v = (t.where(~late, (_LARGE * (1 - 2 * (t.float() < 0).float())).to(t.dtype)) for t in (inputs.k, inputs.v))
     found, base = probe.run(dataclasses.replace(inputs, k=k, v=v)), probe.base
     for name in ("out", "lse", "dq"):
         if name in base:

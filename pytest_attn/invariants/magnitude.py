@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 #: Largest q . k asked for, before it is scaled: kernels may hold it in the tensors' dtype, whose largest is 65,504 in float16.
 _LARGEST = {"bfloat16": 4e6, "float16": 3e4, "float32": 4e6}
 _SPREAD = 2e4
+_ONE_TENSOR = "v is a part of k, so that large keys are large values"
 _ROUNDING = 1.02  # an average in 16 bits may exceed the largest value by so much
 
 
@@ -31,6 +32,8 @@ class Magnitude(Invariant):
         """Leave out quantised kernels, and what takes too long."""
         if probe.is_approximate:
             return QUANTIZES
+        if probe.workload.is_quantized or probe.workload.v_in_k:
+            return "quantized tensors hold no such numbers" if probe.workload.is_quantized else _ONE_TENSOR
         return None if probe.is_short else TOO_LONG
 
     def run(self, probe: Probe) -> str:

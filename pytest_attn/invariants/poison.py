@@ -14,6 +14,7 @@ from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.call import Tensors
 from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def _poisoned(probe: Probe) -> tuple[Inputs, str]:
         return probe.inputs, ""
     is_masked = probe.inputs.page_table is None and _pads_by_mask(probe)
     value = _LARGE if is_masked else math.nan
-    k, v = (t.masked_fill(unowned, value) for t in (probe.inputs.k, probe.inputs.v))
+    value = value if probe.inputs.k.is_floating_point() else poison_of(probe.inputs.k)
+    k, v = (filled(t, unowned, value) for t in (probe.inputs.k, probe.inputs.v))
     return dataclasses.replace(probe.inputs, k=k, v=v), f", and {value:g} in keys beyond the lengths"
 
 
@@ -89,16 +91,16 @@ def unowned_keys(inputs: Inputs) -> Tensor | None:
 
 
 class _Band:
-    """A contiguous copy of a tensor, with a band of NaN on both sides."""
+    """A contiguous copy of a tensor, with a band of NaN on both sides, of 127 where the dtype has no NaN."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.whole = tensor.new_full((tensor.numel() + 2 * _BAND,), math.nan)
+        self.whole = tensor.new_full((tensor.numel() + 2 * _BAND,), poison_of(tensor))
         self.inside = self.whole[_BAND:-_BAND].view(tensor.shape)
         self.inside.copy_(tensor)
 
     @property
     def is_written(self) -> bool:
-        return not bool(self.whole[:_BAND].isnan().all() and self.whole[-_BAND:].isnan().all())
+        return not all(bool(is_poison(band).all()) for band in (self.whole[:_BAND], self.whole[-_BAND:]))
 
 
 @contextmanager

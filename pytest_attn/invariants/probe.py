@@ -168,7 +168,8 @@ class Probe:
         import torch
 
         kernel, spec = self.kernel, self.spec
-        leaves = [t.detach().requires_grad_(self.backward) for t in (tensors.q, tensors.k, tensors.v)]
+        v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
+        leaves = [t.detach().requires_grad_(self.backward) for t in (tensors.q, tensors.k, v)]
         self.count.calls += 1
         with self.calling(), seeded(spec), nullcontext() if self.backward else torch.no_grad():
             result = kernel(*leaves)

@@ -92,7 +92,7 @@ def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     import torch
 
     other = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
-    matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.q.dtype)
+    matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.dout.dtype)
     other.wait_stream(torch.cuda.current_stream(probe.device))
     with torch.cuda.stream(other):
         for _ in range(16):

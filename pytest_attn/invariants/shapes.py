@@ -30,7 +30,7 @@ class Shapes(Invariant):
         if not probe.is_backend:
             return CLOSED_OVER
         w = probe.workload
-        if w.is_packed or w.kv_lens is not None or not isinstance(w.plain_mask, Causal | Window | None):
+        if w.v_in_k or w.is_packed or w.kv_lens is not None or not isinstance(w.plain_mask, Causal | Window | None):
             return "the mask or the lengths belong to this shape"
         return None
 

@@ -7,6 +7,7 @@ import dataclasses
 from pytest_attn.invariants.difference import first_difference
 from pytest_attn.invariants.invariant import Invariant
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.arithmetic import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
 
 
@@ -32,8 +33,9 @@ class State(Invariant):
             return f"a result that is held while the kernel is called again, on other inputs: {changed}"
         if changed := probe.change(held.finish()):
             return f"the backward pass of a call, run after another call: {changed}"
-        for tensor, value in zip((tensors.q, tensors.v), (probe.handed(other).q, probe.handed(other).v), strict=True):
-            tensor.detach().copy_(value)
+        with_others = probe.handed(other)
+        for name in ("q", "k") if probe.workload.v_in_k else ("q", "v"):
+            getattr(tensors, name).detach().copy_(getattr(with_others, name))
         changed = probe.change(probe.call(tensors), of_other, other)
         return (
             f"the same tensors with other values in them, against new tensors with these values: {changed}" if changed else ""
@@ -41,5 +43,8 @@ class State(Invariant):
 
 
 def other_values(inputs: Inputs) -> Inputs:
-    """Return inputs of the same workload with q's elements in another order and v negated."""
-    return dataclasses.replace(inputs, q=inputs.q.flip(-1), v=-inputs.v)
+    """Return inputs of the same workload with q's elements in another order and v negated, with all of k where it is there."""
+    if inputs.workload.v_in_k:
+        k = times(inputs.k, -1)
+        return dataclasses.replace(inputs, q=mirrored(inputs.q), k=k, v=k[..., : inputs.workload.v_head_dim])
+    return dataclasses.replace(inputs, q=mirrored(inputs.q), v=times(inputs.v, -1))

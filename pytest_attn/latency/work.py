@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.arithmetic import negate
 from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -56,8 +57,10 @@ class Work:
         dout: torch.Tensor,
         direction: LatencyDirection,
         counted: Callable[[torch.Tensor], torch.Tensor] = lambda result: result,
+        v_width: int | None = None,
     ) -> None:
-        """counted: what of a result is looked at."""
+        """counted: what of a result is looked at. v_width: how many of k's elements are v, where it is a part."""
+        self._v_width = v_width
         self.kernel, self.dout, self.direction, self._counted = kernel, dout, direction, counted
         self.sets = [self._own(tensors)]
         self._sign = 1
@@ -106,8 +109,13 @@ class Work:
 
         self._sign = -self._sign
         with torch.no_grad():
-            for tensor in [self.dout] if self.direction == "backward" else [tensors[2] for tensors in self.sets]:
-                tensor.neg_()
+            for tensor in [self.dout] if self.direction == "backward" else self._negated:
+                negate(tensor)
+
+    @property
+    def _negated(self) -> list[torch.Tensor]:
+        """What is negated to negate out: v, or q and k where v is a part of k."""
+        return [tensor for tensors in self.sets for tensor in (tensors[:2] if self._v_width else tensors[2:])]
 
     def result(self, value: Any) -> torch.Tensor:
         """Return what `verify` looks at: out, or dq."""
@@ -183,4 +191,5 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
     def counted(result: torch.Tensor) -> torch.Tensor:
         return empty_rows.blanked(spec.in_layout(result)) if empty_rows.are_there else result
 
-    return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, counted)
+    v_width = spec.workload.v_head_dim if spec.workload.v_in_k else None
+    return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, counted, v_width)

@@ -77,7 +77,7 @@ def inputs_of(asked: Asked) -> Inputs:
         )
     q, k, v = asked.q, asked.k, asked.v
     _require_one_kind(q, k, v)
-    extras: dict[str, torch.Tensor] = {}
+    extras: dict[str, Any] = {}
     fields: dict[str, Any] = _options(asked, extras)
     if asked.cu_seqlens is not None:
         fields |= _packed_lengths(asked, extras)
@@ -106,7 +106,7 @@ def _require_one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
             raise UnreadableError("q, k and v must be dense tensors; nested and sparse ones are not read")
 
 
-def _options(asked: Asked, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _options(asked: Asked, extras: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that change scores; their tensors go into `extras`."""
     default = 1 / math.sqrt(asked.q.shape[-1])
     is_default = asked.scale is None or math.isclose(asked.scale, default, rel_tol=1e-9)
@@ -126,7 +126,7 @@ def _options(asked: Asked, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
     return fields
 
 
-def _packed_lengths(asked: Asked, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _packed_lengths(asked: Asked, extras: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     boundaries = asked.cu_seqlens, asked.cu_seqlens if asked.cu_seqlens_kv is None else asked.cu_seqlens_kv
@@ -138,7 +138,7 @@ def _packed_lengths(asked: Asked, extras: dict[str, torch.Tensor]) -> dict[str, 
     return {"q_lens": lengths[0], "kv_lens": lengths[1], "mask": asked.mask}
 
 
-def _mask_of(asked: Asked, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _mask_of(asked: Asked, extras: dict[str, Any]) -> dict[str, Any]:
     """Return mask and kv_lens: as the call names them, or as its tensor is recognized."""
     import torch
 

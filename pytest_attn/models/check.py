@@ -99,7 +99,7 @@ def judge_model(
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
-        notes=tuple(filter(None, (note, _about_raised_limits(judged.calls, limits)))),
+        notes=tuple(filter(None, (note, _about_raised_limits(judged.calls, limits), _about_weights(judged.calls, model)))),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
@@ -121,6 +121,15 @@ class _Judged:
             self.calls.append(dataclasses.replace(found, comparison=comparison))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+def _about_weights(calls: list[CallComparison], model: torch.nn.Module) -> str:
+    """Say why no call of torch.nn.MultiheadAttention was caught, "" where there is none or one was."""
+    import torch
+
+    if calls or not any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
+        return ""
+    return "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
 
 
 def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:

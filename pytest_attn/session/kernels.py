@@ -13,7 +13,7 @@ import pytest
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import split
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.machines import Machines
 from pytest_attn.session.marks import AttentionMark
@@ -65,13 +65,22 @@ class SelectedKernels:
         """Return the backend of a case."""
         return self.registrations.registry[name]
 
-    def subject(self, target: Target, name: str | None, spec: CheckSpec, own: Backend | None, within: str = "") -> Subject:
+    def subject(
+        self,
+        target: Target,
+        name: str | None,
+        spec: CheckSpec,
+        own: Backend | None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
+    ) -> Subject:
         """Return what a test handed over, or what is tested in its place.
 
-        own: the backend of the case. within: the qualified name of the test.
+        own: the backend of the case. within: the qualified name of the test. dequantized: what a callable that quantizes
+        makes of q, k and v.
         """
         del own
-        return spec.subject(self.registrations.registry, target, name, within)
+        return spec.subject(self.registrations.registry, target, name, within, dequantized)
 
     def skipped_because(self, test: str, name: str) -> str:
         """Say why a case need not run any more, "" where it must."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.honest.backend import HONEST_NAME, honest_backend
 from pytest_attn.session.items import MUTANT, CaseParameter, parameter_of, test_of
@@ -41,7 +41,8 @@ class Mutants(SelectedKernels):
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
         """Return the honest kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
-        if (backward and workload.kv_pages) or workload.dropout:  # no mutant can say what it dropped
+        no_mutant = workload.dropout or workload.is_quantized or workload.v_in_k  # none drops, dequantizes or reads v from k
+        if no_mutant or (backward and workload.kv_pages):
             return []
         reached = [name for name, mutant in self._mutants.items() if mutant.applies(workload, backward)]
         return [f"{MUTANT}{name}" for name in (HONEST_NAME, *reached)] if reached else []
@@ -53,9 +54,17 @@ class Mutants(SelectedKernels):
             self._made[name] = honest_backend() if name == HONEST_NAME else self._mutants[name].backend()
         return self._made[name]
 
-    def subject(self, target: Target, name: str | None, spec: CheckSpec, own: Backend | None, within: str = "") -> Subject:
+    def subject(
+        self,
+        target: Target,
+        name: str | None,
+        spec: CheckSpec,
+        own: Backend | None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
+    ) -> Subject:
         """Return the faulty kernel, whatever the test handed over."""
-        return own or super().subject(target, name, spec, own, within)
+        return own or super().subject(target, name, spec, own, within, dequantized)
 
     def skipped_because(self, test: str, name: str) -> str:
         """Say that the same test has killed a mutant on another workload."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pytest_attn.workloads.arithmetic import beside
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
 
@@ -99,4 +100,4 @@ def _middle_layer(pool: Tensor) -> Tensor:
     """Return the pool as a slice of one in which the layers before and after it share its pages."""
     import torch
 
-    return torch.stack((pool + 1, pool, pool - 1), 1)[:, 1]
+    return torch.stack((beside(pool, 1), pool, beside(pool, -1)), 1)[:, 1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.distributions import distribution_names, draw_qkv
 from pytest_attn.workloads.generator import Draw
 from pytest_attn.workloads.masks import MaskMod
-from pytest_attn.workloads.pool import pool_of
+from pytest_attn.workloads.pool import descales_in_pool, pool_of
+from pytest_attn.workloads.quantized import Descales, dense_descales, dequantized, dtype_of, factors_of, quantized
 from pytest_attn.workloads.serving import pages_in_use, pages_per_sequence
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
 class Inputs:
     """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
 
-    q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages.
+    q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages. Of quantized workloads q, k
+    and v are as kernels take them, to be multiplied by the descales, and all other tensors are in the dtype of out. Where v
+    is a part of k, it is a view of it.
     bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise or in their own dtype.
     alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
     cu_seqlens: (batch + 1,) int32, where queries are packed; cu_seqlens_kv: where keys are.
     keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
     kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
+    descales: what q, k and v are still to be multiplied by; applied: what they have been multiplied by already.
     """
 
     workload: Workload
@@ -44,6 +49,19 @@ class Inputs:
     kv_lens: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     keep: torch.Tensor | None = None
+    descales: Descales | None = None
+    applied: Descales | None = None
+
+    def dequantized(self) -> Inputs:
+        """Return the inputs with the values of q, k and v, exactly, and without descales; as they are where there are none."""
+        if self.descales is None:
+            return self
+        values = {
+            name: dequantized(getattr(self, name), factors_of(name, self.descales, self.workload, self.page_table))
+            for name in "qkv"
+            if getattr(self.descales, name) is not None
+        }
+        return dataclasses.replace(self, descales=None, applied=self.descales, **values)  # type: ignore[arg-type]
 
     def mask_mod(self, q_len: int | None = None) -> MaskMod | None:
         """Return the mask, with padding, as FlexAttention's mask_mod over dense tensors; None where all is visible.
@@ -83,8 +101,10 @@ def draw_inputs(
     w = workload
     dense_q = (1, w.heads, sum(w.q_lens)) if w.q_lens else (w.batch, w.heads, w.q_len)
     dense_k = (1, w.kv_heads, sum(w.kv_lens)) if w.q_lens and w.kv_lens else (w.batch, w.kv_heads, w.kv_len)
-    draw = Draw(f"{w.name or w.shape_id}/{seed}", getattr(torch, w.dtype), device)
+    draw = Draw(f"{w.name or w.shape_id}/{seed}", getattr(torch, w.out_dtype), device)
     q, k, v = draw_qkv(distribution, draw, w, (*dense_q, w.head_dim), (*dense_k, w.head_dim), (*dense_k, w.v_head_dim))
+    if w.v_in_k:
+        v = k[..., : w.v_head_dim]
     dout = draw.normal("dout", (*dense_q, w.v_head_dim))
     extra = _auxiliary(draw, w, device)
     if w.kv_pages:
@@ -93,13 +113,30 @@ def draw_inputs(
         q, dout = (t[0].transpose(0, 1).contiguous() for t in (q, dout))
     if w.packs_keys:
         k, v = (t[0].transpose(0, 1).contiguous() for t in (k, v))
-    return Inputs(w, device, q, k, v, dout, **extra)
+    inputs = Inputs(w, device, q, k, v, dout, **extra)
+    inputs = _quantized(inputs) if w.is_quantized else inputs
+    return dataclasses.replace(inputs, v=inputs.k[..., : w.v_head_dim]) if w.v_in_k else inputs
 
 
-def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, torch.Tensor]:
+def _quantized(inputs: Inputs) -> Inputs:
+    """Return the same inputs as kernels of quantized tensors take them, with their descales."""
+    w, table = inputs.workload, inputs.page_table
+    descales = dense_descales(w, inputs.device)
+    if w.descales == "token" and w.kv_pages and table is not None:
+        k, v = (descales_in_pool(t, table, w.kv_pages) for t in (descales.k, descales.v))
+        descales = descales._replace(k=k, v=k if w.v_in_k else v)
+    elements = {
+        name: quantized(getattr(inputs, name), factors_of(name, descales, w, table), dtype_of(name, w))
+        for name in "qkv"
+        if getattr(descales, name) is not None
+    }
+    return dataclasses.replace(inputs, descales=descales, **elements)  # type: ignore[arg-type]
+
+
+def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
     import torch
 
-    made: dict[str, torch.Tensor] = {}
+    made: dict[str, Any] = {}
     if w.bias:
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
         made["bias"] = draw.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_attn.workloads.fields import short_lengths
+from pytest_attn.workloads.fields import short_dtype, short_lengths
 from pytest_attn.workloads.functions import function_label
 
 
@@ -29,6 +29,9 @@ def shape_id(w: Any) -> str:
         f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
         w.kv_pages.label if w.kv_pages else "",
         f"cached{short_lengths(w.cached if len(set(w.cached)) > 1 else w.cached[:1])}" if w.cached else "",
+        f"kv{short_dtype(w.kv_dtype)}" if w.kv_dtype else "",
+        f"descale.{w.descales}" if w.descales not in (None, "tensor") else "",
+        "vink" if w.v_in_k else "",
     ]
     return "-".join(part for part in parts if part)
 

@@ -59,6 +59,8 @@ def settle_pages(w: Any) -> None:
         raise ValueError(
             f"Workload: Pages(fused=True) needs v_head_dim equal to head_dim, got {w.v_head_dim} and {w.head_dim}"
         )
+    if pages.fused and w.v_in_k:
+        raise ValueError("Workload: Pages(fused=True) holds k and v side by side; v_in_k has v inside k")
     if pages.pool is not None and pages.pool < (in_use := pages_in_use(w)):
         raise ValueError(f"Workload: Pages(pool={pages.pool}) holds fewer pages than the {in_use} of the page table")
 
@@ -90,3 +92,6 @@ def check_padding(w: Any) -> None:
         raise ValueError('Workload: pad="left" needs kv_lens, without q_lens, kv_pages and cached')
     if w.pad == "left" and "k" in (w.bias or ""):
         raise ValueError('Workload: pad="left" cannot be combined with a bias that varies over keys')
+    if w.descales is not None and (w.pad == "left" or w.cached is not None):
+        field = "cached" if w.cached is not None else 'pad="left"'
+        raise ValueError(f"Workload: {field} cannot be combined with quantized k and v (dtype, kv_dtype)")

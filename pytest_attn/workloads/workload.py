@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_attn.workloads.fields import (
     DTYPES,
+    QUANTIZED_DTYPES,
     as_tuple,
     dtype_name,
+    element_bytes,
     require_bias,
     require_count,
     require_dropout,
     require_flag,
     require_one_of,
     require_positive_or_none,
+    settled_quantization,
+    short_dtype,
 )
 from pytest_attn.workloads.functions import require_parameters
 from pytest_attn.workloads.heads import HEAD_GROUPS
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
 from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.serving import LENGTHS, check_padding, settle_cached, settle_pages
+from pytest_attn.workloads.serving import LENGTHS, cache_of, check_padding, settle_cached, settle_pages
 from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
@@ -57,6 +61,8 @@ class Workload:
     `pad` is the side of padded keys on which the padding lies when they are handed over, "right" or "left".
     `dropout` is the probability with which a kernel drops each softmax weight; the others are divided by 1 - dropout.
     `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
+    dtype "float8_e4m3fn" quantizes q, k and v, `kv_dtype` ("float8_e4m3fn", "int8") k and v alone: what attention is of is
+    each of them times its descale, one for each "tensor", "head" or "token" (`descales`). `v_in_k`: v is k[..., :v_head_dim].
 
     Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
     """
@@ -81,6 +87,9 @@ class Workload:
     kv_pages: Pages | None = None
     cached: Any = None
     pad: str = "right"
+    kv_dtype: str | None = None
+    descales: str | None = None
+    v_in_k: bool = False
     name: str | None = None
     head_groups: str = "contiguous"
     bias_before_softcap: bool = False
@@ -98,10 +107,14 @@ class Workload:
             )
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "mask", as_mask(self.mask))
+        kv_dtype, descales = settled_quantization(self.dtype, self.kv_dtype, self.descales)
+        object.__setattr__(self, "kv_dtype", kv_dtype)
+        object.__setattr__(self, "descales", descales)
         require_one_of("alibi", self.alibi, (False, True, "batch"))
         require_one_of("sinks", self.sinks, (False, True, *DTYPES))
         require_one_of("head_groups", self.head_groups, HEAD_GROUPS)
-        require_flag("bias_before_softcap", self.bias_before_softcap)
+        for field in ("bias_before_softcap", "v_in_k"):
+            require_flag(field, getattr(self, field))
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
         settle_pages(self)
@@ -174,6 +187,10 @@ class Workload:
             raise ValueError(
                 "Workload: q_lens (packed sequences) cannot be combined with Document, Neighborhood, BooleanMask or bias"
             )
+        if self.is_packed and self.descales == "token":
+            raise ValueError('Workload: q_lens (packed sequences) take descales per "tensor" or "head", not per "token"')
+        if self.v_in_k and self.v_head_dim > self.head_dim:
+            raise ValueError(f"Workload: v_in_k needs v_head_dim <= head_dim, got {self.v_head_dim} and {self.head_dim}")
 
     # -- what the fields mean once settled ---------------------------------------------------------------------------
 
@@ -191,6 +208,25 @@ class Workload:
     def packs_keys(self) -> bool:
         """Whether keys lie end to end, too: those of packed queries do, unless they are in pages."""
         return self.is_packed and self.kv_pages is None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether k and v, and q where its dtype is fp8, are to be multiplied by descales."""
+        return self.descales is not None
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of out, dout, bias and sinks, and of what honest kernels round in between: bfloat16 where q is fp8."""
+        return "bfloat16" if self.dtype in QUANTIZED_DTYPES else self.dtype
+
+    @property
+    def has_no_gradient_because(self) -> str | None:
+        """Why no kernel has a backward pass for it, or None."""
+        if cache := cache_of(self):
+            return f"{cache} have no gradient"
+        if self.is_quantized:
+            return "quantized q, k and v have no gradient"
+        return "v is a part of k, so that only their common gradient has a meaning" if self.v_in_k else None
 
     @property
     def softmax_scale(self) -> float:
@@ -219,12 +255,16 @@ class Workload:
             changes.setdefault("bias_before_softcap", False)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
+        if changes.get("dtype") is not None and dtype_name(changes["dtype"]) in QUANTIZED_DTYPES:
+            changes.setdefault("kv_dtype", None)
+        elif changes.get("kv_dtype", self.kv_dtype) is None and {"dtype", "kv_dtype"} & set(changes):
+            changes.setdefault("descales", None)
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     @cached_property
     def id(self) -> str:
         """A short id that shows every field that differs from its default; a name stands for all but the dtype."""
-        dtype = [] if self.dtype == "bfloat16" else [DTYPES[self.dtype][0]]
+        dtype = [] if self.dtype == "bfloat16" else [short_dtype(self.dtype)]
         return "-".join([self.name or self.shape_id, *dtype])
 
     @cached_property
@@ -254,11 +294,11 @@ class Workload:
 
     def bytes(self, direction: Direction = "forward") -> int:
         """Count the bytes of the tensors that must be read and written once: q, k, v, out, lse; backward also gradients."""
-        width = DTYPES[self.dtype][1]
+        width, of_keys, of_out = (element_bytes(name) for name in (self.dtype, self.kv_dtype or self.dtype, self.out_dtype))
         rows = sum(self.q_lens) if self.q_lens else self.batch * self.q_len
         keys = sum(self.kv_lens) if self.kv_lens else self.batch * self.kv_len
-        q, out = rows * self.heads * self.head_dim * width, rows * self.heads * self.v_head_dim * width
-        kv = keys * self.kv_heads * (self.head_dim + self.v_head_dim) * width
+        q, out = rows * self.heads * self.head_dim * width, rows * self.heads * self.v_head_dim * of_out
+        kv = keys * self.kv_heads * (self.head_dim + (0 if self.v_in_k else self.v_head_dim)) * of_keys
         lse = 4 * rows * self.heads
         if direction == "forward":
             return q + kv + out + lse

@@ -1,5 +1,7 @@
 """flash_attn_3.flash_attn_interface of flash-attention 3's main branch, in signature and meaning."""
 
+import torch
+
 from fakes.attention import attention, packed, paged
 
 LACKING = ()  # what this build was made without
@@ -25,6 +27,20 @@ def _check(q, v, window_size, softcap):
         raise RuntimeError("This flash attention build does not support tanh softcapping.")
 
 
+def _values(tensors, descales):
+    """fp8 tensors with descales (batch, kv_heads), multiplied out exactly; others as they are. The result is bfloat16."""
+    if tensors[0].dtype != torch.float8_e4m3fn:
+        return tensors
+    kv_heads = tensors[1].shape[2]
+    values = []
+    for tensor, descale in zip(tensors, descales, strict=True):
+        if descale is not None and (descale.shape != (len(tensor), kv_heads) or descale.dtype != torch.float32):
+            raise RuntimeError("descale must be float32 of shape (batch_size, num_heads_k)")
+        of_heads = torch.ones(len(tensor), kv_heads) if descale is None else descale
+        values.append(tensor.float() * of_heads.repeat_interleave(tensor.shape[2] // kv_heads, 1)[:, None, :, None])
+    return [value.bfloat16() for value in values]
+
+
 def flash_attn_func(
     q,
     k,
@@ -45,6 +61,7 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     _check(q, v, window_size, softcap)
+    q, k, v = _values((q, k, v), (q_descale, k_descale, v_descale))
     out, lse = attention(q, k, v, **_options(softmax_scale, causal, window_size, softcap))
     return (out, lse) if return_attn_probs else out
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
+from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.arrangement import canonical
@@ -32,6 +33,7 @@ class Eager(Backend):
         head_dim=None,
         head_dim_step=1,
         v_head_dim=True,
+        quantized=ALL_QUANTIZED,
     )
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
@@ -56,7 +58,7 @@ class Eager(Backend):
                 scores = scores.masked_fill(~visible, -math.inf)
             return torch.matmul(_probabilities(scores, inputs.sinks).to(v.dtype), v)
 
-        return call
+        return on_values(call, inputs)
 
 
 def _gather(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

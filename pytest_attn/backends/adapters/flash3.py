@@ -13,7 +13,7 @@ from pytest_attn.backends.flash_attention import FlashAttention
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Document, Window
 from pytest_attn.workloads.workload import Workload
 
@@ -49,6 +49,7 @@ class Flash3(FlashAttention):
         masks=frozenset(("bottom-right", "window", "documents")),
         features=frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "backward")),
         v_head_dim=True,
+        quantized=frozenset(("fp8", "tensor", "head")),
     )
     known_defects = (_UNALIGNED,)
     tunable = frozenset(("num_splits", "pack_gqa"))
@@ -73,8 +74,20 @@ class Flash3(FlashAttention):
             declared = dataclasses.replace(declared, head_dim=512)
         return declared.refusals(workload, backward) or self.native_refusals(workload, machine, backward)
 
+    def options(self, inputs: Inputs) -> dict[str, Any]:
+        """Add descales, (batch, kv_heads) each, where q, k and v are fp8; the result is bfloat16 then."""
+        w, options = inputs.workload, super().options(inputs)
+        if inputs.descales is not None:
+            for name, descale in inputs.descales._asdict().items():
+                options[f"{name}_descale"] = descale.expand(w.batch, w.kv_heads).contiguous()
+        return options
+
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse pairs of head dimensions without a kernel, then what this build was made without, in its own words."""
+        if workload.is_quantized and (workload.kv_lens is not None or isinstance(workload.mask, Document)):
+            return [
+                "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
+            ]
         if not _has_kernels_for(workload.head_dim, workload.v_head_dim):
             return [
                 "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"

@@ -19,6 +19,7 @@ from pytest_attn.backends.defects import (
     SDPA_LARGE_SCORES,
 )
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal, needs_dense_mask
+from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.sizes import scores_bytes
@@ -106,10 +107,15 @@ class Math(Automatic):
 
     name, kernel, precision = "math", "MATH", "flash"
     known_defects = ()
+    capabilities = replace(_MASK_TENSOR, quantized=ALL_QUANTIZED)
 
     def precision_on(self, kind: str) -> str:
         """The same arithmetic everywhere."""
         return self.precision
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Dequantize first, where there is something to dequantize."""
+        return on_values(super().prepare(inputs, backward), inputs)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """The scores, three times in float32."""

@@ -32,7 +32,7 @@ from pytest_attn.backends.xformers_inputs import (
     unsaid,
     with_grouped_heads,
 )
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.fields import element_bytes
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -107,7 +107,7 @@ class Xformers(LibraryBackend):
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """A dense mask, where the workload needs one."""
         shape = workload.batch, workload.heads, workload.q_len, workload.kv_len
-        return math.prod(shape) * DTYPES[workload.dtype][1] if needs_tensor(workload) else 0
+        return math.prod(shape) * element_bytes(workload.dtype) if needs_tensor(workload) else 0
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Build the mask once."""

@@ -30,6 +30,8 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: FuzzParameter) -> 
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     if _is_hypothesis_test(item.obj):
         pytest.skip("not fuzzed: the test already draws with Hypothesis")
+    if any(w.is_quantized or w.v_in_k for w in [parameter.workload, *case.mark.workloads]):
+        pytest.skip("not fuzzed: drawn workloads have neither descales nor values in their keys")
     if case.backend is not None:
         with quiet():
             reason = (

@@ -146,3 +146,30 @@ def test_other_architectures_and_an_absent_library_are_unavailable(flash3):
     assert Registry()["flash3"].unavailable_because(H200) == absent
     b200 = Machine("cuda:0", "NVIDIA B200", (10, 0), "sm100", 150 << 30, 1, "2.11.0")
     assert flash3().unavailable_because(b200) == "needs sm90, this device is sm100"
+
+
+FP8 = W.replace(dtype="fp8", descales="head")
+
+
+@pytest.mark.parametrize(
+    "workload", [FP8, FP8.replace(descales="tensor"), FP8.replace(mask="causal-bottom-right")], ids=lambda w: w.id
+)
+def test_fp8_comes_with_descales_for_each_key_head(flash3, workload):
+    backend = flash3()
+    assert backend.unsupported_because(workload, HERE_MACHINE) == []
+    assert judged(backend, workload).passed
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_descale_that_does_not_arrive_is_found(flash3, name):
+    wrong = flash3(source=faulty(f"{name}_descale, ", "None, ") if name != "v" else faulty("v_descale))", "None))"))
+    comparison = judged(wrong, FP8)
+    assert f"without the descale of {name}" in describe(comparison)
+
+
+def test_fp8_that_is_not_documented_is_refused(flash3):
+    backend = flash3()
+    for workload in (FP8.replace(kv_lens=(80, 51)), FP8.replace(q_len=3, kv_pages=Pages(16))):
+        assert backend.unsupported_because(workload, HERE_MACHINE)[0].startswith("takes fp8 in dense tensors only")
+    assert backend.unsupported_because(FP8.replace(descales="token"), HERE_MACHINE) == ["takes no descales per token"]
+    assert backend.unsupported_because(W.replace(kv_dtype="int8"), HERE_MACHINE) == ["takes no int8 keys and values"]
