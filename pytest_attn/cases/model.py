@@ -1,4 +1,4 @@
-"""What a test of a model touches: `attn_model`, which judges the attention calls of a model."""
+"""What a test of a model touches: `attn_model`, which judges the attention calls of a model, and times its step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
+    from pytest_attn.cases.modeling import ModelMeasuring
+    from pytest_attn.latency.result import Latency
     from pytest_attn.models.check import Target
     from pytest_attn.models.comparison import ModelComparison
 
@@ -25,6 +27,7 @@ class AttentionModel:
 
     def __init__(self, run: CaseRun) -> None:
         self._run = run
+        self._measuring: ModelMeasuring | None = None
         self.is_judged = False
 
     @property
@@ -59,7 +62,40 @@ class AttentionModel:
         from pytest_attn.cases.modeling import check_model
 
         self.is_judged = True
-        return check_model(self._run, model, step, backend, tuple(functions), scatter)
+        found = check_model(self._run, model, step, backend, tuple(functions), scatter)
+        self._timed.note((model, step, backend), found)
+        return found
+
+    def measure(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[], Any],
+        backend: Target | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        functions: Iterable[Callable[..., Any] | str] = (),
+    ) -> Latency:
+        """Check the model, time its step, and hold the p50 against the baseline of this test, backend and machine.
+
+        A step is forward and backward, or forward without autograd where the marker says backward=False; with an optimizer its
+        step as well. Gradients are dropped before each. Told beside the time: the first call, peak memory (of a GPU), and what
+        attention takes of a step, and so by how much a faster kernel can speed it up at most.
+
+        Returns the latency. Raises AssertionError as `check` does, where the step became slower than recorded, where it is not
+        repeatable, and where torch.compile compiles it again while it is timed. Skips where nothing can be timed. Model and
+        optimizer are left as they were.
+        """
+        __tracebackhide__ = True
+        self.is_judged = True
+        return self._timed.measure(model, step, backend, optimizer, tuple(functions))
+
+    @property
+    def _timed(self) -> ModelMeasuring:
+        from pytest_attn.cases.modeling import ModelMeasuring
+
+        if self._measuring is None:
+            self._measuring = ModelMeasuring(self._run)
+        return self._measuring
 
 
 def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter, session: AttentionSession) -> AttentionModel:
