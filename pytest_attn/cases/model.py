@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_attn.backends.backend import Backend
     from pytest_attn.cases.modeling import ModelMeasuring
+    from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.models.check import Target
     from pytest_attn.models.comparison import ModelComparison
@@ -88,6 +89,30 @@ class AttentionModel:
         __tracebackhide__ = True
         self.is_judged = True
         return self._timed.measure(model, step, backend, optimizer, tuple(functions))
+
+    def check_invariants(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        *,
+        only: Iterable[str] | str | None = None,
+        skip: Iterable[str] | str | None = None,
+        causal: bool | None = None,
+    ) -> InvariantReport:
+        """Ask a model of tokens what must hold whatever its weights, without any reference.
+
+        batch: token ids (batch, tokens), or a mapping with input_ids. only, skip: names of invariants: future, field,
+        padded-left, padded-right, packed, dynamic, static, sliding, order. causal: whether a token sees only those before it,
+        by default what the model's class or configuration says.
+
+        Returns the report. Raises AssertionError where an invariant is broken, DropoutError for a model that drops at random,
+        ValueError for a mixture of experts. Skips where no invariant applies. The model is left as it was.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.modeling import check_invariants
+
+        self.is_judged = True
+        return check_invariants(self._run, model, batch, only, skip, causal)
 
     @property
     def _timed(self) -> ModelMeasuring:

@@ -11,8 +11,11 @@ from pytest_attn.cases.measuring import Measuring
 from pytest_attn.cases.outcome import Outcome
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.result import Latency
+from pytest_attn.messages import invariants
 from pytest_attn.models.check import Target, judge_model
+from pytest_attn.models.check_invariants import Names, judge_model_invariants
 from pytest_attn.models.comparison import CallComparison, ModelComparison
 from pytest_attn.models.compiled import is_compiled
 from pytest_attn.models.message import headline
@@ -79,6 +82,26 @@ def _facts(call: CallComparison) -> dict[str, Any]:
         **{name: getattr(worst, name) if worst else None for name in ("z_element", "z_row", "z_head")},
         "reason": call.fault,
     }
+
+
+def check_invariants(
+    run: CaseRun, model: torch.nn.Module, batch: Any, only: Names, skip: Names, causal: bool | None
+) -> InvariantReport:
+    """Ask a model every invariant; return the report of one that keeps them, and end the test of another."""
+    __tracebackhide__ = True
+    name = type(model).__name__
+    outcome = _outcome(run, name, None)
+    with run.session.progress.during("trying the invariants of", name):
+        report = judge_model_invariants(model, batch, only, skip, causal)
+    fields: dict[str, Any] = {"question": "invariants", "model": name}
+    if not report.applied:
+        reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
+        outcome.skip(None, f"no invariant that was asked for applies: {reasons}", **fields)
+    verdict = Verdict.HELD if report.passed else Verdict.BROKEN
+    outcome.record("model", verdict, reason=", ".join(finding.invariant for finding in report.broken), **fields)
+    if not report.passed:
+        outcome.fail(invariants.describe(report), width=invariants.LABEL_WIDTH)
+    return report
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
