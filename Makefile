@@ -21,7 +21,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --group dev --editable .
 	touch $@
 
-suite: $(VENV)/ready
+# what the suite's models are of, beside torch's own; only the suite needs it
+$(VENV)/models: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)" --group models
+	touch $@
+
+suite: $(VENV)/models
 	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE)
 
 test: $(VENV)/ready

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.case import AttentionCase
+    from pytest_attn.cases.model import AttentionModel
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.failures.failure import Failure, load_failure
     from pytest_attn.invariants.report import InvariantReport
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionCall",
     "AttentionCase",
+    "AttentionModel",
     "Backend",
     "BooleanMask",
     "Capabilities",
@@ -67,6 +69,7 @@ _HOMES = {
     "__version__": "pytest_attn.version",
     "AttentionCall": "pytest_attn.models.call",
     "AttentionCase": "pytest_attn.cases.case",
+    "AttentionModel": "pytest_attn.cases.model",
     "Backend": "pytest_attn.backends.backend",
     "BooleanMask": "pytest_attn.workloads.masks",
     "Capabilities": "pytest_attn.backends.capabilities",

@@ -83,7 +83,8 @@ def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp
         command = [python, "-m", "pytest", "--attn-device=cpu", *args]
         return subprocess.run(command, cwd=project, env=alone, capture_output=True, text=True, check=False)
 
-    suite = run("--pyargs", "pytest_attn.suite", "--attn-backends=math,sdpa", "--attn-workloads=smoke-full,smoke-half")
+    chosen = ("--attn-backends=math,sdpa", "--attn-workloads=smoke-full,smoke-half", "-k", "not test_models")
+    suite = run("--pyargs", "pytest_attn.suite", *chosen)
     assert suite.returncode == 0, suite.stdout
     assert "20 passed" in suite.stdout, suite.stdout
     (project / "test_downstream.py").write_text(DOWNSTREAM)

@@ -33,7 +33,7 @@ class Measuring:
 
     def __init__(self, run: CaseRun) -> None:
         self._run = run
-        self._taken: Counter[tuple[str, str]] = Counter()
+        self._taken: Counter[tuple[str, ...]] = Counter()
 
     @property
     def timekeeper(self) -> Timekeeper:
@@ -42,7 +42,7 @@ class Measuring:
 
     def number(self, measurement: Measurement) -> Measurement:
         """Return a measurement that knows the how-manieth of its test it is."""
-        kind = measurement.subject.baseline_name(""), measurement.direction
+        kind = measurement.kind
         self._taken[kind] += 1
         return replace(measurement, number=self._taken[kind], nth=sum(self._taken.values()))
 
@@ -73,7 +73,7 @@ class Measuring:
         __tracebackhide__ = True
         run = self._run
         try:
-            with run.session.progress.during(f"timing {measurement.subject.name}", run.workload.id):
+            with run.session.progress.during(f"timing {measurement.subject.name}", measurement.spec.workload.id):
                 return keeper.take(measurement)
         except (StaleError, DeadlineError) as error:
             reason = str(error)
@@ -121,7 +121,7 @@ class Measuring:
         recorded = self._baseline(measurement)
         baseline = {"baseline": recorded.to_report()} if recorded else {}
         record = new_record(
-            **facts_of(run.session, run.workload, subject, run.mark.device),
+            **facts_of(run.session, measurement.spec.workload, subject, run.mark.device),
             test=run.item.nodeid,
             command=run.command,
             question="latency",
@@ -132,6 +132,7 @@ class Measuring:
             direction=direction,
             backward=direction != "forward",
             latency={**taken, **baseline, "direction": direction, "key": measurement.key},
+            **measurement.record_fields(),
         )
         leave_record(run.item, record)
         if latency is not None:
@@ -139,7 +140,8 @@ class Measuring:
 
     def _cupti(self, measurement: Measurement) -> float | None:
         """Return the device seconds of one call by torch's profiler, None where it has no such direction or device."""
-        if measurement.direction == "forward+backward" or measurement.spec.device.type != "cuda":
+        is_one_kernel = type(measurement) is Measurement and measurement.direction != "forward+backward"
+        if not is_one_kernel or measurement.spec.device.type != "cuda":
             return None
         spec = replace(measurement.spec, backward=measurement.direction == "backward", inputs=("randn",))
         return profile_subject(measurement.subject, spec, with_ceilings=False)[-1].seconds

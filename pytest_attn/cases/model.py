@@ -1,4 +1,4 @@
-"""What a test of a model touches: `attn_model`, which judges the attention calls of a model."""
+"""What a test of a model touches: `attn_model`, which judges the attention calls of a model, and times its step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
+    from pytest_attn.cases.modeling import ModelMeasuring
+    from pytest_attn.invariants.report import InvariantReport
+    from pytest_attn.latency.result import Latency
     from pytest_attn.models.check import Target
     from pytest_attn.models.comparison import ModelComparison
 
@@ -25,6 +28,7 @@ class AttentionModel:
 
     def __init__(self, run: CaseRun) -> None:
         self._run = run
+        self._measuring: ModelMeasuring | None = None
         self.is_judged = False
 
     @property
@@ -59,7 +63,64 @@ class AttentionModel:
         from pytest_attn.cases.modeling import check_model
 
         self.is_judged = True
-        return check_model(self._run, model, step, backend, tuple(functions), scatter)
+        found = check_model(self._run, model, step, backend, tuple(functions), scatter)
+        self._timed.note((model, step, backend), found)
+        return found
+
+    def measure(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[], Any],
+        backend: Target | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        functions: Iterable[Callable[..., Any] | str] = (),
+    ) -> Latency:
+        """Check the model, time its step, and hold the p50 against the baseline of this test, backend and machine.
+
+        A step is forward and backward, or forward without autograd where the marker says backward=False; with an optimizer its
+        step as well. Gradients are dropped before each. Told beside the time: the first call, peak memory (of a GPU), and what
+        attention takes of a step, and so by how much a faster kernel can speed it up at most.
+
+        Returns the latency. Raises AssertionError as `check` does, where the step became slower than recorded, where it is not
+        repeatable, and where torch.compile compiles it again while it is timed. Skips where nothing can be timed. Model and
+        optimizer are left as they were.
+        """
+        __tracebackhide__ = True
+        self.is_judged = True
+        return self._timed.measure(model, step, backend, optimizer, tuple(functions))
+
+    def check_invariants(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        *,
+        only: Iterable[str] | str | None = None,
+        skip: Iterable[str] | str | None = None,
+        causal: bool | None = None,
+    ) -> InvariantReport:
+        """Ask a model of tokens what must hold whatever its weights, without any reference.
+
+        batch: token ids (batch, tokens), or a mapping with input_ids. only, skip: names of invariants: future, field,
+        padded-left, padded-right, packed, dynamic, static, sliding, order. causal: whether a token sees only those before it,
+        by default what the model's class or configuration says.
+
+        Returns the report. Raises AssertionError where an invariant is broken, DropoutError for a model that drops at random,
+        ValueError for a mixture of experts. Skips where no invariant applies. The model is left as it was.
+        """
+        __tracebackhide__ = True
+        from pytest_attn.cases.modeling import check_invariants
+
+        self.is_judged = True
+        return check_invariants(self._run, model, batch, only, skip, causal)
+
+    @property
+    def _timed(self) -> ModelMeasuring:
+        from pytest_attn.cases.modeling import ModelMeasuring
+
+        if self._measuring is None:
+            self._measuring = ModelMeasuring(self._run)
+        return self._measuring
 
     def check_module(
         self,

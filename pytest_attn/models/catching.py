@@ -169,11 +169,7 @@ def catching(
 
     tracker = Tracker(model)
     net = Net(handler, tracker)
-    wrappers = {}
-    for entry in (*_imported(), *named_entry_points(functions)):
-        function = _function_of(entry)
-        if function is not None:
-            wrappers[id(function)] = functools.partial(net.wrap, entry)
+    wrappers = wrappers_of(net.wrap, functions)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(tracker.tracking())
@@ -181,6 +177,14 @@ def catching(
         stack.enter_context(replaced(wrappers, model))
         stack.enter_context(transformers_caught(net.wrap, model, replaces))
         yield tracker
+
+
+def wrappers_of(
+    wrap: Callable[[EntryPoint, Callable[..., Any]], Callable[..., Any]], functions: Iterable[Callable[..., Any] | str] = ()
+) -> dict[int, Callable[[Any], Any]]:
+    """Return what wraps each function that is caught, by its identity. Raises ValueError for one that cannot be read."""
+    known = [(entry, _function_of(entry)) for entry in (*_imported(), *named_entry_points(functions))]
+    return {id(function): functools.partial(wrap, entry) for entry, function in known if function is not None}
 
 
 def _imported() -> list[EntryPoint]:

@@ -39,16 +39,16 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: b
 
     if not backward:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            return _named(step()).settled()
-    result = _named(step())
+            return named(step()).settled()
+    result = named(step())
     if not _has_gradients(model):
-        _run_backward(result)
+        backpropagate(result)
     gradients = {} if model is None else {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     result.gradients = gradients
     return result.settled()
 
 
-def _named(returned: Any) -> StepResult:
+def named(returned: Any) -> StepResult:
     """Name the tensors of what a step returned: a tensor, a mapping, a sequence, or an object with such fields."""
     found: dict[str, Any] = {}
     _collect("output", returned, found)
@@ -87,7 +87,8 @@ def _has_gradients(model: torch.nn.Module | None) -> bool:
     return model is not None and any(p.grad is not None for p in model.parameters())
 
 
-def _run_backward(result: StepResult) -> None:
+def backpropagate(result: StepResult) -> None:
+    """Run the backward pass of a step, from its loss or from every output. Raises ValueError where none needs a gradient."""
     import torch
 
     if result.loss is not None and result.loss.requires_grad:

@@ -9,6 +9,7 @@ from statistics import median
 from pytest_attn.messages.durations import duration_in_column
 from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record, latency_of, verdict_of
+from pytest_attn.reports.steps import step_lines
 from pytest_attn.reports.terminal import Line
 from pytest_attn.verdict import Cause, Tone, Verdict
 
@@ -44,6 +45,8 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
             yield line, {"bold": True} if number == 0 else _markup(shown[number - 1])
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
+    for line in step_lines(shown):
+        yield line, {}
     yield from _reasons(records)
     yield closing(records)
 

@@ -104,7 +104,7 @@ class Ranking:
 
 
 class _Place(NamedTuple):
-    """Where times are comparable, but for the conditions that only timed records have."""
+    """Where times are comparable, but for the conditions that only timed records have. shape: of a model its test."""
 
     machine: tuple[str, str, str]
     workload: str
@@ -200,6 +200,9 @@ def _front(standing: Standing) -> Iterator[Candidate]:
 def _place(record: Record) -> _Place:
     machine = record.get("machine") or {}
     where = (machine.get("name", ""), machine.get("device", ""), machine.get("torch", ""))
+    if record.get("model"):  # two models of one class are two problems, whatever their calls ask
+        test = str(record["test"]).replace(record["subject"], "").replace("[]", "")
+        return _Place(where, record["workload"], test)
     return _Place(where, record["workload"], (record.get("shape") or {}).get("id", ""))
 
 

@@ -84,6 +84,12 @@ class Record(TypedDict):
         dict[str, Any],
         "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",
     ]
+    model: Annotated[str, "class of the model whose attention was judged or whose step was timed; empty of a workload"]
+    step: Annotated[
+        dict[str, Any],
+        "of a model that was timed: optimizer, first_call (seconds), graphs and graph_breaks (of torch.compile, in the first"
+        " step), attention (seconds, interval, share, ceiling: the step's largest speed-up, calls, is_seen; or unknown: why)",
+    ]
     profiles: Annotated[
         Sequence[dict[str, Any]],
         "with --attn-profile: direction, launches (symbol, words, seconds), peak_memory, flops, roofline (seconds)",

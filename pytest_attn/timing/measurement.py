@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -58,16 +58,25 @@ class Measurement:
     @property
     def key(self) -> str:
         """The key of its baseline: a backend is the same in every test, a callable belongs to its own."""
-        import torch
-
-        settings, kind = self.session.settings, self.spec.device.type
         name = self.subject.baseline_name(id_from_root(self.item))
         if not self.subject.is_backend and self.number > 1:
             name += f" #{self.number}"
-        l2 = settings.l2 if kind == "cuda" else "warm"
-        number = (settings.threads or torch.get_num_threads()) if kind == "cpu" else None
+        l2 = self.session.settings.l2 if self.spec.device.type == "cuda" else "warm"
         layout = self.spec.for_subject(self.subject).layout
-        return case_key(self.spec.workload.id, name, self.direction, l2, layout, number)
+        return case_key(self.spec.workload.id, name, self.direction, l2, layout, self._threads)
+
+    @property
+    def _threads(self) -> int | None:
+        import torch
+
+        if self.spec.device.type != "cpu":
+            return None
+        return self.session.settings.threads or torch.get_num_threads()
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What a test's measurements are numbered by."""
+        return self.subject.baseline_name(""), self.direction
 
     @property
     def test_name(self) -> str:
@@ -98,7 +107,7 @@ class Measurement:
         return Measured(
             latency=latency,
             key=self.key,
-            shape=self.spec.workload.shape_id,
+            shape=self.shape,
             version=self._version,
             check=self._check,
             z=self._z(),
@@ -110,16 +119,14 @@ class Measurement:
 
     def to_baseline(self, latency: Latency, reason: str, date: str) -> Baseline:
         """Return its baseline but for the runs, which fresh processes take."""
-        workload = self.spec.workload
-        parts: Any = ("forward", "backward") if latency.direction == "forward+backward" else (latency.direction,)
         return Baseline(
-            shape=workload.shape_id,
+            shape=self.shape,
             mode=latency.mode,
             p50=(),
             launch=(),
             anchors={},
-            flops=sum(workload.flops(part) for part in parts),
-            nbytes=sum(workload.bytes(part) for part in parts),
+            flops=self._work_of_passes("flops"),
+            nbytes=self._work_of_passes("bytes"),
             date=date,
             reason=reason,
             version=self._version,
@@ -130,6 +137,19 @@ class Measurement:
             gpu=gpu_of(self.spec.device),
             protocol=protocol_of(self.spec.device.type),
         )
+
+    @property
+    def shape(self) -> str:
+        """Which problem is timed, in full: another one under the same key is another case."""
+        return self.spec.workload.shape_id
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return further fields of its record."""
+        return {}
+
+    def _work_of_passes(self, what: Literal["flops", "bytes"]) -> int:
+        parts: Any = ("forward", "backward") if self.direction == "forward+backward" else (self.direction,)
+        return sum(getattr(self.spec.workload, what)(part) for part in parts)
 
     @property
     def _version(self) -> str:
@@ -159,17 +179,21 @@ class Measurement:
         Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
         pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
         """
-        settings, device = self.session.settings, self.spec.device
+        device = self.spec.device
         with ExitStack() as stack:
             stack.enter_context(current(device))
             stack.enter_context(self.subject.calling())
             if device.type == "cpu":
-                stack.enter_context(threads(settings.threads))
+                stack.enter_context(threads(self.session.settings.threads))
             self._lock_clocks(stack)
-            work = work_of(self.subject, self.spec, self.direction)
-            with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"), work.context():
-                work.stage()()
-            return self._stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
+            return self._take(mode)
+
+    def _take(self, mode: Mode | None) -> Latency:
+        """Time the subject, once the device is as it is to be."""
+        work = work_of(self.subject, self.spec, self.direction)
+        with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"), work.context():
+            work.stage()()
+        return self._stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
 
     def _lock_clocks(self, stack: ExitStack) -> None:
         """Hold the GPU's clock while it is timed, where that is asked for; refuse where there is no GPU at all."""

@@ -194,3 +194,41 @@ def test_it(attn_model, model):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor, *"])
     result.stdout.no_fnmatch_line("*models/step.py*")
+
+
+def test_invariants_of_a_model_are_a_judgment_of_their_own(run, pytester):
+    result = run(
+        """
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(16, 32), Attention()
+
+    def forward(self, input_ids):
+        return self.attend(self.embed(input_ids))
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("causal", [True, False])
+def test_it(attn_model, causal):
+    model, ids = Tokens(), torch.arange(32).view(2, 16) % 16
+    if not causal:
+        model.attend.forward = lambda x: x + x.mean(1, keepdim=True)
+    attn_model.check_invariants(model, ids, causal=True, skip=["dynamic"])
+""",
+        "--attn-json=records.jsonl",
+    )
+
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E * 1 invariant broken by Tokens ((2, 16) tokens)",
+            "E * future * another token at 5 changes rows before it: 5 of 5, the last is 4",
+            "E * reproduce * --attn-device=cpu",
+        ]
+    )
+    found = [json.loads(line) for line in (pytester.path / "records.jsonl").read_text().splitlines()]
+    assert {(r["question"], r["verdict"], r["reason"], r["model"]) for r in found} == {
+        ("invariants", "held", "", "Tokens"),
+        ("invariants", "broken", "future", "Tokens"),
+    }

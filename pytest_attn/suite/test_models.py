@@ -1,0 +1,104 @@
+"""Small models, as they are and with every selected backend in place of their attention: each call judged on its own tensors.
+
+Those of plain torch always run; those of timm, transformers and diffusers where the library is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn import AttentionModel, Backend
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY = ("llama", "qwen3", "mistral", "gemma2", "gpt-oss", "modernbert", "siglip", "whisper", "timm-vit", "flux")
+#: whose rows can be compared; a mixture of experts cannot
+TOKENS = ("llama", "qwen3", "mistral", "gemma2")
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
+    """Every backend, in a training step."""
+    model, step = _of_torch(name, attn_model)
+    attn_model.check(model, step, attn_backend, scatter=0)
+
+
+@pytest.mark.attention_model(backward=False)
+@pytest.mark.parametrize("name", ["softcap", "neighborhood"])
+def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
+    """Every backend that can say a softcap or a neighbourhood, forward."""
+    model, step = _of_torch(name, attn_model)
+    attn_model.check(model, step, attn_backend, scatter=0)
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_torch_models(attn_model: AttentionModel, name: str) -> None:
+    """What torch chose, in a training step."""
+    attn_model.check(*_of_torch(name, attn_model))
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", LIBRARY)
+def test_library_models(attn_model: AttentionModel, name: str) -> None:
+    """What the library chose, in a training step."""
+    attn_model.check(*_of_library(name, attn_model), scatter=0)
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", TOKENS)
+def test_invariants_of_library_models(attn_model: AttentionModel, name: str) -> None:
+    """Future unseen, windows, padding, packing, caches."""
+    attn_model.check_invariants(*_of_tokens(name, attn_model))
+
+
+@pytest.mark.attention_model(backward=False)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_decoding_of_library_models(attn_model: AttentionModel, name: str) -> None:
+    """Every call of a prefill and of some steps through a cache."""
+    model, ids = _of_tokens(name, attn_model)
+    attn_model.check(model, _decoding(model, ids), scatter=0)
+
+
+def _of_torch(name: str, case: AttentionModel) -> tuple[Any, Any]:
+    """Return a model and its step; torch is imported by a test that runs, and not when it is collected."""
+    import torch
+
+    from pytest_attn.suite.torch_models import torch_model
+
+    return torch_model(name, case.device, torch.bfloat16)
+
+
+def _of_library(name: str, case: AttentionModel) -> tuple[Any, Any]:
+    import torch
+
+    from pytest_attn.suite.library_models import library_model
+
+    return library_model(name, case.device, torch.bfloat16)
+
+
+def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, torch.Tensor]:
+    import torch
+
+    from pytest_attn.suite.library_models import language_model, token_ids
+
+    return language_model(name, case.device, torch.bfloat16), token_ids(case.device)
+
+
+def _decoding(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    import torch
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            found = model(input_ids=ids[:, :40], use_cache=True)
+            for at in range(40, 44):
+                found = model(input_ids=ids[:, at : at + 1], past_key_values=found.past_key_values, use_cache=True)
+        logits: torch.Tensor = found.logits
+        return logits
+
+    return step

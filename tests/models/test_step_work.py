@@ -1,0 +1,189 @@
+"""A model's step as what is timed: what it runs, what it leaves alone, and attention swapped in it at no cost."""
+
+import pytest
+import torch
+from models.zoo import HONEST, Case, case_of, causal, stack
+from torch import nn
+
+from pytest_attn import Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.latency.work import StaleError
+from pytest_attn.models.attention_share import AttentionShare, attention_share
+from pytest_attn.models.state import untouched
+from pytest_attn.models.step_work import StepWork, optimizer_untouched
+from pytest_attn.models.swapping import BackendPlan, CostlessPlan, Swap, SwapError, plan_step
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def case():
+    return HONEST["grouped"](torch.float32)
+
+
+@pytest.mark.parametrize("runs_backward", [False, True])
+def test_a_training_step_leaves_the_gradients_of_one_step(case, runs_backward):
+    model, step = case
+
+    def whole():
+        loss = step()
+        loss.backward()
+        return loss.detach()
+
+    work = StepWork(model, whole if runs_backward else step, "forward+backward")
+    for _ in range(3):
+        work.stage()()
+    found = gradients(model)
+    model.zero_grad()
+    step().backward()
+
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(model).items())
+    assert work.first_seconds > 0
+
+
+def test_a_forward_step_runs_without_autograd(case):
+    work = StepWork(case.model, case.step, "forward")
+    with work.context():
+        value = work.stage()()
+
+    assert not value.requires_grad
+    assert not gradients(case.model)
+
+
+def test_an_optimizer_steps_and_is_put_back(case):
+    model, step = case
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [p.clone() for p in model.parameters()]
+    with untouched(model), optimizer_untouched(optimizer):
+        work = StepWork(model, step, "forward+backward", optimizer)
+        work.stage()()
+        work.stage()()
+        assert optimizer.state
+        assert not all(map(torch.equal, before, model.parameters()))
+
+    assert not optimizer.state
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_that_is_another_one_each_time_is_refused(case):
+    scale = [1.0]
+
+    def step():
+        scale[0] *= 2
+        return case.step() * scale[0]
+
+    work = StepWork(case.model, step, "forward+backward")
+    results = [work.result(work.stage()()) for _ in range(2)]
+    work.verify("called", results[0])
+    with pytest.raises(StaleError, match="the step is not repeatable: its result was"):
+        work.verify("called again", results[1])
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped", "folded", "scaled", "encoder", "checkpointed", "padded"])
+def test_attention_at_no_cost_changes_no_value(name):
+    model, step = HONEST[name](torch.float32)
+    work = StepWork(model, step, "forward+backward")
+    work.stage()()
+    expected = gradients(model)
+    planned = plan_step(CostlessPlan(), work.stage(), model, ())
+    swap = Swap(planned)
+    with swap.applied(model, ()):
+        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
+        swap.require_complete(swapped.stage())
+        found = gradients(model)
+
+    for gradient, other in zip(expected.values(), found.values(), strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_attention_at_no_cost_computes_no_attention(case):
+    """Were the call made, the other result of a function that is changed meanwhile would be seen."""
+    model, step = case
+    work = StepWork(model, step, "forward")
+    with torch.no_grad():
+        expected = work.stage()()
+        planned = plan_step(CostlessPlan(), work.stage(), model, ())
+        swap = Swap(planned)
+        for block in model.blocks:
+            block.attn.q.weight.fill_(9.0)
+        with swap.applied(model, ()):
+            swap.begin()
+            found = step()
+
+    assert torch.equal(expected, found)
+
+
+def test_a_backend_computes_every_call_of_a_timed_step(case):
+    model, step = case
+    seen = []
+
+    def mine(q, k, v, workload):
+        seen.append(workload)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    registry = Registry()
+    registry.add_function("mine", mine)
+    work = StepWork(model, step, "forward+backward")
+    work.stage()()
+    expected = gradients(model)
+    swap = Swap(plan_step(BackendPlan(registry["mine"], True), work.stage(), model, ()))
+    seen.clear()
+    with swap.applied(model, ()):
+        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
+        seen.clear()
+        swap.require_complete(swapped.stage())
+
+    assert len(seen) == 2
+    assert isinstance(seen[0], Workload)
+    for gradient, other in zip(expected.values(), gradients(model).values(), strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
+    hidden = [torch.nn.functional.scaled_dot_product_attention]
+
+    def attend(q, k, v):
+        return hidden[0](q, k, v, is_causal=True)
+
+    model, step = case_of(stack(attend))
+    work = StepWork(model, step, "forward+backward")
+    swap = Swap(plan_step(CostlessPlan(), work.stage(), model, ()))
+    with swap.applied(model, ()):
+        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
+        with pytest.raises(SwapError, match="2 of 2 attention calls are made through no name that can be replaced"):
+            swap.require_complete(swapped.stage())
+    assert "through no name" in attention_share(model, step, "forward")
+
+
+def test_attention_takes_most_of_a_step_that_is_little_else(monkeypatch):
+    """Seconds come from a clock of the test: each attention call takes one."""
+    now = [0.0]
+
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def slow(*args, **kwargs):
+        now[0] += 1.0
+        return real(*args, **kwargs)
+
+    model, step = case_of(stack(causal, layers=3))
+
+    def timed():
+        now[0] += 1.0
+        return step()
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", slow)
+    monkeypatch.setattr("pytest_attn.models.step_work.time.perf_counter", lambda: now[0])
+    found = attention_share(model, timed, "forward", pairs=6)
+
+    assert isinstance(found, AttentionShare)
+    assert (found.seconds, found.step, found.calls) == (3.0, 4.0, 3)
+    assert (found.share, found.ceiling, found.is_seen) == (0.75, 4.0, True)
+
+
+def test_a_model_without_attention_has_no_share():
+    model = nn.Linear(4, 4)
+    case = Case(model, lambda: model(torch.ones(1, 4)).sum())
+
+    assert attention_share(case.model, case.step, "forward+backward") == "no attention call was caught"
