@@ -39,13 +39,16 @@ __all__ = [  # what pytest finds as fixtures here
 
 MARKERS = (
     "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
-    " precision='flash', returns_lse=False, empty_rows='zero', contiguous=False): run the test on these attention workloads"
+    " precision='flash', returns_lse=False, empty_rows='zero', contiguous=False, ranks=None,"
+    " shard='contiguous'): run the test on these attention workloads"
     " (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or"
     " 'bshd' (flash-attn), of the tensors that fn takes and returns; backward: gradients too, or of what ('q', 'k', 'v',"
     " 'sinks', 'bias', 'alibi'); inputs: names of distributions"
     " ('structured', 'flat', 'randn', 'peaky', 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash',"
     " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); empty_rows: what fn returns where a row sees no key"
-    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only",
+    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only; ranks: how many"
+    " processes call fn, each with its shards, or several such numbers; shard: 'contiguous', 'head-tail', 'striped', or a"
+    " function (length, ranks) -> positions of each rank",
     "attention_model(backends=None, backward=True, device=None): the test holds a model's attention with attn_model, on each"
     " selected backend if it uses attn_backend. backward: gradients too",
     "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"

@@ -22,6 +22,7 @@ LAYERS = (
     "hooks",
     "cases",
     "timing",
+    "ranks",
     "session",
     "reports",
     "suite",
@@ -42,7 +43,7 @@ LAYERS = (
     "version",
 )
 SIBLINGS = ("reports", "invariants", "latency")
-PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "session", "suite")
+PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 
