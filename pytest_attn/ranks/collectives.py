@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,34 +19,44 @@ _WAITING = {
     **dict.fromkeys(("recv", "irecv"), "from"),
 }
 _WIDTH = 128
+_LATE_SECONDS = 0.002
 
 
-def watch_collectives(path: Path) -> None:
+def watch_collectives(path: Path) -> Collectives:
     """Have every collective of this process leave its number, name and state in a file."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    record = _Record(path)
+    record = Collectives(path)
     for name, peer in _WAITING.items():
         if plain := getattr(dist, name, None):
             watched = record.watching(name, peer, plain)
             for module in (dist, distributed_c10d):
                 setattr(module, name, watched)
+    return record
 
 
-class _Record:
-    """The file, and how many collectives there were. One that calls another counts once."""
+class Collectives:
+    """The file, and how many collectives there were. One that calls another counts once.
+
+    is_late: whether this rank comes late to each, as one on a busy machine does; nothing may depend on that.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._number = self._depth = 0
+        self.is_late = False
 
     def watching(self, name: str, peer: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that says where it is. peer: "to" or "from" where its second argument is another rank."""
+
         @functools.wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             if self._depth == 1:
                 self._number += 1
+                if self.is_late:
+                    time.sleep(_LATE_SECONDS)
             said = f"{name} {peer} {args[1]}" if peer and len(args) > 1 else name
             self._write(said, "waits in")
             try:

@@ -162,7 +162,8 @@ class Pool(Team):
         path = self._new_file()
         write_tensors(path, tensors)
         try:
-            self._say(do=do, number=number, tensors=str(path), **more)
+            late = number % self.ranks if number > 1 else None  # after the first call, one rank after the other
+            self._say(do=do, number=number, tensors=str(path), late=late, **more)
             answers = self._answers("result")
         finally:
             path.unlink(missing_ok=True)

@@ -64,7 +64,7 @@ class Rank:
                 import_module(name)
         if "OMP_NUM_THREADS" in os.environ:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        watch_collectives(self._folder / COLLECTIVE.format(self.rank))
+        self._collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
         given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
         if self.kind == "cuda":
             torch.cuda.set_device(self.rank)
@@ -128,6 +128,7 @@ class Rank:
         """Answer one call with a file of shards, or with what went wrong."""
         try:
             given = read_tensors(order["tensors"])
+            self._collectives.is_late = order["late"] == self.rank
             if order["do"] == "forward":
                 results: Tensors = server.forward(order["number"], given, order["backward"])
             else:

@@ -95,8 +95,7 @@ class RankServer:
         """Return the rank's shard of a whole tensor; all of dout where out is whole on every rank."""
         if like is not None and like.shape == tensor.shape:
             return tensor.detach().clone().to(self._device or tensor.device)
-        shard = cut(tensor.detach(), name, self._sharding, self._layout, self._rank)
-        return shard if self._device is None or shard.device == self._device else shard.to(self._device)
+        return cut(tensor.detach(), name, self._sharding, self._layout, self._rank, self._device)
 
     def _named(self, result: object) -> dict[str, torch.Tensor]:
         """Return the results by name; raise ContractError where these are other than expected."""

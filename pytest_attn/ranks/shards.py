@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.contract import ContractError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 #: dimension of the rows in each layout
 _ROWS = {"bhsd": 2, "bshd": 1, "thd": 0}
+#: elements of NaN behind a shard
+_BEYOND = 1 << 14
 
 
 def rows_dim(name: str, layout: str) -> int:
@@ -21,14 +24,20 @@ def rows_dim(name: str, layout: str) -> int:
     return _ROWS[layout]
 
 
-def cut(tensor: torch.Tensor, name: str, sharding: Sharding, layout: str, rank: int) -> torch.Tensor:
-    """Return a rank's shard of a whole tensor, which lies in memory as the whole one does."""
+def cut(
+    tensor: torch.Tensor, name: str, sharding: Sharding, layout: str, rank: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a rank's shard of a whole tensor, which lies in memory as the whole one does. device: by default the whole's."""
     positions = sharding.of(name)[rank].to(tensor.device)
-    return laid_like(tensor.index_select(rows_dim(name, layout), positions), tensor)
+    shard = tensor.index_select(rows_dim(name, layout), positions)
+    return laid_like(shard.to(device or tensor.device), tensor)
 
 
 def laid_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose dimensions lie in memory in the order of another tensor's, as a slice where that is one."""
+    """Return a copy whose dimensions lie in memory in the order of another tensor's, as a slice where that is one.
+
+    NaN lies behind it: who reads more rows than a shard has must not get away with zeros.
+    """
     import torch
 
     order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
@@ -36,7 +45,9 @@ def laid_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if whole.dim() > 1 and whole.stride(order[-1]) == 1 and whole.shape[order[-1]]:
         width = max(1, whole.stride(order[-2]) // whole.shape[order[-1]]) if whole.shape[order[-2]] > 1 else 1
     sizes = [shard.shape[dim] for dim in order]
-    buffer = torch.full((*sizes[:-1], sizes[-1] * width), float("nan"), dtype=shard.dtype, device=shard.device)
+    rows = (*sizes[:-1], sizes[-1] * width)
+    memory = torch.full((math.prod(rows) + _BEYOND,), math.nan, dtype=shard.dtype, device=shard.device)
+    buffer = memory[: math.prod(rows)].view(rows)
     first = (width // 2) * sizes[-1]
     laid = buffer[..., first : first + sizes[-1]].permute(*(order.index(dim) for dim in range(whole.dim())))
     return laid.copy_(shard)

@@ -103,7 +103,7 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
         "*rank 1 was killed by SIGKILL while the case ran*",
         "*the ranks gave no result within 4 s (--attn-rank-timeout):*",
         "*rank 1: waits in recv from 0, its collective 1*",
-        "*ranks      rank 1 (of 2): * of 17 rows, *",
+        "*ranks      rank 1 (of 2): all 17 rows, 9 to 25",
         "*out of rank 1 is attention to its own keys only*",
         "*saved      saved/*",
         "*rank 1 of 2: its test failed before the judgment was made:*",

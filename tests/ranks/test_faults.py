@@ -73,6 +73,9 @@ class Misbehaving(AllGather):
             with torch.no_grad():
                 k.add_(1)
         out = super().__call__(q, k, v)
+        if self.fault == "reads beyond its shard":
+            longer = q.as_strided((*q.shape[:2], q.shape[2] + 1, q.shape[3]), q.stride())
+            return out + 0 * longer[:, :, -1:]
         if self.fault == "whole everywhere":
             return self.whole(out)
         if self.fault == "whole, and other on rank 1":
@@ -100,6 +103,12 @@ class Misbehaving(AllGather):
 def test_a_result_that_cannot_be_compared_names_its_rank(fault, text):
     with pytest.raises(AssertionError, match=text):
         judged_over_ranks(Misbehaving, FULL, 2, fault=fault, references=REFERENCES, backward=fault == "no gradient")
+
+
+def test_what_lies_behind_a_shard_shows():
+    comparison = judged_over_ranks(Misbehaving, FULL, 2, fault="reads beyond its shard", references=REFERENCES, backward=False)
+    assert "holds" in describe(comparison)
+    assert "NaN" in describe(comparison)
 
 
 def test_a_result_may_be_whole_on_every_rank():
