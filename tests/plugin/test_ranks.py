@@ -94,7 +94,7 @@ def _kernels_are_found(monkeypatch):
 
 def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
     pytester.makepyfile(KERNELS + ENDS)
-    result = pytester.runpytest("--attn-rank-timeout=4", "-p", "no:randomly", "--attn-save-failures=saved")
+    result = pytester.runpytest("--attn-rank-timeout=4", "-W", "error", "--attn-save-failures=saved")
     result.assert_outcomes(passed=4, failed=5, errors=2)
     for wanted in (
         "*rank 1 of 2 raised ValueError:*",
