@@ -1,7 +1,7 @@
 """pytest in a rank: it collects and runs the one test that the judge names, again and again, and reports nothing itself.
 
-`-p pytest_attn.ranks.worker`, which ranks/launching.py puts on the command line of each rank. PYTEST_DONT_REWRITE: a forked rank
-has it imported before pytest would rewrite its assertions, and where warnings are errors that would end it.
+`-p pytest_attn.ranks.worker`, which ranks/launching.py puts on the command line of each rank. PYTEST_DONT_REWRITE: a forked
+rank has it imported before pytest would rewrite its assertions, and where warnings are errors that would end it.
 """
 
 from __future__ import annotations
