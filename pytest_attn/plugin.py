@@ -40,7 +40,7 @@ __all__ = [  # what pytest finds as fixtures here
 MARKERS = (
     "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
     " precision='flash', returns_lse=False, returns=None, out_layout=None, lse_base='e', lse_layout=None, takes_out=False,"
-    " empty_rows='zero', contiguous=False): run the test on these attention workloads"
+    " empty_rows='zero', contiguous=False, ranks=None, shard='contiguous'): run the test on these attention workloads"
     " (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or"
     " 'bshd' (flash-attn), of the tensors that fn takes and returns, 'hsd' or 'shd' without a batch; backward: gradients too,"
     " or of what ('q', 'k', 'v', 'sinks', 'bias', 'alibi'); inputs: names of distributions"
@@ -48,7 +48,9 @@ MARKERS = (
     " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); returns: names of what it returns ('out',"
     " 'lse', 'weights', 'max', 'keep', 'ignored'); out_layout: of out, if another; lse_base ('e', 2) and lse_layout ('bhs',"
     " 'bsh', 'hs', 'sh'): of lse; takes_out: fn writes into out=; empty_rows: what fn returns where a row sees no key"
-    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only",
+    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only; ranks: how many"
+    " processes call fn, each with its shards, or several such numbers; shard: 'contiguous', 'head-tail', 'striped', or a"
+    " function (length, ranks) -> positions of each rank",
     "attention_model(backends=None, backward=True, device=None): the test holds a model's attention with attn_model, on each"
     " selected backend if it uses attn_backend. backward: gradients too",
     "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"

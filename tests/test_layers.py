@@ -22,6 +22,7 @@ LAYERS = (
     "hooks",
     "cases",
     "timing",
+    "ranks",
     "session",
     "reports",
     "suite",
@@ -44,7 +45,7 @@ LAYERS = (
 SIBLINGS = ("reports", "invariants", "latency")
 #: modules that a test of the suite imports when it runs
 MODELS_OF_THE_SUITE = ("suite/library_models.py", "suite/torch_models.py")
-PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "session", "suite")
+PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 

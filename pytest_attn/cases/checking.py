@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,15 +24,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def check(run: CaseRun, subject: Subject, spec: CheckSpec) -> Comparison:
-    """Hold a subject against exact attention; return the comparison of one that is right, and end the test of another."""
+def check(
+    run: CaseRun, subject: Subject, spec: CheckSpec, located: Callable[[Comparison], Comparison] | None = None
+) -> Comparison:
+    """Hold a subject against exact attention; return the comparison of one that is right, and end the test of another.
+
+    located: says more about where a fault lies, from what the judgment has seen.
+    """
     __tracebackhide__ = True
     references, deadline = run.session.references, run.deadline(subject)
     saver, outcome = run.saver(subject, spec), run.outcome
 
     def judged() -> Comparison:
         __tracebackhide__ = True
-        return judge(subject, spec, references, deadline, keep_evidence=saver is not None)
+        return judge(subject, spec, references, deadline, keep_evidence=saver is not None or located is not None)
 
     comparison = run.judged("checking", subject, spec, "check", judged)
     defects = _shown_by_checks(run.defects_of(subject), spec)
@@ -43,6 +48,7 @@ def check(run: CaseRun, subject: Subject, spec: CheckSpec) -> Comparison:
         return comparison
     if known := [d for d in defects if d.explains(comparison, run.workload)]:
         outcome.xfail(subject, _describe_defects(known), comparison)
+    comparison = located(comparison) if located else comparison
     outcome.record(subject, Verdict.MISMATCH, comparison)
     outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)
 

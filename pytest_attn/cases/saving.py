@@ -41,7 +41,7 @@ class FailureSaver:
         subject: Subject | None,
         command: str,
     ) -> None:
-        self._folder, self._session, self._item = Path(folder), session, item
+        self.folder, self._session, self._item = folder, session, item
         self._spec, self._subject, self._command = spec, subject, command
 
     def save(
@@ -66,9 +66,10 @@ class FailureSaver:
     def _save(self, message: str, comparison: Comparison | None, broken: tuple[str, ...]) -> Path:
         data = self._data_of(comparison)
         tensors = tensors_of(data)
-        target = self._folder / safe_name(self._case)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        require_space(self._folder, sum(tensor.nbytes for tensor in tensors.values()))
+        folder = Path(self.folder)
+        target = folder / safe_name(self._case)
+        folder.mkdir(parents=True, exist_ok=True)
+        require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
         environment = self._environment(data, message, comparison, broken)
         title = f"{message.splitlines()[0]}\n{self._case}, saved by pytest-attn on {environment['date']}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_attn.cases.case import AttentionCase
-from pytest_attn.session.items import CaseParameter, FuzzParameter, ModelParameter, test_of
+from pytest_attn.session.items import CaseParameter, FuzzParameter, ModelParameter, RankedParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
 
@@ -27,6 +27,10 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Any:
     marker = item.get_closest_marker("attention")
     assert marker is not None
     mark = AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+    if isinstance(parameter, RankedParameter) and session.kernels.are_tested:
+        from pytest_attn.cases.ranked import make_ranked_case
+
+        return make_ranked_case(request, parameter, mark, session)
     if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
         pytest.skip(session.cuda.lost_because)
     if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):

@@ -8,6 +8,7 @@ from pytest_attn.session.fixture_names import FIXTURES, OF_MODELS, PARAMETER
 from pytest_attn.session.items import (
     CaseParameter,
     ModelParameter,
+    RankedParameter,
     case_id,
     fuzz_parameters,
     is_case,
@@ -36,7 +37,11 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
             require_torch()
             session.machines.device(mark.device)
         cases = session.kernels.cases(mark, takes_backend="attn_backend" in metafunc.fixturenames)
-        if cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
+        if mark.ranks:
+            if "attn_backend" in metafunc.fixturenames:
+                raise ValueError("a backend computes in one process; a test with ranks takes attn, and no attn_backend")
+            cases = [RankedParameter.of(case, ranks) for case in cases for ranks in mark.ranks]
+        elif cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
             cases = [*cases, *fuzz_parameters(cases)]
         ids = [case_id(case) for case in cases]
         _require_unique(cases, ids)

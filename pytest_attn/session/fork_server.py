@@ -1,7 +1,8 @@
 """The server of fresh processes: it has imported torch and has done nothing with it, and each fresh process is a fork of it.
 
 `python -m pytest_attn.session.fork_server FD`; session/served.py starts it and talks to it over the socket FD, in lines of
-JSON. It is told what to import; then, for each fresh process, its command line, environment and folder.
+JSON. It is told what to import; then, for each fresh process, its command line, environment and folder. It waits for each,
+unless it is told to leave it, as the ranks of ranks/launching.py, which run beside one another.
 """
 
 from __future__ import annotations
@@ -99,6 +100,9 @@ def _serve(channel: _Channel) -> Request | None:
     server = os.getpid()
     channel.say(ready=server)
     while (request := channel.request()) is not None:
+        if "awaited" in request:
+            channel.say(returncode=os.waitstatus_to_exitcode(os.waitpid(request["awaited"], 0)[1]))
+            continue
         if obstacle := obstacle_to_fork():
             channel.say(refused=obstacle)
             return None
@@ -108,6 +112,8 @@ def _serve(channel: _Channel) -> Request | None:
         with suppress(OSError):  # the child has done it, or is gone
             os.setpgid(child, child)
         channel.say(started=child)
+        if request.get("is_left"):  # it is awaited later, and ends with this process
+            continue
         if channel.is_left_before_the_end_of(child):
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)

@@ -33,6 +33,19 @@ class ModelParameter(CaseParameter):
     """Stands for one model, with one backend where the test takes one; what its calls ask is known once it runs."""
 
 
+class RankedParameter(CaseParameter):
+    """A workload that several ranks compute together; `ranks` says how many."""
+
+    ranks: int
+
+    @classmethod
+    def of(cls, case: CaseParameter, ranks: int) -> RankedParameter:
+        """Return the case on so many ranks."""
+        made = cls(*case)
+        made.ranks = ranks
+        return made
+
+
 def model_parameter(backend: str | None) -> ModelParameter:
     """Return the item of a model's test."""
     return ModelParameter(Workload(1), backend)
@@ -70,6 +83,8 @@ def case_id(case: CaseParameter) -> str:
     """Return the id of a case: workload, then backend; of a model's test the backend alone."""
     if isinstance(case, ModelParameter):
         return case.backend or "model"
+    if isinstance(case, RankedParameter):
+        return f"{case.workload.id}-ranks{case.ranks}"
     if case.backend is None:
         return case.workload.id
     return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"

@@ -21,6 +21,7 @@ from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import dtype_name
 from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.sharding import SHARDS, Shard
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class AttentionMark:
     empty_rows: str = "zero"
     contiguous: bool = False
     parameters: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    shard: Shard = "contiguous"
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
@@ -83,6 +86,7 @@ class AttentionMark:
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
+        values["ranks"] = _ranks(values)
         return cls(**values)
 
     @property
@@ -179,6 +183,25 @@ def _parameters(names: Sequence[object], workloads: Sequence[Workload]) -> tuple
         if workloads and not any(name in parameters_of(workload) for workload in workloads):
             raise ValueError(f"backward asks for a gradient of {name}, and no workload of the marker has {name}")
     return wanted
+
+
+def _ranks(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the world sizes of a marker, none where it names none; check what goes with them."""
+    ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
+    if not (callable(shard) or (isinstance(shard, str) and shard in SHARDS)):
+        raise ValueError(f"shard must be {', '.join(SHARDS)}, or a function of (length, ranks), got {shard!r}")
+    if ranks is None:
+        if "shard" in values:
+            raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
+        return ()
+    found = _as_tuple(ranks)
+    if not found or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in found):
+        raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
+    if unfit := [name for name in SIGNATURE if name in values and name not in ("layout", "returns_lse")]:
+        raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
+    if values.get("parameters"):
+        raise ValueError("ranks have gradients of q, k and v; leave out sinks, bias and alibi in backward")
+    return tuple(dict.fromkeys(found))
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:

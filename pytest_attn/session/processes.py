@@ -109,7 +109,7 @@ def _one_process(
     if modes:
         environment[MODES_VARIABLE] = str(folder / "modes")
         (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
-    arguments = [*_kept_arguments(config), *_overrides(config, folder), f"@{selected}"]
+    arguments = [*arguments_of(config, folder), f"@{selected}"]
     command = Command(arguments, environment, config.invocation_params.dir, runs, folder / "output", len(names))
     try:
         done = FreshProcesses.of(config).run(command, _SECONDS_PER_PROCESS, is_forked)
@@ -118,6 +118,11 @@ def _one_process(
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
         raise StartError(f"a fresh process could not run it: {_last_words(done.output)}")
     return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
+
+
+def arguments_of(config: pytest.Config, folder: Path) -> list[str]:
+    """Return the command line of another pytest like this one, which selects nothing yet. folder: for what it leaves."""
+    return [*_kept_arguments(config), *_overrides(config, folder)]
 
 
 def _kept_arguments(config: pytest.Config) -> list[str]:

@@ -185,11 +185,7 @@ class ForkServer:
     def run(self, command: Command, seconds: float) -> Ended:
         """Have a pytest forked and wait for its end. Raises TimeoutError, and ServerError."""
         end = time.monotonic() + seconds
-        own = f"{command.environment.get(OWN_VARIABLE, '')},{self.pid}".lstrip(",")
-        environment = {**command.environment, OWN_VARIABLE: own}
-        arguments, folder, output = list(command.arguments), str(command.folder), str(command.output)
-        self._say(arguments=arguments, environment=environment, folder=folder, output=output)
-        child = int(self._answer("started", end))
+        child = self._started(command, end)
         try:
             returncode = int(self._answer("returncode", end))
         except BaseException:
@@ -197,6 +193,29 @@ class ForkServer:
                 os.killpg(child, signal.SIGKILL)
             raise
         return Ended(returncode, command.output.read_text(encoding="utf-8", errors="replace"))
+
+    def start(self, command: Command) -> int:
+        """Have a pytest forked, which ends with the server if not before; return its process. Raises ServerError."""
+        try:
+            return self._started(command, time.monotonic() + _START_SECONDS, is_left=True)
+        except TimeoutError:
+            raise ServerError("it does not fork") from None
+
+    def ended(self, child: int) -> int:
+        """Wait for the end of what `start` has started; return how it ended. Raises TimeoutError, and ServerError."""
+        self._say(awaited=child)
+        return int(self._answer("returncode", time.monotonic() + _END_SECONDS))
+
+    def _started(self, command: Command, end: float, is_left: bool = False) -> int:
+        own = f"{command.environment.get(OWN_VARIABLE, '')},{self.pid}".lstrip(",")
+        self._say(
+            arguments=list(command.arguments),
+            environment={**command.environment, OWN_VARIABLE: own},
+            folder=str(command.folder),
+            output=str(command.output),
+            is_left=is_left,
+        )
+        return int(self._answer("started", end))
 
     def _say(self, **request: object) -> None:
         try:

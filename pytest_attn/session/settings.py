@@ -54,6 +54,13 @@ class Settings:
         options.whole_number,
     )
     timeout: float = option("Stop a callable that takes longer, 0 waits forever (default: 0)", "0", "SECONDS", options.seconds)
+    rank_timeout: float = option(
+        "Seconds that ranks may take for one call of a callable; then their stacks and last collectives are shown, and they"
+        " are ended, 0 waits forever (default: 120)",
+        "120",
+        "SECONDS",
+        options.seconds,
+    )
     memory: int = option(
         "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
         "4GiB",

@@ -1,0 +1,176 @@
+"""`attn` on a rank: its shards of the case's tensors, and the callables that it computes for the process that judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_attn.cases.tensors import CaseTensors
+from pytest_attn.ranks.rank import Rank
+from pytest_attn.ranks.serving import RankServer
+from pytest_attn.ranks.shards import cut
+from pytest_attn.session.items import RankedParameter
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pytest_attn.correctness.comparison import Comparison
+    from pytest_attn.invariants.report import InvariantReport
+    from pytest_attn.workloads.inputs import Inputs
+
+
+class RankCase(CaseTensors):
+    """One rank's part of a workload. Tensors are its shards; `workload` is the whole.
+
+    q, k, v, and of mask and bias the query rows are the rank's; keys of mask and bias are all, in their own order. cu_seqlens
+    and kv_lens count what the rank holds.
+    """
+
+    backend = None
+    is_judged = True  # which the other process finds out
+
+    def __init__(self, rank: Rank, parameter: RankedParameter, mark: AttentionMark, session: AttentionSession) -> None:
+        super().__init__(parameter.workload, mark, session)
+        self._rank = rank
+        self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
+
+    @property
+    def rank(self) -> int:
+        """The rank's number."""
+        return self._rank.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self._rank.ranks
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of all ranks."""
+        return self._rank.group
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a DeviceMesh of one dimension, "ranks"."""
+        return self._rank.mesh
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its query rows; int64, on the CPU."""
+        return self._sharding.rows
+
+    @property
+    def kv_shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its keys, likewise."""
+        return self._sharding.keys
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's own device."""
+        return self._rank.device
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The rank's rows of the mask, (batch or 1, heads or 1, rows, kv_len), True = visible; None as for one process."""
+        whole = super().mask
+        return None if whole is None else whole[:, :, self._rows]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The rank's rows of the bias, where it has rows."""
+        whole = self._inputs.bias
+        return whole if whole is None or whole.shape[2] == 1 else whole[:, :, self._rows]
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Boundaries of the rank's part of packed query sequences, (batch + 1,), int32."""
+        return self._boundaries(self._workload.q_lens)
+
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor | None:
+        """Boundaries of the rank's part of packed key sequences, (batch + 1,), int32."""
+        return self._boundaries(self._workload.kv_lens)
+
+    @property
+    def kv_lens(self) -> torch.Tensor | None:
+        """How many of the rank's keys each batch entry sees at most, (batch,), int32, where padded."""
+        import torch
+
+        lengths = self._inputs.kv_lens
+        if lengths is None:
+            return None
+        keys = self._sharding.keys[self.rank].to(lengths.device)
+        return (keys[None] < lengths[:, None]).sum(1, dtype=torch.int32)
+
+    @property
+    def reference(self) -> NoReturn:
+        """Refused: exact attention is computed once, by the process that judges."""
+        raise ValueError("a rank has no attn.reference; attn.check compares what all ranks return")
+
+    def check(self, fn: Callable[..., Any], name: str | None = None) -> Comparison:
+        """Compute `fn` on this rank's shards as often as the process that judges asks for it; return its comparison."""
+        comparison: Comparison = self._served(fn, name)
+        return comparison
+
+    def check_invariants(
+        self,
+        fn: Callable[..., Any],
+        only: Iterable[str] | str | None = None,
+        skip: Iterable[str] | str | None = None,
+        name: str | None = None,
+    ) -> InvariantReport:
+        """Likewise; return its report."""
+        report: InvariantReport = self._served(fn, name)
+        return report
+
+    def measure(self, fn: Callable[..., Any], backward: object = False, name: str | None = None) -> NoReturn:
+        """Check `fn`, and skip the rest: calls over ranks are not timed."""
+        self.check(fn, name)
+        pytest.skip("it runs on several ranks")
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _served(self, fn: Callable[..., Any], name: str | None) -> Any:
+        layout = "thd" if self._workload.is_packed else self._mark.layout
+        server = RankServer(fn, self._sharding, self.rank, layout, self._mark.returns_lse, self.device)
+        return self._rank.serve(server, name or "")
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        return self._sharding.rows[self.rank].to(self.device)
+
+    def _boundaries(self, lengths: tuple[int, ...] | None) -> torch.Tensor | None:
+        import torch
+
+        if lengths is None or not self._workload.is_packed:
+            return None
+        mine = self._sharding.lengths_of(lengths, self.rank)
+        return torch.tensor([0, *mine]).cumsum(0).to(self.device, torch.int32)
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        """The whole tensors, on the rank's device: they are the same in every process."""
+        from pytest_attn.workloads.inputs import draw_inputs
+
+        spec = self._declared
+        return draw_inputs(self._workload, spec.inputs[0], spec.seed, self.device)
+
+    @cached_property
+    def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._shard("k", self._inputs.k), self._shard("v", self._inputs.v)
+
+    def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._shard("q", tensor)
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rank's shard of q, k or v, in the test's layout."""
+        spec = self._spec
+        return cut(spec.in_layout(tensor), name, self._sharding, spec.layout, self.rank)

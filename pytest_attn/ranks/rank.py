@@ -1,0 +1,158 @@
+"""A rank: what one process of a pool knows, and how it answers the judge."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import queue
+import socket
+import threading
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.ranks.collectives import watch_collectives
+from pytest_attn.ranks.serving import RankServer
+from pytest_attn.ranks.team import Tensors
+from pytest_attn.ranks.wire import COLLECTIVE, SOCKET_VARIABLE, STACK, Line, Message, read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long
+LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
+
+
+class CaseOverError(BaseException):
+    """The judge has ended the case, of which this rank computes a part."""
+
+
+class Rank:
+    """One process of a pool. rank, ranks: its number and how many there are; is_over: whether the judge has ended the case."""
+
+    def __init__(self) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(os.environ.pop(SOCKET_VARIABLE))
+        self._line = Line(connection)
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._line.say(rank=self.rank, pid=os.getpid())
+        start: Message = self._line.hear() or {}
+        self._folder, self.kind, self._timeout = Path(start["folder"]), start["kind"], float(start["timeout"])
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
+        self._mesh: DeviceMesh | None = None
+        self._results = 0
+        self.is_over = False
+        faulthandler.enable(self._stack)  # the judge aborts a rank that does not answer, and reads this
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def join_group(self) -> None:
+        """Join the process group, as a program does that torchrun has started; say that the rank is ready."""
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        for name in LATE_IMPORTS:
+            with suppress(ImportError):
+                import_module(name)
+        if "OMP_NUM_THREADS" in os.environ:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        self._collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
+        given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.rank)
+            given |= {"backend": "nccl", "device_id": self.device}
+        dist.init_process_group(**given)
+        self._line.say(ready=True)
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's own device."""
+        import torch
+
+        return torch.device("cuda", self.rank) if self.kind == "cuda" else torch.device(self.kind)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of all ranks."""
+        import torch.distributed as dist
+
+        found = dist.group.WORLD
+        assert found is not None
+        return found
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh of one dimension, "ranks"."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(self.kind, (self.ranks,), mesh_dim_names=("ranks",))
+        return self._mesh
+
+    # -- the line ------------------------------------------------------------------------------------------------------
+
+    def next_case(self) -> str | None:
+        """Wait for a test that is to be run; return its name, None at the end."""
+        while True:
+            order = self._orders.get()
+            if order["do"] in ("run", "end"):
+                self.is_over = False
+                return order.get("name")
+
+    def end_case(self, outcome: str, text: str) -> None:
+        """Say how the test of a case ended here."""
+        self._line.say(ended=outcome, text=text)
+
+    def serve(self, server: RankServer, fn_name: str) -> Any:
+        """Compute what the judge asks of one callable; return its verdict. Raises CaseOverError where the case is over."""
+        self._line.say(checking=fn_name)
+        while True:
+            order = self._orders.get()
+            if order["do"] == "next":
+                with Path(order["verdict"]).open("rb") as file:
+                    return pickle.load(file)
+            if order["do"] in ("over", "end"):
+                self.is_over = True
+                raise CaseOverError
+            self._compute(server, order)
+
+    def _compute(self, server: RankServer, order: Message) -> None:
+        """Answer one call with a file of shards, or with what went wrong."""
+        try:
+            given = read_tensors(order["tensors"])
+            self._collectives.is_late = order["late"] == self.rank
+            if order["do"] == "forward":
+                results: Tensors = server.forward(order["number"], given, order["backward"])
+            else:
+                results = server.backward(order["number"], given["dout"])
+            self._results += 1
+            path = self._folder / f"result-{self.rank}-{self._results}"
+            write_tensors(path, results)
+            self._line.say(result=str(path))
+        except ContractError as error:
+            self._line.say(contract=str(error))
+        except Exception as error:
+            self._line.say(raised=type(error).__name__, text=_told(error))
+
+    def _listen(self) -> None:
+        """Put orders into the queue; end the process where the judge is gone, wherever the main thread waits."""
+        while (order := self._line.hear()) is not None:
+            self._orders.put(order)
+        os._exit(1)
+
+
+def _told(error: Exception) -> str:
+    """Return the traceback from the user's own code on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [number for number, frame in enumerate(frames) if frame.filename.endswith("ranks/serving.py")]
+    shown = frames[own[-1] + 1 :] if own else frames
+    lines = [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+    return "".join(lines).rstrip()

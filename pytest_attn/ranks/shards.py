@@ -1,0 +1,86 @@
+"""Cut whole tensors into the shards of ranks, and join shards again."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    import torch
+
+#: dimension of the rows in each layout
+_ROWS = {"bhsd": 2, "bshd": 1, "thd": 0}
+#: elements of NaN behind a shard
+_BEYOND = 1 << 14
+
+
+def rows_dim(name: str, layout: str) -> int:
+    """Return the dimension of the rows, or keys, of a tensor of this name; lse has heads before rows in each layout."""
+    if name == "lse":
+        return 1 if layout == "thd" else 2
+    return _ROWS[layout]
+
+
+def cut(
+    tensor: torch.Tensor, name: str, sharding: Sharding, layout: str, rank: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a rank's shard of a whole tensor, which lies in memory as the whole one does. device: by default the whole's."""
+    positions = sharding.of(name)[rank].to(tensor.device)
+    shard = tensor.index_select(rows_dim(name, layout), positions)
+    return laid_like(shard.to(device or tensor.device), tensor)
+
+
+def laid_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose dimensions lie in memory in the order of another tensor's, as a slice where that is one.
+
+    NaN lies behind it: who reads more rows than a shard has must not get away with zeros.
+    """
+    import torch
+
+    order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
+    width = 1
+    if whole.dim() > 1 and whole.stride(order[-1]) == 1 and whole.shape[order[-1]]:
+        width = max(1, whole.stride(order[-2]) // whole.shape[order[-1]]) if whole.shape[order[-2]] > 1 else 1
+    sizes = [shard.shape[dim] for dim in order]
+    rows = (*sizes[:-1], sizes[-1] * width)
+    memory = torch.full((math.prod(rows) + _BEYOND,), math.nan, dtype=shard.dtype, device=shard.device)
+    buffer = memory[: math.prod(rows)].view(rows)
+    first = (width // 2) * sizes[-1]
+    laid = buffer[..., first : first + sizes[-1]].permute(*(order.index(dim) for dim in range(whole.dim())))
+    return laid.copy_(shard)
+
+
+def join(shards: list[torch.Tensor], name: str, whole: tuple[int, ...], sharding: Sharding, layout: str) -> torch.Tensor:
+    """Return the whole tensor of this shape from all ranks' shards.
+
+    Where each rank returns all rows, they must be equal. Raises ContractError naming the rank of a shard that does not fit.
+    """
+    dim = rows_dim(name, layout)
+    if len(shards) > 1 and all(tuple(shard.shape) == whole for shard in shards):
+        return _replicated(shards, name)
+    joined = shards[0].new_empty(whole)
+    for rank, (shard, positions) in enumerate(zip(shards, sharding.of(name), strict=True)):
+        expected = (*whole[:dim], len(positions), *whole[dim + 1 :])
+        if tuple(shard.shape) != expected:
+            found = tuple(shard.shape)
+            raise ContractError(f"rank {rank}: {name} has shape {found}; expected {expected}, its shard of {whole}")
+        if shard.dtype != shards[0].dtype:
+            raise ContractError(f"rank {rank}: {name} has dtype {shard.dtype}; rank 0 returned {shards[0].dtype}")
+        joined.index_copy_(dim, positions.to(joined.device), shard.to(joined.device))
+    return joined
+
+
+def _replicated(shards: list[torch.Tensor], name: str) -> torch.Tensor:
+    """Return what all ranks hold alike; raise ContractError where they do not."""
+    first = shards[0]
+    for rank, other in enumerate(shards[1:], 1):
+        unequal = ~((first == other) | (first.isnan() & other.isnan()))
+        if bool(unequal.any()):
+            raise ContractError(
+                f"{name} is whole on every rank, and differs between rank 0 and rank {rank}"
+                f" in {int(unequal.sum()):,} of {first.numel():,} elements"
+            )
+    return first

@@ -1,0 +1,73 @@
+"""A callable over ranks, as what is tested: it is handed whole tensors, and whole tensors come back.
+
+So it is judged by all that judges a callable of one process: distributions, odd strides, equal calls, invariants.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.subject import AttentionFn, CallableSubject
+from pytest_attn.correctness.contract import ContractError, native_shape
+from pytest_attn.ranks.shards import join
+from pytest_attn.ranks.team import Team, Tensors
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RankedSubject(CallableSubject):
+    """A user's callable, called on every rank of a team with its shards."""
+
+    def __init__(self, callable_: CallableSubject, team: Team, sharding: Sharding) -> None:
+        super().__init__(callable_.user_function, callable_.name, callable_.layout, callable_.precision, callable_.returns_lse)
+        self.given_name = callable_.given_name
+        self.team, self.sharding = team, sharding
+        self._numbers = count(1)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Return what hands whole tensors to the team, forward and backward."""
+        import torch
+
+        layout = "thd" if self.sharding.workload.is_packed else self.layout
+
+        class OverRanks(torch.autograd.Function):
+            """One call of the callable on all ranks, and its backward pass."""
+
+            @staticmethod
+            def forward(ctx: Any, number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+                ctx.number = number
+                out, *lse = self._forward(number, {"q": q, "k": k, "v": v}, layout, backward=True)
+                ctx.mark_non_differentiable(*lse)
+                return (out, *lse) if self.returns_lse else out
+
+            @staticmethod
+            def backward(ctx: Any, dout: torch.Tensor, *_: Any) -> Any:
+                shards = self.team.backward(ctx.number, dout)
+                return None, *(self._joined(shards, f"d{name}", layout, dout.device) for name in "qkv")
+
+        def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            number = next(self._numbers)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+                return OverRanks.apply(number, q, k, v)  # type: ignore[no-untyped-call]
+            results = self._forward(number, {"q": q, "k": k, "v": v}, layout, backward=False)
+            return tuple(results) if self.returns_lse else results[0]
+
+        return kernel
+
+    def _forward(self, number: int, tensors: Tensors, layout: str, backward: bool) -> list[torch.Tensor]:
+        shards = self.team.forward(number, tensors, backward)
+        names = ("out", "lse") if self.returns_lse else ("out",)
+        return [self._joined(shards, name, layout, tensors["q"].device) for name in names]
+
+    def _joined(self, shards: list[Tensors], name: str, layout: str, device: torch.device) -> torch.Tensor:
+        for rank, one in enumerate(shards):
+            if name not in one:
+                raise ContractError(f"rank {rank}: {name} is missing")
+        shape = native_shape(name, self.sharding.workload)
+        if layout == "bshd" and name != "lse":
+            shape = (shape[0], shape[2], shape[1], *shape[3:])
+        return join([one[name] for one in shards], name, shape, self.sharding, layout).to(device)

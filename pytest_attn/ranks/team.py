@@ -1,0 +1,41 @@
+"""The ranks that compute one callable together, as the judge sees them; and what may become of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from pytest_attn.session.deadline import DeadlineError
+
+if TYPE_CHECKING:
+    import torch
+
+#: tensors by name: q, k, v or dout; out, lse, dq, dk, dv
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+
+
+class RankRaisedError(RuntimeError):
+    """The callable raised an exception on a rank, which the text names."""
+
+
+class RanksLostError(DeadlineError):
+    """Ranks do not answer any more: one ended, or they wait for one another. The text says which, and for what.
+
+    No `except Exception` of a judgment takes it for an answer of the kernel.
+    """
+
+
+class Team(ABC):
+    """Ranks with a callable each. Whole tensors go in, in the test's layout; each rank's shards come back, by rank.
+
+    Raises RankRaisedError where the callable raised, ContractError where what it returned is no result, RanksLostError.
+    """
+
+    @abstractmethod
+    def forward(self, number: int, tensors: Tensors, backward: bool) -> list[Tensors]:
+        """Call the callable on the shards of q, k and v. backward: whether `backward` may follow for this number."""
+
+    @abstractmethod
+    def backward(self, number: int, dout: torch.Tensor) -> list[Tensors]:
+        """Return dq, dk and dv of the call of this number."""

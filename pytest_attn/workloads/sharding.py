@@ -1,0 +1,132 @@
+"""Which rank holds which rows and keys: the names that a marker knows, and functions of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+from pytest_attn.workloads.functions import function_label
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+#: one of `SHARDS`, or a function (length, ranks) -> for each rank a tensor or list of its positions
+Shard: TypeAlias = "str | Callable[[int, int], Sequence[torch.Tensor | Sequence[int]]]"
+
+
+def _contiguous(length: int, ranks: int) -> list[torch.Tensor]:
+    """Rank r has the r-th part; where the length does not divide, the first parts are one longer."""
+    import torch
+
+    return list(torch.arange(length).tensor_split(ranks))
+
+
+def _head_tail(length: int, ranks: int) -> list[torch.Tensor]:
+    """Rank r has chunks r and 2n-1-r of 2n: under a causal mask all have as much to do."""
+    import torch
+
+    chunks = torch.arange(length).tensor_split(2 * ranks)
+    return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+
+
+def _striped(length: int, ranks: int) -> list[torch.Tensor]:
+    """Rank r has positions r, r + n, r + 2n and so on."""
+    import torch
+
+    return [torch.arange(length)[rank::ranks] for rank in range(ranks)]
+
+
+#: how a sequence is split over ranks
+SHARDS: dict[str, Callable[[int, int], list[torch.Tensor]]] = {
+    "contiguous": _contiguous,
+    "head-tail": _head_tail,
+    "striped": _striped,
+}
+
+
+def positions_of(shard: Shard, length: int, ranks: int) -> list[torch.Tensor]:
+    """Return for each rank the positions of a sequence that it holds, int64.
+
+    Raises ValueError where a user's function does not give each position to exactly one rank.
+    """
+    import torch
+
+    if isinstance(shard, str):
+        return SHARDS[shard](length, ranks)
+    found = shard(length, ranks)
+    if not isinstance(found, list | tuple) or len(found) != ranks:
+        raise ValueError(f"{_called(shard, length, ranks)} must return a list of {ranks} index tensors, got {found!r}")
+    shards = [torch.as_tensor(one, dtype=torch.int64).cpu().flatten() for one in found]
+    counts = torch.cat(shards).sort().values
+    if counts.shape != (length,) or not bool((counts == torch.arange(length)).all()):
+        missing = sorted(set(range(length)) - set(counts.tolist()))[:4]
+        doubled = sorted(set(counts[1:][counts[1:] == counts[:-1]].tolist()))[:4]
+        told = [f"{name} {', '.join(map(str, some))}" for name, some in (("missing", missing), ("doubled", doubled)) if some]
+        raise ValueError(
+            f"{_called(shard, length, ranks)} must give each of {length} positions to one rank"
+            f" ({'; '.join(told) or 'others are beyond the sequence'})"
+        )
+    return shards
+
+
+def _called(shard: Shard, length: int, ranks: int) -> str:
+    return f"shard: {function_label(shard)}({length}, {ranks})"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one workload is split over ranks. Each packed sequence is split by itself."""
+
+    workload: Workload
+    shard: Shard
+    ranks: int
+
+    @cached_property
+    def rows(self) -> list[torch.Tensor]:
+        """For each rank its positions among the query rows, packed sequences end to end; int64, on the CPU."""
+        w = self.workload
+        return self._split(w.q_lens or (w.q_len,))
+
+    @cached_property
+    def keys(self) -> list[torch.Tensor]:
+        """For each rank its positions among the keys, likewise."""
+        w = self.workload
+        return self._split(w.kv_lens if w.q_lens and w.kv_lens else (w.kv_len,))
+
+    def of(self, name: str) -> list[torch.Tensor]:
+        """Return the positions along which a tensor of this name is split."""
+        return self.keys if name in ("k", "v", "dk", "dv") else self.rows
+
+    def lengths_of(self, lengths: Sequence[int], rank: int) -> list[int]:
+        """Return how much of each packed sequence a rank holds."""
+        return [len(positions_of(self.shard, length, self.ranks)[rank]) for length in lengths]
+
+    def refused_because(self) -> str:
+        """Say why the workload cannot be split so, "" where it can. Raises ValueError for a function that splits wrongly."""
+        w = self.workload
+        if w.kv_pages:
+            return "keys in pages are not split over ranks"
+        if w.cached is not None or w.pad == "left":
+            return "cached keys and keys padded on the left are not split over ranks"
+        if w.is_quantized or w.v_in_k:
+            return "quantized tensors, and v inside k, are not split over ranks"
+        if w.dropout:
+            return "dropout is not judged over ranks"
+        for name, shards in (("query row", self.rows), ("key", self.keys)):
+            if empty := [rank for rank, one in enumerate(shards) if not len(one)]:
+                return f"rank {empty[0]} of {self.ranks} would have no {name}"
+        ascending = all(bool((one[1:] > one[:-1]).all()) for one in self.keys)
+        return "" if ascending or not w.kv_lens or w.is_packed else "padding needs keys in ascending order on each rank"
+
+    def _split(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        import torch
+
+        starts = [0, *accumulate(lengths)]
+        parts = [positions_of(self.shard, length, self.ranks) for length in lengths]
+        return [
+            torch.cat([one[rank] + start for one, start in zip(parts, starts, strict=False)]) for rank in range(self.ranks)
+        ]

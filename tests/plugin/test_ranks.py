@@ -1,0 +1,199 @@
+"""Tests with ranks in real processes over gloo: what is right passes, what fails ends with its message, the next case runs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+KERNELS = """
+import os, signal
+import pytest, torch
+import torch.distributed as dist
+from exchanges import GlooExchange
+from rings import AllGather, Problem, Ring, Ulysses
+from pytest_attn import Workload
+from pytest_attn.workloads.sharding import Sharding
+
+W = Workload(34, heads=4, kv_heads=2, head_dim=32, mask="causal")
+
+def kernel(attn, cls, fault=""):
+    problem = Problem.of(Sharding(attn.workload, "head-tail", attn.ranks))
+    return lambda q, k, v: cls(GlooExchange(attn.rank, attn.ranks, attn.group), problem, fault)(q, k, v)
+"""
+ENDS = """
+@pytest.fixture(params=[Ring, Ulysses], ids=["ring", "ulysses"])
+def cls(request):
+    return request.param
+
+@pytest.mark.attention(W, ranks=2, shard="head-tail", backward=True)
+def test_honest(attn, cls):
+    comparison = attn.check(kernel(attn, cls))
+    assert comparison.passed
+    assert attn.rank in (0, 1) and attn.ranks == 2
+    if attn.group is not None:  # on a rank
+        assert attn.q.shape == (1, 4, 17, 32) and attn.mask.shape == (1, 1, 17, 34)
+        assert attn.mesh.size() == 2 and len(attn.shards[attn.rank]) == 17
+        with pytest.raises(ValueError, match="a rank has no attn.reference"):
+            attn.reference
+
+@pytest.mark.attention(W, ranks=2)
+def test_raises(attn):
+    def fn(q, k, v):
+        if attn.rank == 1:
+            raise ValueError("no such head")
+        dist.all_reduce(torch.ones(1), group=attn.group)
+        return q
+    attn.check(fn)
+
+@pytest.mark.attention(W, ranks=2)
+def test_killed(attn):
+    def fn(q, k, v):
+        if attn.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1), group=attn.group)
+        return q
+    attn.check(fn)
+
+@pytest.mark.attention(W, ranks=2)
+def test_deadlock(attn):
+    def fn(q, k, v):
+        if attn.rank == 1:
+            dist.recv(torch.ones(1), 0, group=attn.group)
+        dist.all_reduce(torch.ones(1), group=attn.group)
+        return q
+    attn.check(fn)
+
+@pytest.mark.attention(W, ranks=2, shard="head-tail")
+def test_wrong(attn):
+    attn.check(kernel(attn, Ring, "rank 1 never receives"))
+
+@pytest.mark.attention(W, ranks=2, shard="head-tail")
+def test_ends_early(attn):
+    if attn.rank == 1:
+        raise KeyError("before the check")
+    attn.check(kernel(attn, Ring))
+
+@pytest.mark.attention(W, W.replace(q_len=66, kv_len=66), ranks=2, shard="head-tail")
+def test_after_all_this(attn):
+    attn.check(kernel(attn, AllGather))
+    attn.check_invariants(kernel(attn, AllGather), only="rerun")
+    if attn.rank == 1:
+        raise KeyError("after the check")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_found(monkeypatch):
+    """Let the ranks import what tests import."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
+    pytester.makepyfile(KERNELS + ENDS)
+    result = pytester.runpytest("--attn-rank-timeout=4", "-W", "error", "--attn-save-failures=saved")
+    result.assert_outcomes(passed=4, failed=5, errors=2)
+    for wanted in (
+        "*rank 1 of 2 raised ValueError:*",
+        "*no such head*",
+        "*rank 0: waits in all_reduce, its collective *",
+        "*rank 1 was killed by SIGKILL while the case ran*",
+        "*the ranks gave no result within 4 s (--attn-rank-timeout):*",
+        "*rank 1: waits in recv from 0, its collective 1*",
+        "*ranks      rank 1 (of 2): all 17 rows, 9 to 25",
+        "*out of rank 1 is attention to its own keys only*",
+        "*saved      saved/*",
+        "*rank 1 of 2: its test failed before the judgment was made:*",
+        "*before the check*",
+        "*rank 1 of 2: its test failed:*",
+        "*after the check*",
+    ):
+        result.stdout.fnmatch_lines([wanted])
+    assert not [name for name in os.listdir("/proc") if name.isdigit() and _is_rank_of(name, str(pytester.path))]
+
+
+def _is_rank_of(pid, folder):
+    try:
+        return "pytest_attn.ranks.worker" in Path(f"/proc/{pid}/environ").read_text() and folder in os.readlink(
+            f"/proc/{pid}/cwd"
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("ranks=0", "ranks must be a number of processes, 1 or more"),
+        ('ranks=(2, "4")', "ranks must be a number of processes"),
+        ('shard="striped"', "shard says how ranks share a sequence; say over how many"),
+        ('ranks=2, shard="zigzag"', "shard must be contiguous, head-tail, striped, or a function"),
+        ('ranks=2, backward=("q", "k", "v", "sinks")', "ranks have gradients of q, k and v"),
+    ],
+)
+def test_a_bad_marker_is_told_what_it_may_be(pytester, arguments, text):
+    workload = "Workload(64, heads=2, head_dim=32, sinks=True)"
+    pytester.makepyfile(f"""
+        import pytest
+        from pytest_attn import Workload
+        @pytest.mark.attention({workload}, {arguments})
+        def test_it(attn):
+            pass
+    """)
+    result = pytester.runpytest()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*{text}*"])
+
+
+def test_a_backend_or_too_few_rows_needs_no_ranks(pytester):
+    pytester.makepyfile("""
+        import pytest
+        from pytest_attn import Workload
+        @pytest.mark.attention(Workload(1, 64, heads=2, head_dim=32), ranks=(2, 4))
+        def test_short(attn):
+            attn.check(lambda q, k, v: q)
+        @pytest.mark.attention(Workload(64, heads=2, head_dim=32), ranks=2)
+        def test_backend(attn):
+            attn.check("sdpa")
+    """)
+    result = pytester.runpytest("-rs")
+    result.assert_outcomes(skipped=2, failed=1)
+    result.stdout.fnmatch_lines(["*rank 1 of 2 would have no query row*", "*rank 1 of 4 would have no query row*"])
+    result.stdout.fnmatch_lines(["*sdpa computes in one process; with ranks, attn.check takes a callable*"])
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_judge(pytester):
+    pytester.makepyfile(
+        KERNELS
+        + """
+@pytest.mark.attention(W, ranks=2)
+def test_hangs(attn):
+    def fn(q, k, v):
+        open(f"pid-{attn.rank}", "w").write(str(os.getpid()))
+        dist.recv(torch.ones(1), 1 - attn.rank, group=attn.group)
+        return q
+    attn.check(fn)
+"""
+    )
+    run = subprocess.Popen([sys.executable, "-m", "pytest", "-q"], cwd=pytester.path, stdout=subprocess.DEVNULL)
+    files = [pytester.path / f"pid-{rank}" for rank in (0, 1)]
+    end = time.monotonic() + 120
+    while not all(file.is_file() and file.read_text() for file in files) and time.monotonic() < end:
+        time.sleep(0.1)
+    run.kill()
+    run.wait()
+    end = time.monotonic() + 20
+    while any(_runs(file.read_text()) for file in files) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(_runs(file.read_text()) for file in files)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,115 @@
+"""Kernels over ranks that are right pass on every shard, world and workload; each planted fault is found, and named."""
+
+import pytest
+import torch
+from faulty_rings import CAUSAL, FAULTY, FULL, judged_over_ranks
+from rings import HONEST, AllGather, Ring
+
+from pytest_attn import Document, Workload
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.messages.mismatch import describe
+from pytest_attn.ranks.located import located
+from pytest_attn.workloads.sharding import SHARDS, Sharding
+
+REFERENCES = ReferenceCache()
+WORKLOADS = [
+    CAUSAL.replace(q_len=65, kv_len=65),
+    Workload(q_lens=(40, 17, 9), heads=4, kv_heads=1, head_dim=32, mask="causal"),
+    Workload(48, 96, batch=2, heads=4, head_dim=32, mask="causal-bottom-right", kv_lens=(80, 96)),
+    Workload(64, heads=4, head_dim=32, bias="hqk", softcap=20.0),
+]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_honest_kernels_pass(workload, shard, ranks):
+    for kernel in HONEST:
+        comparison = judged_over_ranks(kernel, workload, ranks, shard, references=REFERENCES, returns_lse=True)
+        assert comparison.passed, describe(comparison)
+        assert {row.name for row in comparison.tensors} == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_every_number_of_ranks_is_as_good_as_one():
+    for ranks in (1, 3, 8):
+        assert judged_over_ranks(Ring, FULL.replace(mask=Document((40, 24))), ranks, references=REFERENCES).passed
+
+
+def test_tensors_may_have_rows_before_heads():
+    """Emulated kernels take (batch, heads, rows, dim): this one is handed the other layout, and swaps it back."""
+
+    class Swapped(AllGather):
+        def __call__(self, q, k, v):
+            return super().__call__(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    assert judged_over_ranks(Swapped, CAUSAL, 2, references=REFERENCES, layout="bshd").passed
+
+
+@pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
+def test_a_fault_is_found_and_named(faulty):
+    kernel, fault, words, workload, ranks, shard = faulty
+    comparison = judged_over_ranks(kernel, workload, ranks, shard, fault, REFERENCES)
+    assert not comparison.passed
+    text = describe(located(comparison, Sharding(workload, shard, ranks)))
+    assert "  ranks  " in text
+    assert words in text
+    if not words:
+        assert " ranks is " not in text
+        assert "of rank" not in text.partition("  ranks  ")[2].partition("suggests")[2]
+
+
+def test_the_rank_that_is_wrong_is_named_with_its_rows():
+    comparison = judged_over_ranks(Ring, FULL, 4, fault="rank 1 never receives", references=REFERENCES)
+    text = describe(located(comparison, Sharding(FULL, "contiguous", 4)))
+    assert "rank 1 (of 4): all 16 rows, 16 to 31\n" in text
+    assert "rank 2" not in text
+
+
+class Misbehaving(AllGather):
+    """What no result of a kernel may be, whatever its values."""
+
+    def __call__(self, q, k, v):
+        if self.fault == "changes k" and self.rank == 1:
+            with torch.no_grad():
+                k.add_(1)
+        out = super().__call__(q, k, v)
+        if self.fault == "reads beyond its shard":
+            longer = q.as_strided((*q.shape[:2], q.shape[2] + 1, q.shape[3]), q.stride())
+            return out + 0 * longer[:, :, -1:]
+        if self.fault == "whole everywhere":
+            return self.whole(out)
+        if self.fault == "whole, and other on rank 1":
+            return self.whole(out) + 0.5 * (self.rank == 1)
+        if self.fault == "heads and rows swapped":
+            return out.transpose(1, 2)
+        if self.fault == "another dtype":
+            return out.double() if self.rank == 1 else out
+        return out.detach() if self.fault == "no gradient" else out
+
+    def whole(self, out):
+        return torch.cat(self.exchange.all_gather(out), 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("changes k", r"rank 1: the callable changed its input k in place \(by up to 1"),
+        ("heads and rows swapped", r"rank 0: out has shape \(1, 32, 4, 32\); expected \(1, 4, 32, 32\), its shard"),
+        ("another dtype", "rank 1: out has dtype torch.float64; rank 0 returned torch.bfloat16"),
+        ("no gradient", "rank 0: out carries no gradient"),
+        ("whole, and other on rank 1", "out is whole on every rank, and differs between rank 0 and rank 1"),
+    ],
+)
+def test_a_result_that_cannot_be_compared_names_its_rank(fault, text):
+    with pytest.raises(AssertionError, match=text):
+        judged_over_ranks(Misbehaving, FULL, 2, fault=fault, references=REFERENCES, backward=fault == "no gradient")
+
+
+def test_what_lies_behind_a_shard_shows():
+    comparison = judged_over_ranks(Misbehaving, FULL, 2, fault="reads beyond its shard", references=REFERENCES, backward=False)
+    assert "holds" in describe(comparison)
+    assert "NaN" in describe(comparison)
+
+
+def test_a_result_may_be_whole_on_every_rank():
+    assert judged_over_ranks(Misbehaving, FULL, 2, fault="whole everywhere", references=REFERENCES, backward=False).passed
