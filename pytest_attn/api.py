@@ -164,7 +164,8 @@ def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
 def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Judged], *lines: str) -> _Judged:
     """Return what `judged` returns of a subject; of a broken contract say whose it is, and add lines.
 
-    Raises ContractError, and ValueError where a backend refuses the spec's workload, before or as late as in `judged`.
+    Raises ContractError, ValueError where a backend refuses the spec's workload, before or as late as in `judged`, and
+    NotImplementedError where a callable declines it.
     """
     __tracebackhide__ = True
     refused: object = None
@@ -180,6 +181,8 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
             broken = error
     if broken is not None:
         raise ContractError("\n".join([mismatch.describe_contract(broken), *lines]))
+    if not subject.is_backend:
+        raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
 
 

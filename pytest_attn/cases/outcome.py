@@ -70,10 +70,10 @@ class Outcome:
         message = "\n".join(filter(None, (text, labeled("reproduce", self._command, width), also)))
         raise AssertionError(f"{message}\n{save(message)}" if save else message)
 
-    def skip(self, subject: Subject | None, reason: str, question: str = "check") -> NoReturn:
+    def skip(self, subject: Subject | None, reason: str, question: str = "check", cause: str = "") -> NoReturn:
         """Skip the test, with its record. subject: None where the reason is none of its own."""
         __tracebackhide__ = True
-        self.record(subject or "-", Verdict.SKIPPED, reason=reason, question=question)
+        self.record(subject or "-", Verdict.SKIPPED, reason=reason, question=question, cause=cause)
         pytest.skip(f"{subject.name}: {reason}" if subject else reason)
 
     def xfail(self, subject: Subject, known: str, comparison: Comparison | None = None, question: str = "check") -> NoReturn:

@@ -162,10 +162,15 @@ class Settings:
         return settings
 
     def as_options(self) -> str:
-        """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""
-        chosen = {"tune": self.tune} if self.tune else {"backends": "available"}
-        shown = {**chosen, "device": "auto", "seed": "0", **self.given}
-        return " ".join(f"--attn-{stem}={shlex.quote(text)}" for stem, text in shown.items())
+        """Return what differs from the defaults, ready to paste, without the files that are written; "" where nothing does."""
+        shown = []
+        for one in declared_options(type(self)):
+            value = self.given.get(one.stem) if one.default is not None else getattr(self, one.name)
+            if one.is_switch and value:
+                shown.append(one.flag)
+            elif not one.is_switch and value is not None and one.in_child:
+                shown.append(f"{one.flag}={shlex.quote(value)}")
+        return " ".join(shown)
 
     @property
     def is_ranked(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest_attn.workloads.nearest import suggests_fields
 
+
+@suggests_fields
 @dataclass(frozen=True)
 class Pages:
     """Keys and values lie in a pool of pages of `size` tokens each, found through a page table."""

@@ -20,6 +20,7 @@ from pytest_attn.workloads.fields import (
 from pytest_attn.workloads.functions import require_parameters
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
+from pytest_attn.workloads.nearest import suggests_fields
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.visibility import visible_pairs
 
@@ -32,6 +33,7 @@ Direction: TypeAlias = Literal["forward", "backward"]
 LAYOUTS = ("bhsd", "bshd", "thd")
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Workload:
     """One attention problem: out = softmax(score) @ v, with score_ij = mods(scale * q_i . k_j) where the mask lets j be seen.

@@ -84,7 +84,7 @@ def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test
     kernel_test(**BACKENDS)
     result = run()
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["attn: --attn-backends='math, eager' --attn-device=auto --attn-seed=3"])
+    result.stdout.fnmatch_lines(["attn: --attn-backends='math, eager' --attn-seed=3"])
     run("--attn-backends=math").assert_outcomes(passed=1)
 
 
