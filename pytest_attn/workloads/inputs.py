@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 class Inputs:
     """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
 
-    q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages.
-    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise.
-    alibi_slopes: (heads,) float32. cu_seqlens, cu_seqlens_kv: (batch + 1,) int32, where packed.
-    kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
+    Args:
+        workload: what is asked.
+        device: where the tensors are.
+        q: queries, of the workload's dtype.
+        k: keys, likewise; a page pool where the workload has kv_pages.
+        v: values, likewise.
+        dout: the gradient of out, likewise.
+        bias: broadcasts to (batch, heads, q_len, kv_len), of the workload's dtype.
+        sinks: (heads,), of the workload's dtype.
+        alibi_slopes: (heads,) float32.
+        cu_seqlens: (batch + 1,) int32, of the queries, where packed.
+        cu_seqlens_kv: (batch + 1,) int32, of the keys, where packed.
+        kv_lens: (batch,) int32, where padded or paged.
+        page_table: (batch, pages per sequence) int32, where paged.
     """
 
     workload: Workload
@@ -67,7 +77,20 @@ class Inputs:
 def draw_inputs(
     workload: Workload, distribution: str = "structured", seed: int = 0, device: torch.device | str = "cpu"
 ) -> Inputs:
-    """Draw the tensors of `workload`. Raises ValueError for an unknown distribution."""
+    """Draw the tensors of a workload: the same on every device and in every process.
+
+    Args:
+        workload: what is asked.
+        distribution: a name of docs/reference/workloads.md.
+        seed: of the generator.
+        device: where the tensors are put.
+
+    Returns:
+        The tensors, in the workload's native layout and dtype.
+
+    Raises:
+        ValueError: the distribution is unknown.
+    """
     import torch
 
     distribution_names(distribution)

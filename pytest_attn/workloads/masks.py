@@ -23,7 +23,11 @@ ScoreMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch
 @suggests_fields
 @dataclass(frozen=True)
 class Causal:
-    """Query i sees keys up to i (top-left) or up to i + kv_len - q_len (bottom-right)."""
+    """Query i sees keys up to i (top-left), or up to i + kv_len - q_len (bottom-right).
+
+    Args:
+        bottom_right: whether the last query stands at the last key.
+    """
 
     bottom_right: bool = False
 
@@ -38,8 +42,15 @@ class Causal:
 class Window:
     """A sliding window: query i stands at key p = i + kv_len - q_len and sees keys p - left .. p + right, ends included.
 
-    `None` leaves that side open. The alignment is bottom-right, as in flash-attention, so `Window(None, 0)` equals
-    "causal-bottom-right" and, for q_len == kv_len, "causal".
+    The alignment is bottom-right, as in flash-attention, so `Window(None, 0)` equals "causal-bottom-right" and, for q_len
+    == kv_len, "causal".
+
+    Args:
+        left: how many keys before p are seen; None leaves that side open.
+        right: how many keys after p are seen; None leaves that side open.
+
+    Raises:
+        ValueError: a side is no number of keys >= 0.
     """
 
     left: int | None = None
@@ -59,7 +70,15 @@ class Window:
 @suggests_fields
 @dataclass(frozen=True)
 class Document:
-    """Documents laid one after the other in one sequence: a token sees its own document only (and, causal, its past)."""
+    """Documents laid one after the other in one sequence: a token sees its own document only.
+
+    Args:
+        lengths: tokens of each document; their sum is q_len and kv_len.
+        causal: whether a token also sees nothing after itself.
+
+    Raises:
+        ValueError: a length is no whole number >= 1.
+    """
 
     lengths: tuple[int, ...]
     causal: bool = False
@@ -80,9 +99,18 @@ class Document:
 class Neighborhood:
     """Neighbourhood attention over a 1-, 2- or 3-D token layout with NATTEN's meaning of its four parameters.
 
-    A query sees the `kernel` nearest tokens of its dilation group; at a border the window shifts inwards. With a stride,
-    all queries of a stride group share the window of their leader (the centre, or the last one where causal).
+    A query sees the `kernel` nearest tokens of its dilation group; at a border the window shifts inwards.
     Source: NATTEN 0.21, the mask of its flex backend.
+
+    Args:
+        shape: tokens along each axis; their product is q_len and kv_len.
+        kernel: size of the neighbourhood along each axis.
+        stride: queries of a group of so many share the window of their leader: the centre, or the last one where causal.
+        dilation: distance between neighbours.
+        causal: whether an axis is causal.
+
+    Raises:
+        ValueError: the kernel does not fit into the shape, or an entry is missing.
     """
 
     shape: tuple[int, ...]
@@ -150,10 +178,14 @@ def axes_of(mask: Neighborhood) -> list[Axis]:
 @suggests_fields
 @dataclass(frozen=True)
 class BooleanMask:
-    """A mask given as a tensor, True = visible: `factory(batch, heads, q_len, kv_len, device)` makes it.
+    """A mask given as a tensor, True = visible.
 
-    The tensor must be boolean and broadcast to (batch, heads, q_len, kv_len). The factory must give the same values on
-    every call, as each backend and the reference call it.
+    Args:
+        factory: factory(batch, heads, q_len, kv_len, device) returns a boolean tensor that broadcasts to (batch, heads,
+            q_len, kv_len), with the same values on every call.
+
+    Raises:
+        ValueError: the factory takes other arguments.
     """
 
     factory: Callable[[int, int, int, int, torch.device], torch.Tensor]

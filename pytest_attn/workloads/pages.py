@@ -10,7 +10,14 @@ from pytest_attn.workloads.nearest import suggests_fields
 @suggests_fields
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values lie in a pool of pages of `size` tokens each, found through a page table."""
+    """Keys and values lie in a pool of pages, found through a page table.
+
+    Args:
+        size: tokens of one page.
+
+    Raises:
+        ValueError: the size is no number of tokens >= 1.
+    """
 
     size: int
 

@@ -46,12 +46,31 @@ class Workload:
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
     Query head h uses key head h // (heads // kv_heads).
 
-    `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
-    `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
-    (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b].
-    `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
+    Args:
+        q_len: queries of the longest sequence.
+        kv_len: keys of the longest sequence; by default q_len.
+        batch: sequences; by default 1, or as many as there are lengths.
+        heads: query heads.
+        kv_heads: key heads, a divisor of heads (GQA); by default heads.
+        head_dim: of q and k.
+        v_head_dim: of v and out; by default head_dim.
+        dtype: "bfloat16", "float16" or "float32", of q, k, v and out.
+        mask: None, "causal" (top-left), "causal-bottom-right", a mask object, or mask_mod(b, h, q_idx, kv_idx) as
+            FlexAttention's.
+        softcap: cap of the scores, > 0.
+        scale: factor on q . k; by default 1 / sqrt(head_dim).
+        bias: the dimensions over which an additive bias of the dtype varies, a part of "bhqk" in this order.
+        alibi: whether ALiBi is added.
+        sinks: whether each head has a sink.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) as FlexAttention's.
+        q_lens: packs sequences of these lengths end to end ("thd": q (sum(q_lens), heads, head_dim)).
+        kv_lens: keys of each sequence; those from there on are padding.
+        kv_pages: `Pages`: k and v lie in pools (pages, page size, kv_heads, head_dim) behind a page table.
+        name: what reports and ids call it.
 
-    Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
+    Raises:
+        ValueError: a field does not fit; the text names it, what was found and what was expected.
+        TypeError: there is no such field.
     """
 
     q_len: int = None  # type: ignore[assignment]
@@ -186,7 +205,15 @@ class Workload:
     def replace(self, **changes: object) -> Self:
         """Return a copy with other fields; fields that were equal to a changed one follow it.
 
-        The copy loses its name, unless a name is given or only the dtype changes.
+        Args:
+            changes: fields with their new values.
+
+        Returns:
+            The copy. It loses its name, unless a name is given or only the dtype changes.
+
+        Raises:
+            ValueError: a field does not fit.
+            TypeError: there is no such field.
         """
         for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
             if leader in changes and getattr(self, leader) == getattr(self, follower):
