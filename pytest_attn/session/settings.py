@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_attn.session import options
-from pytest_attn.session.option_groups import GROUPS
+from pytest_attn.session.option_groups import GROUPS, OptionGroup
 from pytest_attn.session.options import Option, action, declared_options, option, output, outputs, switch
 from pytest_attn.session.output_files import by_kind
 
@@ -214,9 +214,11 @@ class Settings:
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, and its ini value where it has one."""
     declared = {one.name: one for one in declared_options(Settings)}
-    for group in GROUPS:
+    grouped = {name for group in GROUPS for name in group.names}
+    others = OptionGroup("others", "others", {name: one.help for name, one in declared.items() if name not in grouped})
+    for group in (*GROUPS, *([others] if others.shown else [])):
         shown = parser.getgroup(f"attn-{group.name}", f"attention kernels: {group.title}")
-        for name in group.names:
+        for name in filter(declared.__contains__, group.names):
             one, text = declared[name], group.shown.get(name, argparse.SUPPRESS)
             if one.is_switch:
                 shown.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=text)
@@ -238,7 +240,7 @@ def _each(config: pytest.Config, one: Option) -> tuple[Any, ...]:
 def _files_by_kind(values: dict[str, Any]) -> dict[str, str]:
     """Return the files of --attn-output by the fields that they stand for. Raises pytest.UsageError for two of a kind."""
     try:
-        return by_kind(values["outputs"], values)
+        return by_kind(values.get("outputs", ()), values)
     except ValueError as error:
         raise pytest.UsageError(f"--attn-output: {error}") from None
 
