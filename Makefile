@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
+# MODELS= leaves out timm, transformers and diffusers, and the suite skips their models
+MODELS ?= $(VENV)/models
 WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
@@ -15,6 +17,7 @@ WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
 # not compiled: most of what is installed is never imported, and a module that is gets compiled then, once if it may be kept
 unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/ready: pyproject.toml constraints.txt
+	@echo "setting up $(VENV): about two minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)"
@@ -26,29 +29,44 @@ $(VENV)/models: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)" --group models
 	touch $@
 
-suite: $(VENV)/models
-	$(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE)
+suite: $(VENV)/ready $(MODELS)
+	@echo "suite: every backend, forward and backward; about three minutes on two CPU cores, an hour on a GPU (SUITE=--attn-list counts)"
+	@if $(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE); then \
+	echo "suite: every backend that ran here is right. Skipped is what this machine or a backend cannot do: SUITE=-rs lists why."; \
+	echo "next: test a kernel of your own, docs/tutorial.md"; \
+	else code=$$?; \
+	echo "suite: something above is wrong, slower than recorded, or could not run: its message says what, and how to repeat it."; \
+	echo "next: SUITE='--lf --attn-save-failures=failures' runs what failed again and keeps its tensors, docs/howto/failures.md"; \
+	exit $$code; fi
 
 test: $(VENV)/ready
-	$(BIN)/pytest tests -n auto --dist worksteal
+	@echo "test: the tests of the plugin itself; about four minutes on two cores"
+	@if $(BIN)/pytest tests -n auto --dist worksteal $(TESTS); then \
+	echo "test: the plugin does what its documentation says. next: make lint, then commit (CONTRIBUTING.md)"; \
+	else code=$$?; echo "test: something failed. next: $(BIN)/pytest --lf -x repeats the first failure"; exit $$code; fi
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready
+	@echo "test-all: the slow stories too; about ten minutes on two cores"
 	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
 
 # the oldest pytest that is supported, laid over the environment: what touches pytest most
 OLDEST = tests/plugin/test_stories.py tests/plugin/test_options.py tests/plugin/test_outputs.py
 test-oldest: $(VENV)/ready
+	@echo "test-oldest: what touches pytest most, on pytest 8.4; about half a minute"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist and not workers1'
 
 lint: $(VENV)/ready
+	@echo "lint: style and types; about half a minute"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 docs: $(VENV)/ready
+	@echo "docs: the site; about a minute"
 	$(BIN)/python -m sphinx -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "next: open docs/_build/html/index.html"
 
 check: lint suite test-oldest test
 

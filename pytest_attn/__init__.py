@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from pytest_attn.cases.case import AttentionCase
     from pytest_attn.cases.model import AttentionModel
     from pytest_attn.correctness.comparison import Comparison
+    from pytest_attn.correctness.contract import ContractError
     from pytest_attn.failures.failure import Failure, load_failure
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
+    from pytest_attn.latency.work import StaleError
+    from pytest_attn.models.asked import DropoutError
     from pytest_attn.models.call import AttentionCall
-    from pytest_attn.models.capture import capture
+    from pytest_attn.models.capture import NotReadError, capture
     from pytest_attn.models.check import check_model
     from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.models.module import check_module
@@ -41,7 +44,9 @@ __all__ = [
     "Capabilities",
     "Causal",
     "Comparison",
+    "ContractError",
     "Document",
+    "DropoutError",
     "Failure",
     "Inputs",
     "InvariantReport",
@@ -50,8 +55,10 @@ __all__ = [
     "Machine",
     "ModelComparison",
     "Neighborhood",
+    "NotReadError",
     "Pages",
     "Precision",
+    "StaleError",
     "Window",
     "Workload",
     "capture",
@@ -75,7 +82,9 @@ _HOMES = {
     "Capabilities": "pytest_attn.backends.capabilities",
     "Causal": "pytest_attn.workloads.masks",
     "Comparison": "pytest_attn.correctness.comparison",
+    "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
+    "DropoutError": "pytest_attn.models.asked",
     "Failure": "pytest_attn.failures.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
@@ -84,8 +93,10 @@ _HOMES = {
     "Machine": "pytest_attn.backends.machine",
     "ModelComparison": "pytest_attn.models.comparison",
     "Neighborhood": "pytest_attn.workloads.masks",
+    "NotReadError": "pytest_attn.models.capture",
     "Pages": "pytest_attn.workloads.pages",
     "Precision": "pytest_attn.backends.precision",
+    "StaleError": "pytest_attn.latency.work",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
     "capture": "pytest_attn.models.capture",

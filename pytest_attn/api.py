@@ -53,24 +53,42 @@ def check(
     name: str | None = None,
     dequantized: Dequantizer | None = None,
 ) -> Comparison:
-    """Hold a callable against exact attention, without pytest.
+    """Hold a callable against exact attention in float64, without pytest.
 
-    fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; or a backend, or its name.
-    workload: a `Workload` or a name of the catalog that stands for one workload.
-    backward: compare dq, dk and dv as well. inputs: names of input distributions, by default ("structured", "flat").
-    precision: the rounding that the kernel declares ("flash", "flash2", "eager", ...: backends/precision.py).
-    layout: "bhsd" or "bshd", in which fn takes and returns tensors, "hsd" or "shd" where it has no batch dimension; packed
-    workloads are "thd". out_layout: of out, where that is another. returns: what fn returns, in its order, of "out", "lse",
-    "weights" (the softmax matrix), "max" (the largest score of each row) and "ignored". lse_base: "e" or 2; lse_layout: "bhs",
-    "bsh", "hs" or "sh". takes_out: fn writes out into its argument out=, which is filled with NaN before.
-    empty_rows: what it returns in rows that see no key: "zero", "finite" (any finite numbers) or "any"; then these rows, and
-    their dout, are left out. contiguous: whether it takes only contiguous tensors, as its documentation says.
-    device: "auto", "cpu", "cuda", "cuda:N", "xpu", "mps". name: what to call a callable, by default its qualified name.
-    dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
-    tensors: exact attention is that of these values.
+    Args:
+        fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
+        workload: a `Workload`, or a name of the catalog that stands for one.
+        backward: compare dq, dk and dv as well.
+        inputs: names of input distributions, by default ("structured", "flat").
+        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
+        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
+            packed workloads are "thd".
+        out_layout: that of out, where it is another.
+        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
+            row), "keep" (what dropout has left) and "ignored".
+        lse_base: "e" or 2, of lse and max.
+        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
+        takes_out: fn writes out into its argument out=, which is filled with NaN before.
+        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
+        device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
+        seed: of the inputs.
+        limits: "default" or "strict": the largest z of an element, and RMS of a row and of a head.
+        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
+            these rows and their dout out.
+        contiguous: whether fn takes contiguous tensors only, as its documentation says.
+        name: what reports call a callable, by default its qualified name.
+        dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
+            tensors: exact attention is that of these values.
 
-    Returns a `Comparison`. Raises AssertionError where fn is wrong, with the diagnosis as its text, ValueError for an
-    argument that is not one of the known, TypeError for an fn that is none of the three.
+    Returns:
+        The comparison: a row per tensor and input distribution.
+
+    Raises:
+        AssertionError: fn is wrong; the text is the diagnosis.
+        ContractError: what fn returned cannot be compared; an AssertionError, too.
+        NotImplementedError: fn declines the workload by one with a text.
+        ValueError: an argument is none of the known, or a backend cannot take the workload.
+        TypeError: fn is none of the three.
     """
     __tracebackhide__ = True
     names = distribution_names(inputs)
@@ -104,12 +122,34 @@ def check_invariants(
     name: str | None = None,
     dequantized: Dequantizer | None = None,
 ) -> InvariantReport:
-    """Ask a callable, or a backend by its name, every invariant that applies, without pytest.
+    """Ask a callable every invariant that applies, without pytest: what holds of right kernels and needs no tolerance.
 
-    only, skip: names of invariants; thorough: all of them, with more repetitions. The other arguments are those of `check`.
+    Args:
+        fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
+        workload: a `Workload`, or a name of the catalog that stands for one.
+        only: names of the invariants to ask; by default all but the thorough ones.
+        skip: names of invariants to leave out.
+        thorough: ask all of them, with more repetitions.
+        backward: compare dq, dk and dv as well.
+        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
+        layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
+        device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
+        seed: of the inputs.
+        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
+            these rows and their dout out.
+        contiguous: whether fn takes contiguous tensors only, as its documentation says.
+        name: what reports call a callable, by default its qualified name.
 
-    Returns an `InvariantReport`. Raises AssertionError where an invariant is broken, with the evidence as its text,
-    ValueError for an argument that is not one of the known, TypeError for an fn that cannot be called.
+    Returns:
+        The report: a finding per invariant.
+
+    Raises:
+        AssertionError: an invariant is broken; the text is the evidence.
+        ContractError: what fn returned cannot be compared; an AssertionError, too.
+        NotImplementedError: fn declines the workload by one with a text.
+        ValueError: an argument is none of the known, or a backend cannot take the workload.
+        TypeError: fn is none of the three.
     """
     __tracebackhide__ = True
     spec = CheckSpec(
@@ -153,13 +193,35 @@ def measure(
     contiguous: bool = False,
     name: str | None = None,
 ) -> Latency:
-    """Check a callable as `pytest_attn.check` does, then time it, without pytest and without a baseline.
+    """Check a callable as `check` does, then time it, without pytest and without a baseline.
 
-    backward: False times the forward pass, True the backward pass alone, "both" one after the other. cold: flush a GPU's L2
-    cache before each sample. cpu_threads: of torch, on a CPU, while it is timed. The other arguments are those of `check`.
+    Args:
+        fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
+        workload: a `Workload`, or a name of the catalog that stands for one.
+        backward: False times the forward pass, True the backward pass alone, "both" one after the other.
+        inputs: names of input distributions, by default ("structured", "flat").
+        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
+        layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
+        device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
+        seed: of the inputs.
+        cold: flush a GPU's L2 cache before each sample.
+        cpu_threads: threads of torch while a CPU is timed; None leaves them.
+        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
+            these rows and their dout out.
+        contiguous: whether fn takes contiguous tensors only, as its documentation says.
+        name: what reports call a callable, by default its qualified name.
 
-    Returns a `Latency`, in seconds. Raises AssertionError where fn is wrong, StaleError where its results are not those of its
-    data when it is called again, ValueError for an argument that is not one of the known.
+    Returns:
+        The latency, in seconds.
+
+    Raises:
+        AssertionError: fn is wrong; the text is the diagnosis.
+        StaleError: when called again, fn left results that are not those of its data.
+        ContractError: what fn returned cannot be compared; an AssertionError, too.
+        NotImplementedError: fn declines the workload by one with a text.
+        ValueError: an argument is none of the known, or a backend cannot take the workload.
+        TypeError: fn is none of the three.
     """
     __tracebackhide__ = True
     direction = direction_of(backward)
@@ -189,7 +251,8 @@ def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
 def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Judged], *lines: str) -> _Judged:
     """Return what `judged` returns of a subject; of a broken contract say whose it is, and add lines.
 
-    Raises ContractError, and ValueError where a backend refuses the spec's workload, before or as late as in `judged`.
+    Raises ContractError, ValueError where a backend refuses the spec's workload, before or as late as in `judged`, and
+    NotImplementedError where a callable declines it.
     """
     __tracebackhide__ = True
     refused: object = None
@@ -205,6 +268,8 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
             broken = error
     if broken is not None:
         raise ContractError("\n".join([mismatch.describe_contract(broken), *lines]))
+    if not subject.is_backend:
+        raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
 
 

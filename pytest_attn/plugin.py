@@ -107,9 +107,10 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
         _session(config).progress.line.close()
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """Say with which options this run can be repeated."""
-    return f"attn: {_session(config).settings.as_options()}"
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say which options differ from their defaults, ready to paste; nothing where none does."""
+    shown = _session(config).settings.as_options()
+    return f"attn: {shown}" if shown else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -130,9 +131,12 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of which the selection left nothing; under xdist's --dist loadgroup, group cases by workload."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    """Deselect tests of which the selection left nothing; under xdist's --dist loadgroup, group cases by workload.
+
+    After -k and the like, keep one item of each backend that this machine lacks.
+    """
     session = _session(config)
     if session.has_attention_tests:
         from pytest_attn.session.collection import deselect_unselected, group_by_workload
@@ -145,6 +149,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_attn.timing.pytest_benchmark import mark_measured
 
         mark_measured(config, items)
+    result = yield
+    if session.has_attention_tests:
+        from pytest_attn.session.missing import keep_one_of_each_missing
+
+        keep_one_of_each_missing(config, session, items)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)

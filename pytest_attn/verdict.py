@@ -24,6 +24,7 @@ class Cause(str, Enum):
     ANOTHER_SHAPE = "another shape"
     UNUSABLE_FILE = "unusable file"
     DEFECT_NOT_SHOWN = "defect not shown"
+    NOT_HERE = "not here"  # the machine lacks the library or the device: one skip stands for all cases of the backend
 
 
 class Verdict(str, Enum):

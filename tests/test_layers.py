@@ -252,6 +252,9 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "hooks",
         "plugin",
         "session",
-        *(f"session.{name}" for name in ("child", "collected", "cuda_context", "fixture_names", "machines", "options")),
-        *(f"session.{name}" for name in ("registrations", "results", "session", "settings")),
+        *(f"session.{name}" for name in ("child", "collected", "cuda_context", "fixture_names", "machines")),
+        *(
+            f"session.{name}"
+            for name in ("option_groups", "options", "output_files", "registrations", "results", "session", "settings")
+        ),
     ]

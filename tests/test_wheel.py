@@ -5,6 +5,7 @@ That environment sees the libraries of this one, but not its plugin: to install 
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -65,17 +66,69 @@ def test_what_is_imported_is_declared(wheel):
     assert needed <= declared
 
 
-def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(wheel, tmp_path):
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """An environment with the wheel: its python, and the variables of a shell that has neither this tree nor xdist's."""
+    folder = tmp_path_factory.mktemp("installed")
+    python = empty_environment(folder, wheel)
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_XDIST", "PYTHONPATH"))}
     ask = [python, "-c", "import pytest_attn; print(pytest_attn.__file__)"]
-    where = subprocess.run(ask, cwd=tmp_path, env=alone, capture_output=True, text=True, check=True)
-    assert Path(where.stdout).is_relative_to(site)
+    where = subprocess.run(ask, cwd=folder, env=alone, capture_output=True, text=True, check=True)
+    assert Path(where.stdout).is_relative_to(folder)
+    return python, alone
+
+
+def empty_environment(folder, package):
+    """Make an environment that has the package and sees the libraries of this one; return its python."""
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--ignore-installed", package], check=True, capture_output=True)
+    return python
+
+
+def test_the_sdist_installs_and_has_what_the_wheel_has(wheel, tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    empty_environment(tmp_path, sdist)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("pytest_attn/")}
+    assert {str(path.relative_to(site)) for path in (site / "pytest_attn").rglob("*") if path.is_file()} >= names
+
+
+def test_the_four_examples_run_where_the_wheel_is_installed(installed, tmp_path):
+    python, alone = installed
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    examples = sorted(path.parent for path in (tmp_path / "examples").glob("*/pyproject.toml"))
+    assert [path.name for path in examples] == ["ci_gate", "model", "torch_extension", "triton_kernel"]
+    paths = [f"--override-ini=pythonpath={' '.join(map(str, examples))}", f"--rootdir={tmp_path}"]
+    command = [python, "-m", "pytest", "--attn-device=cpu", "--attn-latency=off", "-rs", "-p", "no:cacheprovider", *paths]
+    result = subprocess.run([*command, *examples], cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "test_torch_extension.py ..." in result.stdout, result.stdout
+    assert "test_model.py ..." in result.stdout, result.stdout
+    assert "attention is right, but was not timed" in result.stdout, result.stdout
+    assert re.search(r"test_triton_kernel.py|Triton is not installed", result.stdout), result.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_path):
+    python, alone = installed
+    shutil.copytree(ROOT / "examples" / "ci_gate", tmp_path / "gate")
+    command = [python, "-m", "pytest", "-q"]
+    for options, told in ((["--attn-update-baselines", "first"], "recorded in"), ([], "attention latency")):
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path / "gate", env=alone, capture_output=True, text=True, check=False
+        )
+        assert told in done.stdout, done.stdout
+    assert list((tmp_path / "gate" / "baselines").glob("*.json"))
+
+
+def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(installed, tmp_path):
+    python, alone = installed
     project = tmp_path / "project"
     project.mkdir()
 

@@ -1,4 +1,4 @@
-"""Directives that write the reference from the package: options, markers, fixtures, hooks, the API, workloads, inputs.
+"""Directives that write the reference from the package: markers, fixtures, hooks, the API, workloads, inputs.
 
 Each turns what the code declares into reStructuredText, so nothing here repeats what the code says.
 """
@@ -20,44 +20,8 @@ from pytest_attn import hooks, plugin
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.plugin import MARKERS
 from pytest_attn.reports.records import FIELDS
-from pytest_attn.session.settings import add_options
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
-
-
-class Declared:
-    """Stands in for pytest's parser: keeps what `add_options` declares."""
-
-    def __init__(self) -> None:
-        self.options: list[tuple[str, dict[str, Any]]] = []
-        self.ini: set[str] = set()
-
-    def getgroup(self, *_names: str) -> Declared:
-        """Return the one group there is."""
-        return self
-
-    def addoption(self, flag: str, **declared: Any) -> None:
-        """Keep an option."""
-        self.options.append((flag, declared))
-
-    def addini(self, name: str, *_rest: object, **_declared: object) -> None:
-        """Keep the name of an ini value."""
-        self.ini.add(name)
-
-
-def options() -> Iterator[str]:
-    """Every option: its spelling, its help, its ini value."""
-    declared = Declared()
-    add_options(declared)  # type: ignore[arg-type]
-    for flag, option in declared.options:
-        metavar = option.get("metavar")
-        yield f".. option:: {flag}{f' {metavar}' if metavar else ''}"
-        yield ""
-        yield f"   {plain(option['help'])}"
-        yield ""
-        if option.get("dest") in declared.ini:
-            yield f"   Ini value ``{option['dest']}``."
-            yield ""
 
 
 def markers() -> Iterator[str]:
@@ -186,7 +150,7 @@ def directive(lines: Callable[[], Iterator[str]]) -> type[SphinxDirective]:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register a directive for each part."""
-    for part in (options, markers, fixtures, hook_functions, api, catalog, distributions, precisions, record):
+    for part in (markers, fixtures, hook_functions, api, catalog, distributions, precisions, record):
         app.add_directive(f"attn-{part.__name__.replace('_', '-')}", directive(part))
     app.connect("autodoc-process-docstring", without_substitutions)
     return {"parallel_read_safe": True}

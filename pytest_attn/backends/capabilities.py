@@ -46,9 +46,16 @@ COLUMNS = ("dtypes", "head_dim", "masks", "takes")
 class Capabilities:
     """The limits of one backend's interface.
 
-    masks and features are parts of MASKS and FEATURES; no mask at all is always taken. head_dim is the largest, which
-    must be a multiple of head_dim_step; head_dims lists the only ones instead. v_head_dim says whether values may differ
-    in it. square: a causal or windowed mask needs q_len == kv_len. quantized is a part of QUANTIZED.
+    Args:
+        masks: parts of MASKS; no mask at all is always taken.
+        features: parts of FEATURES.
+        dtypes: full names of the dtypes that it takes.
+        head_dim: the largest; None for no limit.
+        head_dim_step: what head_dim must be a multiple of.
+        head_dims: the only ones that it takes, in place of a largest.
+        v_head_dim: whether values may differ in it.
+        square: a causal or windowed mask needs q_len == kv_len.
+        quantized: parts of QUANTIZED.
     """
 
     masks: frozenset[str] = frozenset()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import Declared, Options, expanded, out_of_resources
+from pytest_attn.backends.declining import declined_because
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
@@ -56,8 +57,8 @@ class FunctionBackend(Backend):
         return expanded(self._declared(workload) if callable(self._declared) else self._declared)
 
     def refusal_in(self, error: Exception) -> str | None:
-        """A configuration whose tiles do not fit the device is refused, not wrong."""
-        return out_of_resources(error) if self.configuration else None
+        """What the function declines is refused; so is a configuration whose tiles do not fit the device."""
+        return declined_because(error) or (out_of_resources(error) if self.configuration else None)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Close over the workload and turn the layout."""

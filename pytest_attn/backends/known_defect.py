@@ -14,12 +14,17 @@ from pytest_attn.workloads.workload import Workload
 class KnownDefect:
     """A defect of a library that is known and reported: it turns exactly this failure into an expected one.
 
-    applies: whether a workload and machine are in the defect's reach. tensors: which results are wrong. only_nan:
-    the defect shows as NaN or infinity, not as a value that is off. inputs: the input distribution that shows it.
-    changes_input: inputs ("q", "k", "v") that it changes in place. shows: whether a failed `TensorComparison` looks like it;
-    without, every failure of these tensors does. invariants: names of those that it may break, empty where it may break any;
-    tensors are empty where only invariants show it. ends_cuda: these invariants would end the process's CUDA context, and are
-    not asked.
+    Args:
+        issue: where it was reported.
+        summary: what is wrong, in one line.
+        applies: whether a workload and machine are in the defect's reach.
+        tensors: which results are wrong; empty where only invariants show it.
+        only_nan: it shows as NaN or infinity, not as a value that is off.
+        inputs: the input distribution that shows it; None for any.
+        changes_input: inputs ("q", "k", "v") that it changes in place.
+        shows: whether a failed `TensorComparison` looks like it; by default every failure of these tensors does.
+        invariants: names of those that it may break; empty where it may break any.
+        ends_cuda: these invariants would end the process's CUDA context, and are not asked.
     """
 
     issue: str

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device: its torch name ("cuda:0"), product name, compute capability or architecture, and memory in bytes."""
+    """One device.
+
+    Args:
+        device: its torch name, such as "cuda:0".
+        name: its product's name.
+        capability: compute capability, None where it has none.
+        architecture: such as "sm90" or "gfx942".
+        memory: bytes.
+        device_count: how many of its kind there are.
+        torch_version: of the torch that runs.
+    """
 
     device: str
     name: str

@@ -44,28 +44,31 @@ SHARED = 1.5
 class Precision:
     """Where a kernel rounds, beside its output and its probabilities P.
 
-    rounds_scores: scores are rounded to the dtype before and after the scale, dP and dS likewise in the backward pass.
-    rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
-    rounds_scaled_key: k is, in the same way.
-    rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
-    rounds_shifted_scores: the row's maximum is subtracted from its scores in the dtype.
-    rounds_sinks: sinks times log2 e are rounded to the dtype.
-    rounds_rescaling: the factors by which an online softmax rescales its sums, as the maximum grows, are rounded to the dtype.
-    ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
-    rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
-    sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
-    sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
-    exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
-    float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32 products.
-    operand_unit: relative error of each operand of a float32 product, where tensor cores multiply in tf32.
+    Those from p_dtype on are for kernels that quantise q, k and v, and are held to exact attention on the quantised values.
 
-    For kernels that quantise q, k and v, and are held to exact attention on the quantised values:
-
-    p_dtype: what P, as a part of its row's largest, is rounded to where that is not the workload's dtype.
-    p_step: P is rounded to multiples of this part of its row's largest.
-    v_dtype: what V, scaled so that each column just fits, is rounded to once more.
-    qk_error: standard deviation of what is left unknown of every element of q and k, as a part of its head's largest.
-    half_sum_keys: P v is summed in float16 over this many keys at a time.
+    Args:
+        name: what reports call the profile.
+        rounds_scores: scores are rounded to the dtype before and after the scale, dP and dS likewise in the backward pass.
+        rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
+        rounds_scaled_key: k is, in the same way.
+        rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
+        rounds_shifted_scores: the row's maximum is subtracted from its scores in the dtype.
+        rounds_sinks: sinks times log2 e are rounded to the dtype.
+        rounds_rescaling: the factors by which an online softmax rescales its sums, as the maximum grows, are rounded to
+            the dtype.
+        ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
+        rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
+        sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
+        sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
+        exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
+        float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32
+            products.
+        operand_unit: relative error of each operand of a float32 product, where tensor cores multiply in tf32.
+        p_dtype: what P, as a part of its row's largest, is rounded to where that is not the workload's dtype.
+        p_step: P is rounded to multiples of this part of its row's largest.
+        v_dtype: what V, scaled so that each column just fits, is rounded to once more.
+        qk_error: standard deviation of what is left unknown of every element of q and k, as a part of its head's largest.
+        half_sum_keys: P v is summed in float16 over this many keys at a time.
     """
 
     name: str

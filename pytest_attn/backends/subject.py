@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet, untraced
+from pytest_attn.backends.declining import declined_because
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.naming import called_name
@@ -29,7 +30,7 @@ AttentionFn: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], A
 
 
 class RefusedError(Exception):
-    """A backend refused a workload that it had claimed, when it compiled; the text is its reason."""
+    """A backend refused a workload that it had claimed, when it compiled, or a function declined one; the text says why."""
 
 
 class Subject(ABC):
@@ -231,6 +232,10 @@ class CallableSubject(Subject):
     def baseline_name(self, test: str) -> str:
         """Return a name that does not change with the line that the callable stands on; it belongs to its test."""
         return f"{self.given_name or function_name(self.user_function)} of {test}"
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Return why the function declines the case, where it says so by a NotImplementedError with a text."""
+        return declined_because(error)
 
     def origin(self) -> dict[str, str]:
         """Return the module and the qualified name."""

@@ -53,13 +53,24 @@ class AttentionCase(CaseTensors):
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
     ) -> Comparison:
-        """Hold `fn` against exact attention: a callable of (q, k, v), the backend of the case, or a backend's name.
+        """Hold `fn` against exact attention on every input distribution of the marker.
 
-        name: what reports call a callable, by default its qualified name with what it closes over. dequantized: of a callable
-        that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float tensors: exact attention is
-        that of these values.
-        Returns the comparison; raises AssertionError where fn is wrong, with the diagnosis as its text. Skips where a backend
-        cannot take the case, and expects the failure that a known defect of it explains.
+        Skips the test where a backend cannot take the case or fn declines it; expects its failure (xfail) where a known defect
+        of the backend explains all that is wrong.
+
+        Args:
+            fn: a callable of (q, k, v), the backend of the case, or a backend's name.
+            name: what reports call a callable, by default its qualified name with what it closes over.
+            dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as
+                float tensors: exact attention is that of these values.
+
+        Returns:
+            The comparison of an fn that is right.
+
+        Raises:
+            AssertionError: fn is wrong; the text is the diagnosis, with the command that repeats the case.
+            TypeError: fn is none of the three.
+            ValueError: a name is no backend's.
         """
         __tracebackhide__ = True
         return self._check(self._run.subject(fn, name, self._spec, dequantized=dequantized), self._mark.backward)
@@ -74,9 +85,22 @@ class AttentionCase(CaseTensors):
     ) -> InvariantReport:
         """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
 
-        only, skip: names of invariants (docs/strength.md). name, dequantized: as for `check`. Returns the report; raises
-        AssertionError where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name and
-        where none is left. Skips where none applies.
+        Skips the test where no invariant applies, or fn declines the case itself; an invariant whose variant fn declines does
+        not apply. Expects the failure (xfail) where a known defect explains what is broken.
+
+        Args:
+            fn: as for `check`.
+            only: names of the invariants to ask (docs/reference/invariants.md).
+            skip: names of invariants to leave out.
+            name: as for `check`.
+            dequantized: as for `check`.
+
+        Returns:
+            The report of an fn that breaks none.
+
+        Raises:
+            AssertionError: an invariant is broken; the text is the smallest evidence.
+            ValueError: a name is no invariant's, or none is left.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.checking import check_invariants
@@ -110,11 +134,20 @@ class AttentionCase(CaseTensors):
     ) -> Latency:
         """Check `fn`, time it, and hold its p50 against the baseline of this machine.
 
-        backward: False times the forward pass as in inference, True the backward pass alone, "both" one after the other.
-        name: as for `check`; it also names the baseline of a callable.
-        Returns the latency, whose `verdict` is "passed", "inconclusive", "no baseline" or "recorded". Raises AssertionError
-        where fn is wrong, where its results are not those of its data when it is called again, and where it became slower,
-        less accurate or takes more memory than recorded. Skips where nothing can be timed.
+        Skips the test where nothing can be timed, where nothing can be decided, and where `check` would.
+
+        Args:
+            fn: as for `check`.
+            backward: False times the forward pass as in inference, True the backward pass alone, "both" one after the other.
+            name: as for `check`; it also names the baseline of a callable.
+
+        Returns:
+            The latency, in seconds; its `verdict` is "passed", "inconclusive", "no baseline" or "recorded".
+
+        Raises:
+            AssertionError: fn is wrong, left results that are not those of its data when called again, or became slower, less
+                accurate or larger in memory than recorded.
+            ValueError: `backward` is none of the three.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.measuring import Measuring
@@ -131,7 +164,14 @@ class AttentionCase(CaseTensors):
         return measuring.measure(measuring.number(measurement))
 
     def assert_close(self, out: torch.Tensor) -> None:
-        """Compare `out`, computed from attn.q, attn.k and attn.v, with the reference; AssertionError where it is wrong."""
+        """Compare an output that the test computed from attn.q, attn.k and attn.v with the reference.
+
+        Args:
+            out: (batch, heads, q_len, v_head_dim) in the marker's layout, of the workload's dtype.
+
+        Raises:
+            AssertionError: out is wrong; the text is the diagnosis.
+        """
         __tracebackhide__ = True
         from pytest_attn.cases.checking import check_output
 
@@ -139,10 +179,18 @@ class AttentionCase(CaseTensors):
         check_output(self._run, out, self._spec, self._reference)
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
-        """Assert that `fn`, by default what `check` was last given, launches a kernel that answers to all of `words`.
+        """Assert that `fn` launches a kernel that answers to all of `words`; copies and elementwise kernels do not count.
 
-        Words are parts of what --attn-profile prints or of the kernel's symbol, whatever the case: "sm90", "flash".
-        Copies and elementwise kernels do not count. Returns the profiles; raises AssertionError listing what ran instead.
+        Args:
+            words: parts of what --attn-profile prints or of the kernel's symbol, whatever the case: "sm90", "flash".
+            fn: by default what `check` was last given.
+
+        Returns:
+            The profile of each direction that ran.
+
+        Raises:
+            AssertionError: no such kernel ran; the text lists what did.
+            ValueError: no word was given, or nothing was checked yet.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.launches import assert_launched

@@ -78,6 +78,8 @@ class Measuring:
         except (StaleError, DeadlineError) as error:
             reason = str(error)
         except Exception as error:
+            if refusal := measurement.subject.refusal_in(error):
+                run.outcome.skip(measurement.subject, f"right, but not timed: {refusal}")
             self._leave_record(measurement, Verdict.RAISED, f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         self._leave_record(measurement, Verdict.RAISED, reason)

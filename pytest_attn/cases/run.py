@@ -13,7 +13,7 @@ from pytest_attn.cases.outcome import Outcome
 from pytest_attn.session.items import CaseParameter, typed_name
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.verdict import Verdict
+from pytest_attn.verdict import Cause, Verdict
 
 if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend
@@ -112,7 +112,8 @@ class CaseRun:
             self.outcome.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
         obstacle = subject.obstacle if subject else obstacle_of_any
         if reason := obstacle(self.workload, self.machine, backward or self.mark.backward):
-            self.outcome.skip(subject, reason)
+            is_missing = subject is not None and subject.unavailable_because(self.machine) == reason
+            self.outcome.skip(subject, reason, cause=Cause.NOT_HERE.value if is_missing else "")
 
     def judged(self, doing: str, subject: Subject, spec: CheckSpec, question: str, judge: Callable[[], _Judged]) -> _Judged:
         """Return what `judge` returns; a broken contract or a late end fails the test, a late refusal skips it.

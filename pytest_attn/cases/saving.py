@@ -22,7 +22,15 @@ from pytest_attn.failures.data import FailureData, tensors_of
 from pytest_attn.failures.encoding import encode_precision, encode_workload
 from pytest_attn.failures.failure import ENVIRONMENT, FORMAT, SCRIPT, TENSORS, write_tensors
 from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
-from pytest_attn.failures.script import KernelSource, conftest_backend, import_root, kernel_of, named_backend, script
+from pytest_attn.failures.script import (
+    KernelSource,
+    conftest_backend,
+    import_root,
+    kernel_of,
+    named_backend,
+    relative_to,
+    script,
+)
 from pytest_attn.messages.lines import LABEL_WIDTH, labeled
 from pytest_attn.session.items import id_from_root
 from pytest_attn.session.session import AttentionSession
@@ -76,7 +84,8 @@ class FailureSaver:
         def write(folder: Path) -> None:
             write_tensors(folder / TENSORS, tensors, self._spec.workload.id)
             (folder / ENVIRONMENT).write_text(json.dumps(environment, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            (folder / SCRIPT).write_text(script(title, self._kernel(), self._import_roots()), encoding="utf-8")
+            text = script(title, self._kernel(str(target)), self._import_roots(str(target)))
+            (folder / SCRIPT).write_text(text, encoding="utf-8")
 
         write_folder(target, write)
         return target
@@ -137,16 +146,18 @@ class FailureSaver:
         """The kernel's name in the diagnosis; "out" where only its output was given."""
         return self._subject.name if self._subject else "out"
 
-    def _kernel(self) -> KernelSource:
+    def _kernel(self, folder: str) -> KernelSource:
+        """Return how the script in `folder` gets at the kernel."""
         subject, name = self._subject, self._name
         if subject is None:
             return KernelSource("my_kernel", missing=f"a callable of (q, k, v) that returns what {self._case} compared")
         if subject.user_function is not None:
-            return kernel_of(subject.user_function, name, self._case, subject.given_name)
+            start = str(self._session.rootpath)
+            return kernel_of(subject.user_function, name, self._case, subject.given_name, start)
         if Registry().is_known(name):
             return named_backend(name)
         if home := self._registered_by(name):
-            return conftest_backend(name, home)
+            return conftest_backend(name, relative_to(folder, home))
         return KernelSource("my_kernel", missing=f"the backend {name!r}, an instance of pytest_attn.Backend")
 
     def _registered_by(self, name: str) -> str | None:
@@ -159,12 +170,12 @@ class FailureSaver:
                 return str(path)
         return None
 
-    def _import_roots(self) -> list[str]:
-        """Return the folders from which the kernel, and the functions of the workload, are imported."""
+    def _import_roots(self, folder: str) -> list[str]:
+        """Return the folders from which the kernel, and the functions of the workload, are imported, seen from `folder`."""
         mask, score_mod = self._spec.workload.mask, self._spec.workload.score_mod
         of_mask = getattr(mask, "fn", None), getattr(mask, "factory", None)
         functions = (self._subject.user_function if self._subject else None, *of_mask, score_mod)
-        return [root for root in dict.fromkeys(map(import_root, functions)) if root]
+        return [relative_to(folder, root) for root in dict.fromkeys(map(import_root, functions)) if root]
 
 
 def _plain(value: Any) -> Any:

@@ -103,11 +103,17 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The judgment of one callable on one workload: a row per tensor and distribution.
+    """The judgment of one callable on one workload.
 
-    mismatch: of the first row that did not pass. is_approximate: the callable quantizes its inputs, and was held against exact
-    attention on the quantized ones. changes: inputs that it changed in place, and by how much at most. compilation: what
-    torch.compile took, where the callable was compiled.
+    Args:
+        workload: its id.
+        subject: what reports call the callable.
+        tensors: a row per tensor and input distribution.
+        is_sampled: only some rows were held against exact attention, as all would take too long.
+        is_approximate: the callable quantizes its inputs, and was held against exact attention on the quantized ones.
+        mismatch: of the first row that did not pass.
+        changes: inputs that it changed in place, and by how much at most.
+        compilation: what torch.compile took, where the callable was compiled.
     """
 
     workload: str

@@ -38,12 +38,13 @@ def judge(
     """Hold `subject` against exact attention on every input distribution of the spec.
 
     Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs, and RefusedError
-    where a backend refuses as late as in its first call; other exceptions of the kernel pass through. deadline: makes a
-    context that surrounds each call. keep_evidence: keep the tensors of the first mismatch with the comparison.
+    where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong; other exceptions
+    of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the tensors of the
+    first mismatch with the comparison.
     """
     __tracebackhide__ = True
     judgment = _Judgment(subject, spec.for_subject(subject), deadline, keep_evidence)
-    with current(spec.device):
+    with current(spec.device), judgment.keeping_what_is_wrong():
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
             judgment.ask(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
@@ -139,6 +140,16 @@ class _Judgment:
                     notes = self._about_strides(row, reference, pattern) or (("state", event),)
                     self.failed = _Failed(row, reference, dict(tensors), notes)
                     self.returned.append(Returned(distribution, reference, dict(tensors)))
+
+    @contextmanager
+    def keeping_what_is_wrong(self) -> Iterator[None]:
+        """End quietly where a call is refused after another was wrong: a refusal must not hide that."""
+        __tracebackhide__ = True
+        try:
+            yield
+        except RefusedError:
+            if self.failed is None:
+                raise
 
     def comparison(self) -> Comparison:
         """Return what was found, with what explains the first tensor that is wrong."""

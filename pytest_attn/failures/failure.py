@@ -44,10 +44,12 @@ _INSTALL = 'pip install "pytest-attn[failures]"'
 class Failure:
     """One saved failure.
 
-    tensors: on the CPU, by name: q, k, v and what else the kernel was given, out and what else it returned, in the workload's
-    native layout; reference.out (float64) with reference.out.budget and so on, heads-first.
-    environment: what environment.json says: the case, the kernel, the machine, versions, the verdict and its message.
-    workload: None where it cannot be rebuilt, as its score_mod cannot be imported here; `workload_id` is always there.
+    Args:
+        folder: where it was saved.
+        workload: None where it cannot be rebuilt, as its score_mod cannot be imported here; `workload_id` is always there.
+        tensors: on the CPU, by name: q, k, v and what else the kernel was given, out and what else it returned, in the
+            workload's native layout; reference.out (float64) with reference.out.budget and so on, heads-first.
+        environment: what environment.json says: the case, the kernel, the machine, versions, the verdict and its message.
     """
 
     folder: Path
@@ -79,17 +81,25 @@ class Failure:
         name: str | None = None,
         dequantized: Dequantizer | None = None,
     ) -> Comparison | InvariantReport:
-        """Judge `fn` on the saved inputs: a callable of (q, k, v) in the test's layout, or a backend's name.
+        """Judge `fn` on the saved inputs, held against the saved reference: nothing that was saved is computed again.
 
-        Nothing that was saved is computed again: results are held against the saved reference, with the budgets of the
-        precision that the test or backend had declared. For a backend that declares another precision, or quantizes its inputs
-        in its own way, exact attention is computed on the saved inputs. Where invariants were broken, these are asked again,
-        on the saved inputs. Where a gradient of sinks, the bias or slopes was asked for, fn closes over those of `tensors`.
+        For a backend that declares another precision, or quantizes its inputs in its own way, exact attention is computed on
+        the saved inputs. Where invariants were broken, these are asked again. Where a gradient of sinks, the bias or slopes
+        was asked for, fn closes over those of `tensors`.
 
-        device: by default the kind on which the failure was seen ("cpu", "cuda", ...). name: what to call a callable, by
-        default its qualified name. dequantized: as for `pytest_attn.check`. Returns what `pytest_attn.check` or
-        `check_invariants` returns. Raises AssertionError where fn is wrong, with the diagnosis as its text, and ValueError
-        where the workload cannot be rebuilt, the device is not there, or the backend refuses the workload.
+        Args:
+            fn: a callable of (q, k, v) in the test's layout, a backend, or a backend's name.
+            device: by default the kind on which the failure was seen ("cpu", "cuda", ...).
+            name: what reports call a callable, by default its qualified name.
+            dequantized: as for `pytest_attn.check`.
+
+        Returns:
+            What `pytest_attn.check` or `check_invariants` returns.
+
+        Raises:
+            AssertionError: fn is wrong; the text is the diagnosis.
+            ValueError: the workload cannot be rebuilt, the device is not there, or the backend refuses the workload.
+            NotImplementedError: fn declines the workload.
         """
         __tracebackhide__ = True
         spec, references = self._spec(device or self.environment["machine"]["kind"])
@@ -176,10 +186,17 @@ class SavedReferences(ReferenceCache):
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:
-    """Read a folder that `pytest --attn-save-failures DIR` wrote.
+    """Read a folder that `pytest --attn-save-failures DIR` wrote; nothing in it is executed.
 
-    Nothing in it is executed; a function of the workload is imported by its name where it can be. Raises ValueError where
-    the folder is not a saved failure, ImportError where safetensors is missing.
+    Args:
+        folder: its path. A function of the workload is imported by its name where it can be.
+
+    Returns:
+        The failure, with its tensors on the CPU.
+
+    Raises:
+        ValueError: the folder is not a saved failure.
+        ImportError: safetensors is missing.
     """
     place = Path(folder)
     environment = _environment_in(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class KernelSource:
 
 
 def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
-    """Return the text of repro.py. title: comment lines; paths: folders that its imports, and the workload's, need."""
+    """Return the text of repro.py. title: comment lines; paths: folders of imports, from the script's own folder."""
     return "\n".join(
         [
             *(f"# {line}" for line in title.splitlines()),
@@ -40,10 +41,11 @@ def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
             "",
             "import pytest_attn",
             "",
-            *[f"sys.path.insert(0, {path!r})" for path in reversed(paths)],
+            "HERE = Path(__file__).resolve().parent",
+            *[f"sys.path.insert(0, str((HERE / {path!r}).resolve()))" for path in reversed(paths)],
             *kernel.lines,
             *_placeholder(kernel),
-            f"judged = pytest_attn.load_failure(Path(__file__).parent).check({kernel.arguments})",
+            f"judged = pytest_attn.load_failure(HERE).check({kernel.arguments})",
             'print(f"right now: {judged.subject} on {judged.workload}")',
             "",
         ]
@@ -68,29 +70,38 @@ def named_backend(name: str) -> KernelSource:
 
 
 def conftest_backend(name: str, path: str) -> KernelSource:
-    """Return a backend that the hook of a conftest registers."""
+    """Return a backend that the hook of a conftest registers. path: of the conftest, from the script's own folder."""
     lines = (
         "import runpy",
         "from pytest_attn.backends.registry import Registry",
         "",
-        f"sys.path.insert(0, {str(Path(path).parent)!r})",
+        f"conftest = (HERE / {path!r}).resolve()",
+        "sys.path.insert(0, str(conftest.parent))",
         "registry = Registry()",
-        f'runpy.run_path({path!r})["pytest_attn_backends"](registry)',
+        'runpy.run_path(str(conftest))["pytest_attn_backends"](registry)',
     )
     return KernelSource(f"registry[{name!r}]", lines)
 
 
-def kernel_of(fn: Callable[..., Any], label: str, test: str, called: str = "") -> KernelSource:
+def kernel_of(fn: Callable[..., Any], label: str, test: str, called: str = "", start: str = "") -> KernelSource:
     """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place.
 
-    label: what messages call it. called: the name that its test gave it.
+    label: what messages call it. called: the name that its test gave it. start: the folder from which its file is told.
     """
     module, name = _address(fn)
     if module:
         return KernelSource(name, (f"from {module} import {name.partition('.')[0]}", ""), called=called)
     code = getattr(fn, "__code__", None)
-    where = f", {code.co_filename}:{code.co_firstlineno}" if code else ""
+    where = f", {relative_to(start, code.co_filename)}:{code.co_firstlineno}" if code else ""
     return KernelSource("my_kernel", missing=f"the callable of (q, k, v) that {test} checked ({label}{where})", called=called)
+
+
+def relative_to(start: str, path: str) -> str:
+    """Return a path from a folder, with forward slashes; unchanged on another drive, or where no folder is named."""
+    try:
+        return Path(os.path.relpath(path, start)).as_posix() if start else path
+    except ValueError:
+        return path
 
 
 def import_root(fn: object) -> str | None:

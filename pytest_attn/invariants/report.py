@@ -24,7 +24,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class InvariantReport:
-    """All invariants of one callable on one workload."""
+    """All invariants of one callable on one workload.
+
+    Args:
+        workload: its id.
+        subject: what reports call the callable.
+        findings: one per invariant: passed, broken, or not applicable and why.
+    """
 
     workload: str
     subject: str

@@ -22,12 +22,28 @@ _NAMES_IN_RECORDS = {"launch": "host"}
 class Latency:
     """How long one direction of a kernel takes.
 
-    p50: seconds, the median of block medians. interval: in which the median of blocks lies with 95 % (its `confidence` says
-    where there were too few). samples: seconds of one call, block by block. launch: seconds of launching one. mode, calls:
-    how many calls shared a pair of events, and how (latency/timer.py); l2: "cold" or "warm". anchors: medians in seconds.
-    memory: bytes that a call asks for at its peak. threads: of a CPU. disturbances: of blocks that stayed disturbed when
-    repeated, a CPU's core that others shared, or a recorded graph that is lost; such a time is never held against a baseline.
-    spent: seconds of wall time. cupti: the device's seconds by torch's profiler, where asked for.
+    Args:
+        workload: its id.
+        subject: what reports call the kernel.
+        direction: "forward", "backward" or "forward+backward".
+        p50: seconds, the median of block medians.
+        interval: in which the median of blocks lies with 95 %; its `confidence` says where there were too few.
+        samples: seconds of one call, block by block.
+        blocks: how many there are.
+        mode: how calls shared a pair of events (latency/timer.py).
+        calls: how many did.
+        l2: "cold" or "warm".
+        launch: seconds of launching one.
+        anchors: medians of the anchor operations, in seconds.
+        memory: bytes that a call asks for at its peak; None on a CPU.
+        threads: of a CPU; None on a GPU.
+        disturbances: of blocks that stayed disturbed when repeated, of a CPU's core that others shared, or a recorded
+            graph that is lost; such a time is never held against a baseline.
+        notes: what else is worth knowing.
+        conditions: clocks, temperature and the like while it was taken.
+        spent: seconds of wall time that it took.
+        cupti: the device's seconds by torch's profiler, where asked for.
+        decision: what holding it against a baseline gave; None where nobody did.
     """
 
     workload: str

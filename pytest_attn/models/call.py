@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 class AttentionCall:
     """One call, with copies of its tensors as they were when it was made.
 
-    module: the qualified name of the module that made it. number: which call of that module, from 1. function: what it went
-    through. subject: what computed it instead, None where the model did. precision: the profile of where that rounds.
-    is_again: it was computed once more for a backward pass, as checkpointing does. order: the how-manieth of all it is.
-    inputs: the workload with its tensors; dout is the gradient that arrived. out and gradients: in the layout of q,
-    (batch, heads, rows, dim) or packed.
+    Args:
+        module: the qualified name of the module that made it.
+        number: which call of that module, from 1.
+        function: what it went through.
+        precision: the profile of where that rounds.
+        inputs: the workload with its tensors; dout is the gradient that arrived.
+        out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
+        subject: what computed it instead; None where the model did.
+        gradients: those that arrived, by name, likewise.
+        has_dout: whether a gradient of out arrived.
+        is_again: it was computed once more for a backward pass, as checkpointing does.
+        order: the how-manieth of all calls it is.
     """
 
     module: str

@@ -22,14 +22,22 @@ def capture(
     model: torch.nn.Module | None = None,
     functions: Iterable[Callable[..., Any] | str] = (),
 ) -> list[AttentionCall]:
-    """Run `step` once, and return the attention calls that it makes, in the order in which they are made.
-
-    step: a function without arguments. It is run as it is; where it runs a backward pass, each call has its gradients.
-    model: names the calling modules; without it, names begin at the outermost module that runs. functions: attention of your
-    own, functions of (q, k, v, ...) by themselves or as "package.module.function", tensors (batch, heads, rows, dim).
+    """Run `step` once, and copy the attention calls that it makes.
 
     Each call holds its own copies of its tensors; they take as much memory as the model's activations of q, k, v and out.
-    Raises NotReadError for a call that no workload can say, and DropoutError for one with dropout.
+
+    Args:
+        step: a function without arguments. Where it runs a backward pass, each call has its gradients.
+        model: names the calling modules; without it, names begin at the outermost module that runs.
+        functions: attention of your own: functions of (q, k, v, ...), by themselves or as "package.module.function";
+            tensors (batch, heads, rows, dim).
+
+    Returns:
+        The calls, in the order in which they are made.
+
+    Raises:
+        NotReadError: no workload can say a call.
+        DropoutError: a call drops probabilities.
     """
     calls: list[AttentionCall] = []
     recorder = Recorder(lambda call: None)

@@ -42,16 +42,28 @@ def check_model(
 ) -> ModelComparison:
     """Run `step`, and hold every attention call that the model makes against exact attention on the call's own tensors.
 
-    step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's output. Its
-    loss, "loss" or a scalar that needs a gradient, is where the backward pass begins, unless the step runs that itself.
-    backend: a backend, its name, or a function of (q, k, v, workload=...) that computes every call; by default the model's own
-    attention is judged. backward: gradients, too. functions: attention of your own, as for `capture`. scatter: runs with exact
-    attention and random rounding, in units of which `ratios` tell how far outputs, loss and gradients of a model in half
-    precision are from exact; 0 for none.
-
     The model is left as it was: parameters, gradients, buffers, training mode, random numbers.
-    Returns the comparison. Raises AssertionError where a call is wrong, was not read, or was not replaced, and where none was
-    caught, with the calls as its text; DropoutError where attention drops probabilities; ValueError for an unknown backend.
+
+    Args:
+        model: the module whose calls are judged.
+        step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's
+            output. Its loss, "loss" or a scalar that needs a gradient, is where the backward pass begins, unless the step
+            runs that itself.
+        backend: a backend, its name, or a function of (q, k, v, workload=...) that computes every call; by default the
+            model's own attention is judged.
+        backward: gradients, too.
+        functions: attention of your own, as for `capture`.
+        limits: "default" or "strict".
+        scatter: runs with exact attention and random rounding, in units of which `ratios` tell how far outputs, loss and
+            gradients of a model in half precision are from exact; 0 for none.
+
+    Returns:
+        The comparison of a model that is right.
+
+    Raises:
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
+        DropoutError: attention drops probabilities.
+        ValueError: the backend is unknown.
     """
     __tracebackhide__ = True
     comparison = judge_model(model, step, backend, backward, functions=functions, limits=limits, scatter=scatter)

@@ -38,11 +38,18 @@ class CallComparison:
 class ModelComparison:
     """The judgment of one model.
 
-    subject: what computed its attention, "" for what it chose by itself. calls: in the order in which they were made.
-    unread: calls that were caught and not judged; refused: calls that were to be replaced and were not. silent: modules built
-    like one that makes calls, which made none. with_softmax: modules with a softmax outside of every call.
-    ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest scatter.
-    message: what a failure says, "" where it passed.
+    Args:
+        subject: what computed its attention, "" for what it chose by itself.
+        calls: in the order in which they were made.
+        unread: calls that were caught and not judged.
+        refused: calls that were to be replaced and were not.
+        silent: modules built like one that makes calls, which made none.
+        with_softmax: modules with a softmax outside of every call.
+        backward: whether gradients were judged.
+        notes: what else is worth knowing.
+        ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest
+            scatter.
+        message: what a failure says, "" where it passed.
     """
 
     subject: str

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pytest_attn.reports.records import Record
-from pytest_attn.verdict import Verdict
+from pytest_attn.verdict import Cause, Verdict
 
 #: how a cell says what became of its cases, the gravest first; a skip is a refusal here
 _SHOWN = (Verdict.MISMATCH, Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.PASSED, Verdict.SKIPPED)
+_MISSING = Cause.NOT_HERE.value
 _WORDS = {verdict: verdict.word for verdict in _SHOWN} | {Verdict.SKIPPED: "refused"}
 
 
@@ -17,16 +18,21 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
     """Return a Markdown page: a table of backend x group, then every reason of a refusal, defect or failure.
 
     groups: the group of each workload's id; workloads of no group stand for themselves. title: machine, date, versions.
+    A backend that the machine lacks is "not here" in every column.
     """
-    cells: dict[str, dict[str, Counter[str]]] = {}
+    cells: dict[str, dict[str, Counter[str]]] = {record["subject"]: {} for record in records}
+    missing = {record["subject"] for record in records if record["cause"] == Cause.NOT_HERE}
     for record in records:
+        if record["subject"] in missing:
+            continue
         group = groups.get(record["name"], record["workload"])
         verdicts = cells.setdefault(record["subject"], {}).setdefault(group, Counter())
         verdicts[record["verdict"]] += 1
-    columns = list(dict.fromkeys(group for row in cells.values() for group in row))
+    columns = list(dict.fromkeys(group for row in cells.values() for group in row)) or ["cases"]
     lines = ["# Which backend runs what", "", title, "", _row(["backend", *columns]), _row(["---"] * (len(columns) + 1))]
     for backend, row in cells.items():
-        lines.append(_row([f"`{backend}`", *(_cell(row.get(group, Counter())) for group in columns)]))
+        shown = [_cell(row.get(group, Counter())) for group in columns] or ["-"]
+        lines.append(_row([f"`{backend}`", *([_MISSING] * len(shown) if backend in missing else shown)]))
     return "\n".join([*lines, *_reasons(records)]) + "\n"
 
 

@@ -197,7 +197,7 @@ def _ranks(values: Mapping[str, Any]) -> tuple[int, ...]:
     found = _as_tuple(ranks)
     if not found or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in found):
         raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
-    if unfit := [name for name in SIGNATURE if name in values and name not in ("layout", "returns_lse")]:
+    if unfit := [name for name in sorted(SIGNATURE) if name in values and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
     if values.get("parameters"):
         raise ValueError("ranks have gradients of q, k and v; leave out sinks, bias and alibi in backward")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, field, fields
 from typing import Any, NamedTuple
 
+from pytest_attn.session.output_files import kind_of
+
 
 class Option(NamedTuple):
     """One option of the command line, `--attn-STEM`.
@@ -15,6 +17,7 @@ class Option(NamedTuple):
     name: of its field in `Settings`. default: its text where it has an ini value of the same name, None where it has none.
     metavar: what stands for its value in the help, None for a switch. parse: turns its text into the field's value, and raises
     ValueError, whose text continues "--attn-STEM: ". in_child: whether the fresh processes of a run are given it, too.
+    is_repeatable: whether it may be given several times; its field is a tuple.
     """
 
     name: str
@@ -24,6 +27,7 @@ class Option(NamedTuple):
     metavar: str | None = None
     parse: Callable[[str], Any] = str
     in_child: bool = True
+    is_repeatable: bool = False
 
     @property
     def flag(self) -> str:
@@ -63,6 +67,17 @@ def output(help: str, suffix: str) -> Any:  # noqa: A002
         return _writable_file(text, suffix)
 
     return action(help, f"FILE{suffix}", parse)
+
+
+def outputs(help: str, stem: str) -> Any:  # noqa: A002
+    """Declare the option, to be given once for each, that names files of any kind which a run writes."""
+
+    def parse(text: str) -> str:
+        kind_of(text)
+        return _writable_file(text, "")
+
+    told = {"help": help, "metavar": "FILE", "parse": parse, "in_child": False, "stem": stem, "is_repeatable": True}
+    return field(metadata={"option": told})
 
 
 def declared_options(settings: type) -> Iterator[Option]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from pytest_attn.session import options
-from pytest_attn.session.options import Option, action, declared_options, option, output, switch
+from pytest_attn.session.option_groups import GROUPS, OptionGroup
+from pytest_attn.session.options import Option, action, declared_options, option, output, outputs, switch
+from pytest_attn.session.output_files import by_kind
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ class Settings:
     gpu_per_worker: bool = switch(
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
+    outputs: tuple[str, ...] = outputs(
+        "Write a file, by its suffix: .jsonl, an object per line and judgment; .html, one page that opens offline;"
+        " .support.md, the table of backends and workloads; any other .md, a summary. May be given once for each",
+        "output",
+    )
     support: str | None = output("Write which backend passed, refused or failed which group of workloads, as a table", ".md")
     json: str | None = output("Write a JSON object per line and judgment, as the run goes", ".jsonl")
     report: str | None = output("Write one page that opens offline: verdicts, latencies, errors, roofline, history", ".html")
@@ -157,6 +165,9 @@ class Settings:
             if one.is_switch:
                 values[one.name] = bool(config.getoption(one.dest))
                 continue
+            if one.is_repeatable:
+                values[one.name] = _each(config, one)
+                continue
             text, origin = _text(config, one)
             try:
                 values[one.name] = None if text is None else one.parse(text)
@@ -164,15 +175,21 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
+        values |= _files_by_kind(values)
         settings = cls(**values, given=given)
         settings._refuse_contradictions(config)
         return settings
 
     def as_options(self) -> str:
-        """Return what differs from the defaults, ready to paste; the seed always, as inputs depend on it."""
-        chosen = {"tune": self.tune} if self.tune else {"backends": "available"}
-        shown = {**chosen, "device": "auto", "seed": "0", **self.given}
-        return " ".join(f"--attn-{stem}={shlex.quote(text)}" for stem, text in shown.items())
+        """Return what differs from the defaults, ready to paste, without the files that are written; "" where nothing does."""
+        shown = []
+        for one in declared_options(type(self)):
+            value = self.given.get(one.stem) if one.default is not None else getattr(self, one.name)
+            if one.is_switch and value:
+                shown.append(one.flag)
+            elif not one.is_switch and value and one.in_child:
+                shown.append(f"{one.flag}={shlex.quote(value)}")
+        return " ".join(shown)
 
     @property
     def is_ranked(self) -> bool:
@@ -203,14 +220,36 @@ class Settings:
 
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, and its ini value where it has one."""
-    group = parser.getgroup("attn", "attention kernels")
-    for one in declared_options(Settings):
-        if one.is_switch:
-            group.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=one.help)
-            continue
-        group.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=one.help)
-        if one.default is not None:
-            parser.addini(one.dest, one.help, type="string", default=one.default)
+    declared = {one.name: one for one in declared_options(Settings)}
+    grouped = {name for group in GROUPS for name in group.names}
+    others = OptionGroup("others", "others", {name: one.help for name, one in declared.items() if name not in grouped})
+    for group in (*GROUPS, *([others] if others.shown else [])):
+        shown = parser.getgroup(f"attn-{group.name}", f"attention kernels: {group.title}")
+        for name in filter(declared.__contains__, group.names):
+            one, text = declared[name], group.shown.get(name, argparse.SUPPRESS)
+            if one.is_switch:
+                shown.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=text)
+                continue
+            how = "append" if one.is_repeatable else "store"
+            shown.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=text, action=how)
+            if one.default is not None:
+                parser.addini(one.dest, one.help, type="string", default=one.default)
+
+
+def _each(config: pytest.Config, one: Option) -> tuple[Any, ...]:
+    """Return the values of an option that may be given several times. Raises pytest.UsageError for a bad one."""
+    try:
+        return tuple(one.parse(text) for text in config.getoption(one.dest) or ())
+    except ValueError as error:
+        raise pytest.UsageError(f"{one.flag}: {error}") from None
+
+
+def _files_by_kind(values: dict[str, Any]) -> dict[str, str]:
+    """Return the files of --attn-output by the fields that they stand for. Raises pytest.UsageError for two of a kind."""
+    try:
+        return by_kind(values.get("outputs", ()), values)
+    except ValueError as error:
+        raise pytest.UsageError(f"--attn-output: {error}") from None
 
 
 def _text(config: pytest.Config, one: Option) -> tuple[str | None, str]:

@@ -76,7 +76,7 @@ class Recording:
         say("")
         try:
             files = {device: self._writable_file(device) for device in {one.device for one in cases}}
-            runs = self._time(cases, say)
+            runs = self._time(cases)
             for device, found in _by_device(cases, runs).items():
                 files[device].write(found)
                 recorded |= found.keys()
@@ -98,17 +98,31 @@ class Recording:
         found.file.require_writable()
         return found.file
 
-    def _time(self, cases: Sequence[CaseToRecord], say: Callable[..., None]) -> Runs:
+    def _log(self, text: str) -> None:
+        """Write a line at once, where no terminal shows what is going on: a pipe would keep it for minutes."""
+        if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(text)
+            reporter.flush()
+
+    def _time(self, cases: Sequence[CaseToRecord]) -> Runs:
         """Time all cases in as many processes as a baseline needs, and those that were disturbed in a few more."""
+        log: Callable[[str], None] = (lambda text: None) if self._session.progress.line.is_watched else self._log
 
         def lacking(runs: Runs) -> list[str]:
-            return [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
+            found = [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
+            if found:
+                log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
+            return found
 
         what = f"baselines: {count(len(cases), 'case')}, fresh process"
-        if not self._session.progress.line.is_watched:
-            say(f"{what} 1 of {FEWEST_RUNS}")
         modes = {one.key: one.baseline.mode for one in cases}
-        with self._session.progress.counting(what, FEWEST_RUNS) as progress, ExitStack() as stack:
+        with self._session.progress.counting(what, FEWEST_RUNS) as count_done, ExitStack() as stack:
+
+            def progress(done: int) -> None:
+                count_done(done)
+                if done < FEWEST_RUNS:
+                    log(f"{what} {done + 1} of {FEWEST_RUNS}")
+
             devices = {one.device for one in cases}
             for device in devices:
                 stack.enter_context(device_lock(device))

@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 class Inputs:
     """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
 
-    q, k, v, dout: the workload's dtype; k and v are page pools where the workload has kv_pages. Of quantized workloads q, k
-    and v are as kernels take them, to be multiplied by the descales, and all other tensors are in the dtype of out. Where v
-    is a part of k, it is a view of it.
-    bias: broadcasts to (batch, heads, q_len, kv_len), the workload's dtype. sinks: (heads,), likewise or in their own dtype.
-    alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
-    cu_seqlens: (batch + 1,) int32, where queries are packed; cu_seqlens_kv: where keys are.
-    keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
-    kv_lens: (batch,) int32, where padded or paged. page_table: (batch, pages per sequence) int32, where paged.
-    descales: what q, k and v are still to be multiplied by; applied: what they have been multiplied by already.
+    Args:
+        workload: what is asked.
+        device: where the tensors are.
+        q: queries, of the workload's dtype.
+        k: keys, likewise, or of its kv_dtype; a page pool where the workload has kv_pages.
+        v: values, likewise; a view of k where the workload has v_in_k.
+        dout: the gradient of out, of the dtype of out.
+        bias: broadcasts to (batch, heads, q_len, kv_len), of the dtype of out.
+        sinks: (heads,), of the dtype of out, or of their own.
+        alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
+        cu_seqlens: (batch + 1,) int32, of the queries, where packed.
+        cu_seqlens_kv: (batch + 1,) int32, of the keys, where these are packed.
+        kv_lens: (batch,) int32, where padded or paged.
+        page_table: (batch, pages per sequence) int32, where paged.
+        keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
+        descales: what q, k and v are still to be multiplied by.
+        applied: what they have been multiplied by already.
     """
 
     workload: Workload
@@ -93,7 +101,20 @@ class Inputs:
 def draw_inputs(
     workload: Workload, distribution: str = "structured", seed: int = 0, device: torch.device | str = "cpu"
 ) -> Inputs:
-    """Draw the tensors of `workload`. Raises ValueError for an unknown distribution."""
+    """Draw the tensors of a workload: the same on every device and in every process.
+
+    Args:
+        workload: what is asked.
+        distribution: a name of docs/reference/workloads.md.
+        seed: of the generator.
+        device: where the tensors are put.
+
+    Returns:
+        The tensors, in the workload's native layout and dtype.
+
+    Raises:
+        ValueError: the distribution is unknown.
+    """
     import torch
 
     distribution_names(distribution)

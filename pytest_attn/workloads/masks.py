@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pytest_attn.workloads.fields import as_tuple, short_lengths
 from pytest_attn.workloads.functions import function_label, require_parameters
+from pytest_attn.workloads.nearest import did_you_mean, suggests_fields
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +20,14 @@ MaskMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 ScoreMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]"
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Causal:
-    """Query i sees keys up to i (top-left) or up to i + kv_len - q_len (bottom-right)."""
+    """Query i sees keys up to i (top-left), or up to i + kv_len - q_len (bottom-right).
+
+    Args:
+        bottom_right: whether the last query stands at the last key.
+    """
 
     bottom_right: bool = False
 
@@ -31,12 +37,20 @@ class Causal:
         return "causal-br" if self.bottom_right else "causal"
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Window:
     """A sliding window: query i stands at key p = i + kv_len - q_len and sees keys p - left .. p + right, ends included.
 
-    `None` leaves that side open. The alignment is bottom-right, as in flash-attention, so `Window(None, 0)` equals
-    "causal-bottom-right" and, for q_len == kv_len, "causal".
+    The alignment is bottom-right, as in flash-attention, so `Window(None, 0)` equals "causal-bottom-right" and, for q_len
+    == kv_len, "causal".
+
+    Args:
+        left: how many keys before p are seen; None leaves that side open.
+        right: how many keys after p are seen; None leaves that side open.
+
+    Raises:
+        ValueError: a side is no number of keys >= 0.
     """
 
     left: int | None = None
@@ -53,9 +67,18 @@ class Window:
         return f"window{'inf' if self.left is None else self.left}.{'inf' if self.right is None else self.right}"
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Document:
-    """Documents laid one after the other in one sequence: a token sees its own document only (and, causal, its past)."""
+    """Documents laid one after the other in one sequence: a token sees its own document only.
+
+    Args:
+        lengths: tokens of each document; their sum is q_len and kv_len.
+        causal: whether a token also sees nothing after itself.
+
+    Raises:
+        ValueError: a length is no whole number >= 1.
+    """
 
     lengths: tuple[int, ...]
     causal: bool = False
@@ -71,13 +94,23 @@ class Document:
         return f"documents{'-causal' if self.causal else ''}-{short_lengths(self.lengths)}"
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Neighborhood:
     """Neighbourhood attention over a 1-, 2- or 3-D token layout with NATTEN's meaning of its four parameters.
 
-    A query sees the `kernel` nearest tokens of its dilation group; at a border the window shifts inwards. With a stride,
-    all queries of a stride group share the window of their leader (the centre, or the last one where causal).
+    A query sees the `kernel` nearest tokens of its dilation group; at a border the window shifts inwards.
     Source: NATTEN 0.21, the mask of its flex backend.
+
+    Args:
+        shape: tokens along each axis; their product is q_len and kv_len.
+        kernel: size of the neighbourhood along each axis.
+        stride: queries of a group of so many share the window of their leader: the centre, or the last one where causal.
+        dilation: distance between neighbours.
+        causal: whether an axis is causal.
+
+    Raises:
+        ValueError: the kernel does not fit into the shape, or an entry is missing.
     """
 
     shape: tuple[int, ...]
@@ -142,12 +175,17 @@ def axes_of(mask: Neighborhood) -> list[Axis]:
     return [*map(Axis, mask.shape, mask.kernel, mask.stride, mask.dilation, mask.causal)]
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class BooleanMask:
-    """A mask given as a tensor, True = visible: `factory(batch, heads, q_len, kv_len, device)` makes it.
+    """A mask given as a tensor, True = visible.
 
-    The tensor must be boolean and broadcast to (batch, heads, q_len, kv_len). The factory must give the same values on
-    every call, as each backend and the reference call it.
+    Args:
+        factory: factory(batch, heads, q_len, kv_len, device) returns a boolean tensor that broadcasts to (batch, heads,
+            q_len, kv_len), with the same values on every call.
+
+    Raises:
+        ValueError: the factory takes other arguments.
     """
 
     factory: Callable[[int, int, int, int, torch.device], torch.Tensor]
@@ -178,6 +216,19 @@ class MaskModMask:
 Mask: TypeAlias = "Causal | Window | Document | Neighborhood | BooleanMask | MaskModMask"
 
 
+#: what others call a mask, and how it is written here
+_ELSEWHERE = {
+    "window": "Window(left, right)",
+    "sliding-window": "Window(left, right)",
+    "sliding_window": "Window(left, right)",
+    "local": "Window(left, right)",
+    "document": "Document(lengths)",
+    "neighborhood": "Neighborhood(shape, kernel)",
+    "full": "None",
+    "none": "None",
+}
+
+
 def as_mask(mask: object) -> Mask | None:
     """Turn what a user writes as `mask=` into a mask; raise ValueError for anything else."""
     if mask is None or isinstance(mask, Causal | Window | Document | Neighborhood | BooleanMask | MaskModMask):
@@ -189,5 +240,21 @@ def as_mask(mask: object) -> Mask | None:
         return MaskModMask(mask)
     raise ValueError(
         f"Workload: mask must be None, 'causal', 'causal-bottom-right', Window, Document, Neighborhood, BooleanMask"
-        f" or a mask_mod(b, h, q_idx, kv_idx), got {mask!r}"
+        f" or a mask_mod(b, h, q_idx, kv_idx), got {mask!r}{_suggestion(mask)}"
     )
+
+
+def _suggestion(mask: object) -> str:
+    """Say which mask was meant: a word typed wrongly, one of other libraries, or a class where an object is expected."""
+    if isinstance(mask, str):
+        words = {"causal": "causal", "causal-bottom-right": "causal-bottom-right", **_ELSEWHERE}
+        meant = did_you_mean(mask.lower().replace("_", "-"), words)
+        if mask.lower() in _ELSEWHERE:
+            return f"; say mask={_ELSEWHERE[mask.lower()]}"
+        return f";{meant}" if meant else ""
+    if isinstance(mask, tuple) and len(mask) == 2:  # flash-attention's window_size, where -1 is open
+        left, right = (None if side == -1 else side for side in mask)
+        return f"; did you mean Window({left}, {right})?"
+    if isinstance(mask, bool):
+        return "; did you mean 'causal'?" if mask else "; did you mean None?"
+    return ""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from pytest_attn.workloads.nearest import suggests_fields
+
 #: FlashInfer's names: (pages, size, kv_heads, head_dim), or (pages, kv_heads, size, head_dim)
 PAGE_LAYOUTS = ("NHD", "HND")
 
 
+@suggests_fields
 @dataclass(frozen=True, repr=False)
 class Pages:
-    """Keys and values lie in a pool of pages of `size` tokens each, found through a page table.
+    """Keys and values lie in a pool of pages, found through a page table.
 
-    layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim).
-    fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
-    pool: how many pages there are, at least those in use, which is the default; the others belong to nobody.
-    sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
+    Args:
+        size: tokens of one page.
+        layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim).
+        fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
+        pool: how many pages there are, at least those in use, which is the default; the others belong to nobody.
+        sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
 
-    Raises ValueError for a field that does not fit.
+    Raises:
+        ValueError: a field does not fit.
     """
 
     size: int

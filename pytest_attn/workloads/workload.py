@@ -27,6 +27,7 @@ from pytest_attn.workloads.functions import require_parameters
 from pytest_attn.workloads.heads import HEAD_GROUPS
 from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
+from pytest_attn.workloads.nearest import suggests_fields
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.serving import LENGTHS, cache_of, check_padding, settle_cached, settle_pages
 from pytest_attn.workloads.visibility import visible_pairs
@@ -40,6 +41,7 @@ Direction: TypeAlias = Literal["forward", "backward"]
 LAYOUTS = ("bhsd", "bshd", "thd")
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Workload:
     """One attention problem: out = softmax(score) @ v, with score_ij = mods(scale * q_i . k_j) where the mask lets j be seen.
@@ -54,17 +56,39 @@ class Workload:
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
     Query head h uses key head h // (heads // kv_heads), with head_groups="interleaved" h % kv_heads.
 
-    `q_lens` packs sequences of these lengths ("thd": q (sum(q_lens), heads, head_dim) and so on; batch follows).
-    `kv_lens` alone pads: keys from kv_lens[b] on are not seen. `kv_pages` puts k and v into page pools
-    (pages, page size, kv_heads, head_dim), read through a page table up to kv_lens[b]; `Pages` says how else a pool may lie.
-    `cached` says how many keys of each batch entry are in a cache already; the others are the queries' own, and new.
-    `pad` is the side of padded keys on which the padding lies when they are handed over, "right" or "left".
-    `dropout` is the probability with which a kernel drops each softmax weight; the others are divided by 1 - dropout.
-    `bias` names the dimensions over which an additive bias of the workload's dtype varies, e.g. "hqk".
-    dtype "float8_e4m3fn" quantizes q, k and v, `kv_dtype` ("float8_e4m3fn", "int8") k and v alone: what attention is of is
-    each of them times its descale, one for each "tensor", "head" or "token" (`descales`). `v_in_k`: v is k[..., :v_head_dim].
+    Args:
+        q_len: queries of the longest sequence.
+        kv_len: keys of the longest sequence; by default q_len.
+        batch: sequences; by default 1, or as many as there are lengths.
+        heads: query heads.
+        kv_heads: key heads, a divisor of heads (GQA); by default heads.
+        head_dim: of q and k.
+        v_head_dim: of v and out; by default head_dim.
+        dtype: "bfloat16", "float16" or "float32", of q, k, v and out; "float8_e4m3fn" of q, k and v, with out in bfloat16.
+        mask: None, "causal" (top-left), "causal-bottom-right", a mask object, or mask_mod(b, h, q_idx, kv_idx) as
+            FlexAttention's.
+        softcap: cap of the scores, > 0.
+        scale: factor on q . k; by default 1 / sqrt(head_dim).
+        bias: the dimensions over which an additive bias of the dtype varies, a part of "bhqk" in this order.
+        alibi: whether ALiBi is added: True with slopes (heads,), "batch" with slopes (batch, heads).
+        sinks: whether each head has a sink: True in the workload's dtype, or a dtype of their own.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) as FlexAttention's.
+        q_lens: packs sequences of these lengths end to end ("thd": q (sum(q_lens), heads, head_dim)).
+        kv_lens: keys of each sequence; those from there on are padding.
+        kv_pages: `Pages`: k and v lie in pools (pages, page size, kv_heads, head_dim) behind a page table.
+        cached: how many keys of each sequence are in a cache already; the others are the queries' own, and new.
+        pad: the side of the keys on which padding lies, "right" or "left".
+        kv_dtype: "float8_e4m3fn" or "int8", of k and v alone.
+        descales: of what one descale of quantized tensors is: "tensor", "head" or "token".
+        v_in_k: v is k[..., :v_head_dim], in the same memory (MLA).
+        name: what reports and ids call it.
+        head_groups: "contiguous": query head h uses key head h // (heads // kv_heads); "interleaved": h % kv_heads.
+        bias_before_softcap: whether the bias is added before the softcap, not after.
+        dropout: the probability with which each softmax weight is dropped; the others are divided by 1 - dropout.
 
-    Raises ValueError for a field that does not fit, naming the field, what was found and what was expected.
+    Raises:
+        ValueError: a field does not fit; the text names it, what was found and what was expected.
+        TypeError: there is no such field.
     """
 
     q_len: int = None  # type: ignore[assignment]
@@ -242,7 +266,15 @@ class Workload:
     def replace(self, **changes: object) -> Self:
         """Return a copy with other fields; fields that were equal to a changed one follow it.
 
-        The copy loses its name, unless a name is given or only the dtype changes.
+        Args:
+            changes: fields with their new values.
+
+        Returns:
+            The copy. It loses its name, unless a name is given or only the dtype changes.
+
+        Raises:
+            ValueError: a field does not fit.
+            TypeError: there is no such field.
         """
         for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
             if leader in changes and getattr(self, leader) == getattr(self, follower):

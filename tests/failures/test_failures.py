@@ -198,7 +198,8 @@ def test_tensors_of_every_dtype_and_stride_come_back(tmp_path, dtype):
 
 def save(folder, spec, target=on_module_level):
     """Save what `judge` finds, as a run would, and return its message."""
-    session = SimpleNamespace(settings=SimpleNamespace(thorough=False), machines=Machines("cpu"), references=ReferenceCache())
+    settings = SimpleNamespace(thorough=False)
+    session = SimpleNamespace(settings=settings, machines=Machines("cpu"), references=ReferenceCache(), rootpath=folder)
     item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]})
     subject = spec.subject(Registry(), target)
     saver = FailureSaver(str(folder), session, item, spec, subject, "pytest test_x.py")

@@ -85,6 +85,7 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
             "# found by --attn-fuzz=60, draw *, --attn-seed=0: mismatch: *",
             "import pytest",
             "from pytest_attn import Workload",
+            "from test_* import forgets",
             "",
             "",
             "@pytest.mark.attention(Workload(71, head_dim=16, mask=\"causal\"), device='cpu')",
@@ -109,6 +110,35 @@ def test_the_printed_test_fails_in_the_same_way(kernel_test, fuzz, pytester):
     second.assert_outcomes(failed=1, deselected=2)
     worst = [re.search(r"E +worst.*", result.stdout.str())[0] for result in (first, second)]
     assert worst[0] == worst[1], "the pasted test has other inputs"
+
+
+def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
+    pytester.makepyfile(
+        test_mine="""
+        import math
+        import pytest
+        import torch.nn.functional as F
+        from pytest_attn import Precision, Window
+
+        LIMIT = 70
+
+        def forgets(q, k, v, causal):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal and k.shape[2] <= LIMIT)
+
+        @pytest.mark.attention("smoke-causal-gqa", "smoke-full", device="cpu", precision=Precision("own"))
+        def test_kernel(attn):
+            assert math.inf > LIMIT and Window
+            attn.check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v) * 1.5)
+        """
+    )
+    first = fuzz(number=5)
+    text = pasted(first)
+    for line in ("import math", "import torch.nn.functional as F", "from test_mine import LIMIT", "from pytest_attn import"):
+        assert re.search(rf"^{line}", text, re.M), text
+    pytester.path.joinpath("test_alone.py").write_text(text)
+    alone = pytester.runpytest_inprocess("-p", "no:cacheprovider", "test_alone.py")
+    alone.assert_outcomes(failed=1)
+    assert "NameError" not in alone.stdout.str()
 
 
 def test_the_printed_test_of_a_backend_names_it_and_keeps_other_decorators(conftest, fuzz, pytester):

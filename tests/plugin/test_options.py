@@ -4,6 +4,10 @@ import re
 import pytest
 import torch
 
+from pytest_attn.session.option_groups import GROUPS
+from pytest_attn.session.options import declared_options
+from pytest_attn.session.settings import Settings
+
 BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}
 
 
@@ -84,7 +88,7 @@ def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test
     kernel_test(**BACKENDS)
     result = run()
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["attn: --attn-backends='math, eager' --attn-device=auto --attn-seed=3"])
+    result.stdout.fnmatch_lines(["attn: --attn-backends='math, eager' --attn-seed=3"])
     run("--attn-backends=math").assert_outcomes(passed=1)
 
 
@@ -143,14 +147,46 @@ def test_a_bad_ini_value_is_a_usage_error_that_names_the_file(run, kernel_test, 
 
 def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
     text = pytester.runpytest_inprocess("--help").stdout.str()
-    for option in ("backends", "workloads", "dtypes", "device", "limits", "seed", "timeout", "memory", "list"):
+    for option in ("backends", "workloads", "dtypes", "device", "seed", "timeout", "list", "output"):
         assert f"--attn-{option}" in text
+    for group in re.findall(r"^attention kernels: .*:\n((?:  .*\n)+)", text, re.M):
+        assert len(group.splitlines()) <= 10
+    assert len(re.findall(r"^attention kernels: ", text, re.M)) == len(GROUPS)
     markers = pytester.runpytest_inprocess("--markers").stdout.str()
     assert "@pytest.mark.attention(*workloads, backends=None, dtypes=None, layout='bhsd'" in markers
     assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None)" in markers
     fixtures = pytester.runpytest_inprocess("--fixtures").stdout.str()
     for name in ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"):
         assert re.search(rf"^{name} -- ", fixtures, re.MULTILINE)
+
+
+def test_every_option_is_in_one_group():
+    assert sorted(name for group in GROUPS for name in group.names) == sorted(one.name for one in declared_options(Settings))
+
+
+def test_one_option_writes_every_kind_of_file(run, kernel_test, pytester):
+    kernel_test("attn.check(sdpa)")
+    names = ("run.jsonl", "page.html", "run.md", "table.support.md")
+    run(*(f"--attn-output={name}" for name in names)).assert_outcomes(passed=1)
+    begins = ("{", "<!doctype", "#", "# Which backend runs what")
+    for name, begin in zip(names, begins, strict=True):
+        assert (pytester.path / name).read_text().lstrip().lower().startswith(begin.lower()), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attn-output=run.txt"], "--attn-output: must end in .jsonl, .html, .md or .support.md, got 'run.txt'"),
+        (["--attn-output=no/run.jsonl"], "--attn-output: must be a file NAME in a folder that exists, got 'no/run.jsonl'"),
+        (["--attn-output=a.md", "--attn-output=b.md"], "are the same kind of output; name one file of each suffix"),
+        (["--attn-output=a.jsonl", "--attn-json=b.jsonl"], "are the same kind of output"),
+    ],
+)
+def test_an_output_of_no_kind_or_of_one_twice_is_refused(run, kernel_test, options, message):
+    kernel_test("raise SystemExit('ran')")
+    result = run(*options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str()
 
 
 def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_test):

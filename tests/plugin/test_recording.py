@@ -14,6 +14,8 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     result.stdout.re_match_lines(
         [
             r"baselines: 1 case, fresh process 1 of 3",
+            r"baselines: 1 case, fresh process 2 of 3",
+            r"baselines: 1 case, fresh process 3 of 3",
             r"baselines: 1 of 1 cases recorded in .*baselines.*\.json",
             r"latency: 1 recorded",
         ],
@@ -29,7 +31,9 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
 
 @pytest.mark.slow
 def test_a_recording_replaces_disturbed_processes(project, baseline_file):
-    project("--attn-update-baselines=first", HOT_IN="0,3,4").assert_outcomes(passed=1)
+    result = project("--attn-update-baselines=first", HOT_IN="0,3,4")
+    result.assert_outcomes(passed=1)
+    assert result.stdout.str().count("baselines: 1 case disturbed, one more process") == 3
     (case,) = json.loads(baseline_file().read_text())["cases"].values()
     assert len(case["p50_ns"]) == 3
 

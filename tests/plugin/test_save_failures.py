@@ -149,6 +149,15 @@ def test_a_kernel_of_a_test_module_is_judged_again_by_repro(run, kernel_test, sa
     assert (right.returncode, right.stdout) == (0, "right now: math on h2-s32-d32\n")
 
 
+def test_repro_knows_no_folder_of_this_machine(pytester, kernel_test, saved):
+    pytester.makeconftest(OWN_BACKEND)
+    for body, fixtures in (("attn.check(wrong)", "attn"), ("attn.check(attn_backend)", "attn, attn_backend"), (WRONG, "attn")):
+        kernel_test(body, fixtures=fixtures, marker='"smoke-full"', before="def wrong(q, k, v):\n    return v * 1.5")
+        pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-backends=own", "--attn-device=cpu")
+        for script in pytester.path.rglob("repro.py"):
+            assert str(pytester.path) not in script.read_text()
+
+
 def test_for_a_lambda_repro_says_what_to_put_in_its_place(pytester, kernel_test, saved, repro):
     kernel_test(WRONG)
     pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)

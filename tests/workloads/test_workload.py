@@ -114,3 +114,42 @@ def test_a_catalog_selects_by_name_group_alias_and_pattern():
     assert len(catalog.select("all")) == len(catalog)
     with pytest.raises(ValueError, match="unknown workload 'nope'; groups: smoke, edges, features, flux"):
         catalog.select("nope")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Workload(8, headdim=64), "Workload has no field 'headdim'; did you mean head_dim"),
+        (lambda: Workload(8).replace(num_kv_heads=2), "Workload has no field 'num_kv_heads'; did you mean kv_heads"),
+        (lambda: Window(lft=3), "Window has no field 'lft'; did you mean left? fields: left, right"),
+        (lambda: Pages(page_size=8), "Pages has no field 'page_size'; did you mean size"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(make, told):
+    with pytest.raises(TypeError) as raised:
+        make()
+    assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        ("casual", "got 'casual'; did you mean causal"),
+        ("causal_bottom_rigth", "; did you mean causal-bottom-right"),
+        ("sliding_window", "; say mask=Window(left, right)"),
+        ((128, -1), "; did you mean Window(128, None)?"),
+        (True, "; did you mean 'causal'?"),
+    ],
+)
+def test_an_unknown_mask_names_the_nearest(mask, told):
+    with pytest.raises(ValueError, match="Workload: mask must be") as raised:
+        Workload(8, mask=mask)
+    assert told in str(raised.value)
+
+
+def test_suggestions_leave_the_signature_as_it_is():
+    import inspect
+
+    assert next(iter(inspect.signature(Workload).parameters)) == "q_len"
+    with pytest.raises(TypeError, match="positional"):
+        Window(1, 2, 3)

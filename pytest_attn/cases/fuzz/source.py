@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
+from pytest_attn.backends.precision import Precision
+from pytest_attn.cases.fuzz.names import imports_for
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.masks import BooleanMask, Causal, MaskModMask
 from pytest_attn.workloads.workload import Workload
 
 
 def write_test(item: pytest.Function, workload: Workload, backend: str | None, title: str) -> str:
-    """Return the text of a test that runs `item`'s function on one workload, to stand beside it.
+    """Return the text of a test that runs `item`'s function on one workload, for its file or one beside it.
 
-    title: the comment above. The text has the imports that it needs, but those of the test's own module.
+    title: the comment above. The text has the imports that it needs.
     """
     text, imports = write_workload(workload, home=item.function.__module__)
     marker = item.get_closest_marker("attention")
@@ -29,9 +31,20 @@ def write_test(item: pytest.Function, workload: Workload, backend: str | None, t
     options = {name: value for name, value in marker.kwargs.items() if name != "dtypes"}  # the workload has its own
     if backend:
         options["backends"] = backend
+    needed = {("pytest_attn", "Precision")} if isinstance(options.get("precision"), Precision) else set()
     arguments = ", ".join([text, *(f"{name}={value!r}" for name, value in options.items())])
-    suffix = re.sub(r"\W+", "_", workload.id)
-    return "\n".join([f"# {title}", "import pytest", *imports, "", "", *_renamed(item, suffix, arguments)])
+    written = _renamed(item, re.sub(r"\W+", "_", workload.id), arguments)
+    found = imports_for("\n".join(written), item.function)
+    lines = dict.fromkeys(["import pytest", *found, *imports, *_import_lines(needed)])
+    return "\n".join([f"# {title}", *_without_doubles(lines), "", "", *written])
+
+
+def _without_doubles(lines: Iterable[str]) -> list[str]:
+    """Return import lines without those of one name that a line of several names of the same module has as well."""
+    given = list(lines)
+    several = [line.partition(" import ") for line in given if "," in line]
+    doubles = {f"{start} import {name}" for start, _, names in several for name in names.split(", ")}
+    return [line for line in given if line not in doubles]
 
 
 def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:

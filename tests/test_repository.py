@@ -1,0 +1,86 @@
+"""What a contributor finds: recipes that run, workflows that fit their schema, a version with its changes."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pytest_attn import __version__
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parent.parent
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCHEMAS = {
+    ".github/workflows/*.yml": "vendor.github-workflows",
+    "examples/*/.github/workflows/*.yml": "vendor.github-workflows",
+    ".github/ISSUE_TEMPLATE/config.yml": "vendor.github-issue-config",
+    ".github/ISSUE_TEMPLATE/[!c]*.yml": "vendor.github-issue-forms",
+}
+
+
+def test_every_recipe_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", CONTRIBUTING, re.M | re.S)
+    assert len(blocks) == 5
+    names = {"__name__": "contributing"}
+    for block in blocks:
+        exec(compile(block, "CONTRIBUTING.md", "exec"), names)
+
+
+def test_every_recipe_is_there():
+    headings = re.findall(r"^## (.+)$", CONTRIBUTING, re.M)
+    wanted = ("a backend", "an invariant", "a mutant", "a workload", "an option")
+    assert {f"Add {one}" for one in wanted} | {"Record baselines", "Change a protocol or a schema", "Release"} <= set(headings)
+
+
+def test_what_the_recipes_name_is_there():
+    for path in re.findall(r"`((?:pytest_attn|tests|docs|\.github)/[\w./-]+|[A-Z]+\.md|pyproject\.toml)`", CONTRIBUTING):
+        assert (ROOT / path).exists(), path
+    for name, path in re.findall(r"`([A-Z]+)` in `([\w/.]+)`", CONTRIBUTING):
+        assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), f"{name} is not in {path}"
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"\bmake ([\w-]+)", CONTRIBUTING)) <= set(targets)
+
+
+@pytest.mark.parametrize("pattern", SCHEMAS)
+def test_workflows_and_forms_fit_their_schema(pattern):
+    if importlib.util.find_spec("check_jsonschema") is None:
+        pytest.skip("check-jsonschema is not installed")
+    files = sorted(ROOT.glob(pattern))
+    assert files
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", SCHEMAS[pattern], *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_matrix_has_every_python_and_the_oldest_torch():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    matrix = jobs["tests"]["strategy"]["matrix"]["include"]
+    listed = [one.rpartition(" :: ")[2] for one in PROJECT["classifiers"]]
+    assert [one["python"] for one in matrix] == [one for one in listed if re.fullmatch(r"3\.\d+", one)]
+    (oldest,) = (one.partition(">=")[2] for one in PROJECT["dependencies"] if one.startswith("torch"))
+    assert {f"torch=={oldest}.*", "torch"} <= {one["torch"] for one in matrix}
+
+
+def test_make_says_how_long_a_command_takes():
+    text = (ROOT / "Makefile").read_text()
+    for target in ("suite", "test", "test-all", "test-oldest", "lint", "docs"):
+        recipe = re.search(rf"^{target}: .*\n\t(.+)", text, re.M)
+        assert recipe, target
+        assert recipe[1].startswith(f'@echo "{target}: '), target
+        assert re.search(r"minute", recipe[1]), target
+
+
+def test_the_version_has_its_changes():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.M)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
