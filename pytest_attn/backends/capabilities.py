@@ -1,4 +1,4 @@
-"""What a library's interface can say, declared once: its refusals and its row of the table in docs/backends.md."""
+"""What a library's interface can say, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _last_row_alone(workload: Workload, machine: Machine) -> bool:
 
 
 CUTLASS_SHARED_HEAD = KnownDefect(
-    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="k and v of stride 0 over heads, without gradients: a last row alone in its tile gets the mask of other rows",
     applies=_last_row_alone,
     tensors=(),
@@ -114,7 +114,7 @@ CUTLASS_SHARED_GROUP = replace(
 
 
 CUTLASS_OFFSETS = KnownDefect(
-    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
     applies=lambda workload, machine: True,
     tensors=(),

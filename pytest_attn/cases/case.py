@@ -67,9 +67,9 @@ class AttentionCase(CaseTensors):
     ) -> InvariantReport:
         """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
 
-        only, skip: names of invariants (docs/strength.md). name: as for `check`. Returns the report; raises AssertionError
-        where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name, and where none is
-        left. Skips where none applies.
+        only, skip: names of invariants (docs/reference/invariants.md). name: as for `check`. Returns the report; raises
+        AssertionError where an invariant is broken, with the smallest evidence as its text, ValueError for an unknown name,
+        and where none is left. Skips where none applies.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.checking import check_invariants

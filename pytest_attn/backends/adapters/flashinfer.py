@@ -34,14 +34,14 @@ _MOST_MASK_ENTRIES = (1 << 31) - 1
 
 _OF_ANY_WORKLOAD = (
     KnownDefect(
-        issue="docs/findings.md, seen on an H200 with flashinfer 0.5.3",
+        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="elements of a vector are read as neighbours, whatever the last stride",
         applies=lambda workload, machine: True,
         tensors=(),
         invariants=("layout",),
     ),
     KnownDefect(
-        issue="docs/findings.md, seen on an H200 with flashinfer 0.5.3",
+        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="its -infinity is -50,000: rows whose scores all lie below become 0",
         applies=lambda workload, machine: True,
         tensors=(),
