@@ -275,6 +275,13 @@ def test_the_pages_that_the_code_names_are_there():
     assert [line for line in missing if not line.endswith("/planted.md")] == []
 
 
+@pytest.mark.parametrize("picture", sorted(DOCS.rglob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_picture_loads_nothing_and_is_shown(picture):
+    text = picture.read_text()
+    assert not re.search(r"(?:href|src|url)\W*=?\W*https?:", text)
+    assert any(f"{picture.name})" in page.read_text() for page in PAGES)
+
+
 def test_every_option_in_the_pages_is_one(pytestconfig):
     known = {option for group in pytestconfig._parser._groups for one in group.options for option in one.names()}
     for page in PAGES:
