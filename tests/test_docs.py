@@ -238,7 +238,8 @@ def test_a_page_is_at_most_120_lines():
 
 def dead_links(page):
     """Yield the relative links of a page that lead to no file, or to no heading of it."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(`+)[^`]*?\1|```.*?```", "", page.read_text(), flags=re.S)):
+    prose = re.sub(r"^ *```.*?^ *```|(`+)[^`]*?\1", "", page.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         name, _, heading = target.partition("#")
         if re.match(r"[a-z]+:", target):
             continue

@@ -6,6 +6,7 @@ committed recording of some cases of baselines/nvidia-h200.json, as the reposito
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -28,14 +29,14 @@ CASES = ("flux-L512 | sdpa_flash | forward | cold", "flux-L512 | sdpa_cudnn | fo
 LIMIT = 0.02
 LEFT, TOP, WIDTH, HEIGHT, GAP = 70, 64, 640, 150, 74
 
-BACKENDS = '''
+BACKENDS = """
 import pytest
 
 
 @pytest.mark.attention("smoke-full", "smoke-causal-gqa", "smoke-paged", backward=True)
 def test_every_backend(attn, attn_backend):
     attn.check(attn_backend)
-'''
+"""
 
 
 def first_test() -> str:
@@ -59,7 +60,7 @@ def terminal(text: str, title: str) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(text), soft_wrap=False)
     drawn = console.export_svg(title=title, unique_id=re.sub(r"\W+", "-", title))
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
@@ -126,9 +127,9 @@ def _panel(case: str, top: int) -> Iterator[str]:
         for place, value in enumerate(one.p50_us):
             across = x + step * (0.2 + 0.6 * place / max(1, len(one.p50_us) - 1))
             yield f'<circle cx="{across:.1f}" cy="{y(value):.1f}" r="2.5" fill="#1565c0" fill-opacity="0.6"/>'
-        label = f"{one.day:%m-%d}, protocol {one.protocol}"
-        yield f'<text x="{x + step / 2:.1f}" y="{top + HEIGHT + 18}" text-anchor="middle">{label}</text>'
-        yield f'<text x="{x + step / 2:.1f}" y="{top + HEIGHT + 36}" text-anchor="middle" fill="#1565c0">{middle:.1f} us</text>'
+        at = f'<text x="{x + step / 2:.1f}" text-anchor="middle"'
+        yield f'{at} y="{top + HEIGHT + 18}">{one.day:%m-%d}, protocol {one.protocol}</text>'
+        yield f'{at} y="{top + HEIGHT + 36}" fill="#1565c0">{middle:.1f} us</text>'
 
 
 def main() -> None:

@@ -125,11 +125,11 @@ def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
         ("alibi", w.alibi, "has no ALiBi"),
         ("sinks", w.sinks, "has no sinks"),
         ("score_mod", w.score_mod is not None, "has no score_mod"),
-        ("scale", w.scale is not None, "has no scale of its own"),
-        ("grouped heads", w.group > 1, "takes no grouped heads"),
-        ("packed", w.is_packed, "takes no packed sequences"),
-        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "takes no padded keys"),
-        ("paged", w.kv_pages is not None, "reads no page table"),
+        ("scale", w.scale is not None, "does not support a custom scale"),
+        ("grouped heads", w.group > 1, "does not support grouped-query attention (GQA)"),
+        ("packed", w.is_packed, "does not support packed sequences"),
+        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "does not support padded keys"),
+        ("paged", w.kv_pages is not None, "does not support a paged KV cache"),
         ("backward", backward, "has no backward pass"),
     )
     return [(feature, text) for feature, is_needed, text in needed if is_needed]

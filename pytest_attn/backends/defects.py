@@ -83,7 +83,7 @@ def _dq_tiles_of_another_width(workload: Workload, machine: Machine) -> bool:
 
 FLASH4_DQ = KnownDefect(
     issue="Dao-AILab/flash-attention#2896",
-    summary="wrong dq on sm90 where head_dim rounded up to 16 is no multiple of 32",
+    summary="wrong dq on sm90 where head_dim rounded up to 16 is not a multiple of 32",
     applies=_dq_tiles_of_another_width,
     tensors=("dq",),
 )

@@ -207,7 +207,7 @@ def obstacle_of_any(workload: Workload, machine: Machine, backward: bool) -> str
 
 
 def _no_gradient(workload: Workload, backward: bool) -> str | None:
-    return "paged keys have no gradient" if backward and workload.kv_pages else None
+    return "a paged KV cache has no gradient" if backward and workload.kv_pages else None
 
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:

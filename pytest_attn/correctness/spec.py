@@ -60,7 +60,7 @@ class CheckSpec:
                 raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {self.workload.id} is not one")
             object.__setattr__(self, "layout", "thd")
         if self.backward and self.workload.kv_pages:
-            raise ValueError(f"{self.workload.id} reads paged keys, which have no gradient; leave out backward=True")
+            raise ValueError(f"{self.workload.id} reads a paged KV cache, which has no gradient; leave out backward=True")
 
     @property
     def profile(self) -> Precision:

@@ -226,7 +226,7 @@ def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
     if not _needs_custom_mask(w):
         return []
     if w.kv_lens is not None and not w.is_packed:
-        return ["takes padded and paged keys with masks up to the last key only (bottom-right causal, or right=0)"]
+        return ["takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)"]
     entries = sum(rows * keys for rows, keys in sequence_lengths(w))
     if entries > _MOST_MASK_ENTRIES:
         return [f"counts the entries of a custom_mask in 32 bits, too few for {entries:,}"]

@@ -96,7 +96,7 @@ class Flex(Backend):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse pages, and on a CPU what torch refuses there."""
-        reasons = ["reads no page table"] if workload.kv_pages else []
+        reasons = ["does not support a paged KV cache"] if workload.kv_pages else []
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")
