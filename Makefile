@@ -62,6 +62,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose
 
 docs: $(VENV)/ready
 	@echo "docs: the site; about a minute"

@@ -13,11 +13,11 @@ from pathlib import Path
 def write_atomically(path: str | Path, text: str) -> None:
     """Put a text in place of a file; raise OSError where that fails, and leave the file as it was.
 
-    A link stays one, and a file keeps its permissions. What is no plain file, such as a device, is not replaced.
+    A link stays one, and a file keeps its permissions. What is not a plain file, such as a device, is not replaced.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "is no plain file", str(path))
+        raise OSError(errno.EINVAL, "is not a plain file", str(path))
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         with open(unfinished, "x", encoding="utf-8") as file:

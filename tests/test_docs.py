@@ -1,4 +1,4 @@
-"""Every code block of docs/ runs, in the order of its page, in an empty folder, as a reader would type it.
+"""Every code block of README.md and docs/ runs, in the order of its page, in an empty folder, as a reader would type it.
 
 python      `# NAME.py` on its first line saves it under that name; a block that defines tests is run by pytest, by the
             console block that follows or, where none does, here, and must then pass; any other block is executed.
@@ -42,7 +42,9 @@ else:
     tomllib = None
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+README = DOCS.parent / "README.md"
+PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+LONGEST = 120
 #: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
 DIRECTIVES = ("{toctree}", "{eval-rst}")
 RUNNABLE = ("python", "console", "toml", "yaml")
@@ -204,7 +206,7 @@ def _loaded():
 
 
 @pytest.mark.usefixtures("_loaded")
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: str(page.relative_to(DOCS.parent)))
 def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
@@ -224,6 +226,63 @@ def test_a_block_that_does_not_run_says_why(capsys):
         print(f" {ran} of {len(every)} blocks run, {len(every) - ran} say why not ", end="")
 
 
+def is_long(page):
+    text, name = page.read_text(), page.relative_to(DOCS.parent).as_posix()
+    may_be = name.startswith("docs/results/") or "<!-- generated: " in text
+    return len(text.splitlines()) > LONGEST and not may_be
+
+
+def test_a_page_is_at_most_120_lines():
+    assert [f"{page}: {len(page.read_text().splitlines())} lines" for page in PAGES if is_long(page)] == []
+
+
+def dead_links(page):
+    """Yield the relative links of a page that lead to no file, or to no heading of it."""
+    prose = re.sub(r"^ *```.*?^ *```|(`+)[^`]*?\1", "", page.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        name, _, heading = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        there = page.parent / name if name else page
+        if not there.is_file() or (heading and heading not in anchors(there)):
+            yield target
+
+
+def anchors(page):
+    """Return the names by which a code host links the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_links_lead_somewhere(page):
+    assert list(dead_links(page)) == []
+
+
+def test_a_dead_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title, here\n[a](page.md#a-title-here) [b](gone.md) [c](#gone) [d](http://a.org) `[e](no.md)`\n")
+    assert list(dead_links(page)) == ["gone.md", "#gone"]
+
+
+def test_the_pages_that_the_code_names_are_there():
+    named = {
+        (name, path)
+        for folder in ("pytest_attn", "tests", "benchmarks")
+        for path in (DOCS.parent / folder).rglob("*.py")
+        for name in re.findall(r"\bdocs/[\w/-]+\.(?:md|svg)\b", path.read_text())
+    }
+    missing = [f"{path}: {name}" for name, path in sorted(named) if not (DOCS.parent / name).is_file()]
+    assert [line for line in missing if not line.endswith("/planted.md")] == []
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.rglob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_picture_loads_nothing_and_is_shown(picture):
+    text = picture.read_text()
+    assert not re.search(r"(?:href|src|url)\W*=?\W*https?:", text)
+    assert any(f"{picture.name})" in page.read_text() for page in PAGES)
+
+
 def test_every_option_in_the_pages_is_one(pytestconfig):
     known = {option for group in pytestconfig._parser._groups for one in group.options for option in one.names()}
     for page in PAGES:
@@ -232,7 +291,8 @@ def test_every_option_in_the_pages_is_one(pytestconfig):
 
 
 def test_the_table_of_arguments_is_that_of_the_marker():
-    listed = re.findall(r"^\| `\*?(\w+)` \|", (DOCS / "reference" / "markers.md").read_text(), re.M)
+    arguments = (DOCS / "reference" / "markers.md").read_text().partition("## Arguments of attention\n")[2].partition("## ")[0]
+    listed = re.findall(r"^\| `\*?(\w+)` \|", arguments, re.M)
     assert listed == [field.name for field in fields(AttentionMark) if field.name != "parameters"]
 
 

@@ -71,7 +71,7 @@ def test_a_new_file_has_the_permissions_that_the_umask_leaves_and_an_old_one_kee
 def test_what_is_no_plain_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", os.devnull):
-        with pytest.raises(OSError, match="is no plain file"):
+        with pytest.raises(OSError, match="is not a plain file"):
             write_atomically(path, "new")
     assert names(tmp_path) == ["pipe"]
 

@@ -1,4 +1,4 @@
-"""What a library's interface can say, declared once: its refusals and its row of the table in docs/backends.md."""
+"""What a library's interface can say, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FEATURES = (
     "ALiBi per batch entry",
 )
 #: what a backend says that is handed no prefix in a cache, and of keys padded on the left
-NO_CACHE, NO_LEFT_PADDING = "takes no cached prefix beside new keys", "takes no keys padded on the left"
+NO_CACHE, NO_LEFT_PADDING = "does not support a cached prefix beside new keys", "does not support keys padded on the left"
 _NO_OTHER_POOLS = "takes contiguous pools (pages, size, kv_heads, head_dim) only"
 #: Which quantized inputs it takes: fp8 q, k and v, or k and v quantized beside another q, and of what one descale may be.
 QUANTIZED = ("fp8", "kv_dtype", "tensor", "head", "token")
@@ -160,20 +160,20 @@ def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
         ("alibi", bool(w.alibi), "has no ALiBi"),
         ("sinks", bool(w.sinks), "has no sinks"),
         ("score_mod", w.score_mod is not None, "has no score_mod"),
-        ("scale", w.scale is not None, "has no scale of its own"),
-        ("grouped heads", w.group > 1, "takes no grouped heads"),
-        ("packed", w.packs_keys, "takes no packed sequences"),
-        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "takes no padded keys"),
-        ("paged", w.kv_pages is not None, "reads no page table"),
-        ("packed pages", w.is_packed and w.kv_pages is not None, "takes no packed queries with keys in pages"),
+        ("scale", w.scale is not None, "does not support a custom scale"),
+        ("grouped heads", w.group > 1, "does not support grouped-query attention (GQA)"),
+        ("packed", w.packs_keys, "does not support packed sequences"),
+        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "does not support padded keys"),
+        ("paged", w.kv_pages is not None, "does not support a paged KV cache"),
+        ("packed pages", w.is_packed and w.kv_pages is not None, "does not support packed queries over a paged KV cache"),
         ("page layouts", w.kv_pages is not None and not w.kv_pages.is_plain, _NO_OTHER_POOLS),
         ("cached", w.cached is not None, NO_CACHE),
         ("left-padded", w.pad == "left", NO_LEFT_PADDING),
         ("backward", backward, "has no backward pass"),
-        ("interleaved heads", is_interleaved(w), "takes no interleaved head groups (h % kv_heads)"),
+        ("interleaved heads", is_interleaved(w), "does not support interleaved head groups (h % kv_heads)"),
         ("bias before softcap", w.bias_before_softcap, "adds a bias after the softcap, not before"),
         ("sinks of another dtype", isinstance(w.sinks, str) and w.sinks != w.dtype, f"takes sinks in {w.dtype} only"),
-        ("ALiBi per batch entry", w.alibi == "batch", "takes no ALiBi slopes per batch entry"),
+        ("ALiBi per batch entry", w.alibi == "batch", "does not support ALiBi slopes per batch entry"),
     )
     return [(feature, text) for feature, is_needed, text in needed if is_needed]
 

@@ -83,7 +83,7 @@ def _dq_tiles_of_another_width(workload: Workload, machine: Machine) -> bool:
 
 FLASH4_DQ = KnownDefect(
     issue="Dao-AILab/flash-attention#2896",
-    summary="wrong dq on sm90 where head_dim rounded up to 16 is no multiple of 32",
+    summary="wrong dq on sm90 where head_dim rounded up to 16 is not a multiple of 32",
     applies=_dq_tiles_of_another_width,
     tensors=("dq",),
 )
@@ -97,7 +97,7 @@ def _last_row_alone(workload: Workload, machine: Machine) -> bool:
 
 
 CUTLASS_SHARED_HEAD = KnownDefect(
-    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="k and v of stride 0 over heads, without gradients: a last row alone in its tile gets the mask of other rows",
     applies=_last_row_alone,
     tensors=(),
@@ -114,7 +114,7 @@ CUTLASS_SHARED_GROUP = replace(
 
 
 CUTLASS_OFFSETS = KnownDefect(
-    issue="docs/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
     applies=lambda workload, machine: True,
     tensors=(),

@@ -37,7 +37,7 @@ def status_table(registry: Registry, machine: Machine) -> Table:
 
 
 def capability_table(registry: Registry) -> Table:
-    """Return what each backend can do, wherever it runs; docs/backends.md shows the built-in ones."""
+    """Return what each backend can do, wherever it runs; docs/reference/backends.md shows the built-in ones."""
     rows = []
     for name in registry.names:
         backend = registry[name]

@@ -55,7 +55,7 @@ class Measuring:
             self._leave_record(measurement, Verdict.UNTIMED, reason)
             if require:
                 raise AssertionError(f"not timed, which --attn-latency=require asks for: {measurement.name}: {reason}")
-            pytest.skip(f"{measurement.subject.name} is right, but was not timed: {reason}")
+            pytest.skip(f"{measurement.subject.name} passed the check, but was not timed: {reason}")
         latency = self._timed(measurement, keeper)
         decision = latency.decision
         if not keeper.reports or decision is None:

@@ -9,7 +9,7 @@ The budget tau (a standard deviation) of every element sums the squares of indep
 
 with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times the variance of the score, w_ij the variance
 of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o.
-The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/calibration.md.
+The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
 eu and e_ij are in `rounding.py`, out and n_ij here, the gradients in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 

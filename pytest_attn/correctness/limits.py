@@ -20,7 +20,7 @@ class Limits:
         return math.inf if math.isnan(element) or math.isnan(row) or math.isnan(head) else worst
 
 
-#: limits by name: (for out, for gradients). The calibration behind them is docs/calibration.md.
+#: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.
 LIMITS = {
     "default": (Limits(8, 4, 1.5), Limits(8, 4, 1.5)),
     "strict": (Limits(6, 2, 1), Limits(8, 4, 1.5)),

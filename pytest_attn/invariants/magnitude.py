@@ -25,7 +25,7 @@ class Magnitude(Invariant):
     """The softmax is that of differences: neither large scores nor a large common shift make it overflow."""
 
     name = "magnitude"
-    summary = "scores of some 10,000, and rows whose scores all lie far below or above 0, give finite and right results"
+    summary = "scores of about 10,000, and rows whose scores all lie far below or above 0, give finite and right results"
     calls = 2
 
     def inapplicable_because(self, probe: Probe) -> str | None:

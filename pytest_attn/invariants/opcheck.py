@@ -17,7 +17,7 @@ class Opcheck(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Operators only."""
-        return None if _is_operator(probe.subject.user_function) else "the kernel is no registered operator"
+        return None if _is_operator(probe.subject.user_function) else "the kernel is not a registered operator"
 
     def run(self, probe: Probe) -> str:
         """Run torch's own checks."""

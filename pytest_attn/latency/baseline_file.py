@@ -147,7 +147,7 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
     if case["mode"] not in get_args(Mode):
         raise ValueError(f"mode {case['mode']!r} is none of {', '.join(get_args(Mode))}")
     if not isinstance(case["protocol"], int):
-        raise ValueError(f"protocol {case['protocol']!r} is no number")
+        raise ValueError(f"protocol {case['protocol']!r} is not a number")
     return Baseline(
         shape=case["shape"],
         mode=case["mode"],

@@ -1,7 +1,8 @@
 """Whether other work shares the core that is timed: a fixed loop of the interpreter, the reference loop, then takes longer.
 
 Two threads of one core slow each other to 0.6 of their speed, for milliseconds or minutes. The other one may belong to
-another virtual machine; then nothing that the operating system counts tells of it. docs/latency.md has the figures.
+another virtual machine; then nothing that the operating system counts tells of it.
+docs/results/latency-cpu.md has the figures.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A graph that the device itself could launch is uploaded there, wherever it is then launched from. What torch instantiates is
 not, and how soon a short call follows the one before differs a little from process to process, as if the device read each
-launch from the host's memory. docs/latency.md has the figures.
+launch from the host's memory. docs/results/latency-h200.md has the figures.
 
 torch makes the graph and keeps what it works on; the driver's own interface, which torch does not offer, instantiates it.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html

@@ -49,8 +49,8 @@ def look_for_kept_results(work: Work) -> str:
     known, new = (f"{median(seconds) * 1e6:.3g} us" for seconds in zip(*pairs, strict=True))
     found = f"takes {known} on the data of the call before, and {new} on changed data"
     if waited > _MOST_WAITING * sum(map(sum, pairs)):
-        return f"whether it keeps what it has computed is not known, as other processes compute: it {found}"
-    raise StaleError(f"{found}: it keeps what it has computed")
+        return f"whether its results are cached is unknown, because other processes compute: it {found}"
+    raise StaleError(f"{found}: its results appear to be cached")
 
 
 def _look(work: Work) -> Look:

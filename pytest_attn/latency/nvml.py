@@ -135,7 +135,7 @@ def _nvml_for(device: torch.device) -> ModuleType:
     import torch
 
     if device.type != "cuda" or torch.version.hip:
-        raise AbsentError(f"{device} is no NVIDIA GPU")
+        raise AbsentError(f"{device} is not an NVIDIA GPU")
     missing = _NVML.missing_because()
     if missing:
         raise AbsentError(missing)

@@ -1,8 +1,8 @@
 """What a kernel's symbol says: framework, category, architecture and operation, in words that people use.
 
 Symbols are those that torch's profiler shows. A rule names them by a regular expression; the first that is found decides.
-Kernels that no rule knows are shown as they are. Sources: traces of an H200 (docs/backends.md says of which versions), and
-for NATTEN and FlashAttention-3, which could not be run there, the names in their sources.
+Kernels that no rule knows are shown as they are. Sources: traces of an H200, with the versions of
+docs/results/backends-h200.md, and for NATTEN and FlashAttention-3, which could not be run there, the names in their sources.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
     if missing := missing_libraries():
         given.error(f"needs {' and '.join(missing)}; {INSTALL}")
     if any(os.path.realpath(given.output) == os.path.realpath(path) for path in given.files):
-        given.error(f"{given.output} is what it would be made of; say another -o")
+        given.error(f"{given.output} is one of the input files: refusing to overwrite it; choose another -o")
     try:
         write_atomically(given.output, report_page(records))
     except OSError as error:

@@ -20,6 +20,4 @@ class CudaContext:
             torch.cuda.synchronize()
         except Exception as error:
             said = str(error).splitlines()[0]
-            self.lost_because = (
-                f"no CUDA in this process any more: {nodeid} lost it ({said}); run the others again without that test"
-            )
+            self.lost_because = f"{nodeid} corrupted this process's CUDA context ({said}); run the other tests without it"

@@ -53,7 +53,7 @@ class Deadline:
             hard.cancel()
 
     def _end_process(self, message: str) -> None:
-        text = f"\n{message}\nthe callable does not return to the interpreter: ending the process\n"
+        text = f"\n{message}\nthe kernel is stuck outside Python: ending the process\n"
         os.write(self._stderr, text.encode())
         faulthandler.dump_traceback(self._stderr)
         os._exit(EXIT_STATUS)

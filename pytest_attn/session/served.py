@@ -27,7 +27,7 @@ _OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.f
 _START_SECONDS, _END_SECONDS = 300, 10
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
-#: see docs/latency.md
+#: see docs/results/forked-processes.md
 _FORKED_ON = frozenset(("cuda",))
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
     "flux": "randn times a random whole number from 1 to 4, as the Flux benchmark draws",
     "outlier": "one channel with keys near 30 and queries so that logits, and lse, lie near +120 or -120",
     "onehot": "randn q and k; each value row is a unit vector, so that out shows the probabilities",
-    "large": "200 randn q and k: logits up to some 50,000",
+    "large": "200 randn q and k: logits up to about 50,000",
 }
 DEFAULT_DISTRIBUTIONS = ("structured", "flat")
 

@@ -65,11 +65,13 @@ def settle_pages(w: Any) -> None:
         raise ValueError(f"Workload: Pages(pool={pages.pool}) holds fewer pages than the {in_use} of the page table")
 
 
-def cache_of(w: Any) -> str:
-    """Say which keys of a Workload a forward pass alone has, "" where they may have gradients."""
+def no_gradient_because(w: Any) -> str | None:
+    """Say which keys of a Workload a forward pass alone has; None where they may have gradients."""
     if w.kv_pages is not None:
-        return "paged keys"
-    return "cached keys" if w.cached is not None else "keys padded on the left" if w.pad == "left" else ""
+        return "a paged KV cache has no gradient"
+    if w.cached is not None:
+        return "cached keys have no gradient"
+    return "keys padded on the left have no gradient" if w.pad == "left" else None
 
 
 def pages_per_sequence(w: Any) -> int:

@@ -29,7 +29,7 @@ from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
 from pytest_attn.workloads.nearest import suggests_fields
 from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.serving import LENGTHS, cache_of, check_padding, settle_cached, settle_pages
+from pytest_attn.workloads.serving import LENGTHS, check_padding, no_gradient_because, settle_cached, settle_pages
 from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
@@ -246,8 +246,8 @@ class Workload:
     @property
     def has_no_gradient_because(self) -> str | None:
         """Why no kernel has a backward pass for it, or None."""
-        if cache := cache_of(self):
-            return f"{cache} have no gradient"
+        if reason := no_gradient_because(self):
+            return reason
         if self.is_quantized:
             return "quantized q, k and v have no gradient"
         return "v is a part of k, so that only their common gradient has a meaning" if self.v_in_k else None

@@ -187,7 +187,7 @@ def test_a_backend_refuses_what_its_interface_cannot_say():
 def test_the_first_obstacle_is_the_reason():
     own, paged = Own(), Workload(1, 64, batch=2, kv_pages=Pages(16), sinks=True)
     large = Workload(100_000, mask="causal")
-    assert own.obstacle(paged, SMALL_GPU, True) == "paged keys have no gradient"
+    assert own.obstacle(paged, SMALL_GPU, True) == "a paged KV cache has no gradient"
     own.unavailable, own.broken = "not installed", "cannot be imported"
     assert own.obstacle(large, SMALL_GPU, False) == "not installed"
     own.unavailable = None
@@ -208,7 +208,7 @@ def test_its_workspace_must_fit_the_device_as_well():
 
 def test_no_kernel_at_all_runs_what_has_no_gradient_or_no_room():
     paged = Workload(1, 64, batch=2, kv_pages=Pages(16))
-    assert obstacle_of_any(paged, CPU, True) == "paged keys have no gradient"
+    assert obstacle_of_any(paged, CPU, True) == "a paged KV cache has no gradient"
     assert obstacle_of_any(paged, CPU, False) is None
     assert "H200 has 0 GiB" in obstacle_of_any(Workload(100_000), SMALL_GPU, False)
 

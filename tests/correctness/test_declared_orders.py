@@ -79,10 +79,10 @@ def test_flex_takes_it(w):
 @pytest.mark.parametrize(
     ("w", "words"),
     [
-        (INTERLEAVED, "takes no interleaved head groups (h % kv_heads)"),
+        (INTERLEAVED, "does not support interleaved head groups (h % kv_heads)"),
         (BIAS_FIRST, "adds a bias after the softcap, not before"),
         (SINKS, "takes sinks in bfloat16 only"),
-        (SLOPES, "takes no ALiBi slopes per batch entry"),
+        (SLOPES, "does not support ALiBi slopes per batch entry"),
     ],
     ids=lambda one: getattr(one, "id", ""),
 )

@@ -122,7 +122,7 @@ def test_a_refusal_is_quoted_with_what_to_do(nvml, gpu, leaving, code, words):
 
 
 def test_a_device_without_nvml_cannot_be_locked(leaving):
-    expected = "the clocks of cpu cannot be locked: cpu is no NVIDIA GPU; leave out --attn-lock-clocks"
+    expected = "the clocks of cpu cannot be locked: cpu is not an NVIDIA GPU; leave out --attn-lock-clocks"
     with pytest.raises(ClockError) as raised, locked_clocks(torch.device("cpu"), None):
         pytest.fail("the block must not run unlocked")
     assert str(raised.value) == expected

@@ -70,7 +70,7 @@ def test_calls_that_were_interrupted_but_worked_no_longer_keep_nothing(monkeypat
 def test_while_threads_wait_for_cores_nothing_is_decided(monkeypatch, work):
     Machine(monkeypatch, [FOUND, COMPUTED] * 5, waited=0.2)
     assert look_for_kept_results(work) == (
-        "whether it keeps what it has computed is not known, as other processes compute: "
+        "whether its results are cached is unknown, because other processes compute: "
         "it takes 10 us on the data of the call before, and 1e+03 us on changed data"
     )
 

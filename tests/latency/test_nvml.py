@@ -20,14 +20,14 @@ from pytest_attn.latency.disturbance import DisturbanceMonitor
 # which device
 def test_a_cpu_is_no_gpu_and_needs_no_library():
     monitor = DisturbanceMonitor.of(torch.device("cpu"))
-    assert monitor.absent_because == "cpu is no NVIDIA GPU"
+    assert monitor.absent_because == "cpu is not an NVIDIA GPU"
     monitor.begin()
     assert (monitor.disturbance(), monitor.conditions(), monitor.notes) == (None, {}, [])
 
 
 def test_rocm_is_not_asked(nvml, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert DisturbanceMonitor.of(CUDA).absent_because == "cuda:0 is no NVIDIA GPU"
+    assert DisturbanceMonitor.of(CUDA).absent_because == "cuda:0 is not an NVIDIA GPU"
     assert not nvml.CALLS
 
 

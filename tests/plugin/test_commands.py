@@ -94,9 +94,9 @@ def test_a_report_follows_a_link_and_replaces_neither_device_nor_input(files, ca
     assert (files / "link.html").is_symlink()
     assert (files / "target.html").read_text().startswith("<!DOCTYPE html>")
     for output, words in (
-        ("pipe", "cannot write pipe: is no plain file"),
-        ("", "cannot write : is no plain file"),
-        ("one.jsonl", "one.jsonl is what it would be made of"),
+        ("pipe", "cannot write pipe: is not a plain file"),
+        ("", "cannot write : is not a plain file"),
+        ("one.jsonl", "one.jsonl is one of the input files: refusing to overwrite it"),
         ("there/is/none.html", "cannot write there/is/none.html: No such file or directory"),
     ):
         with pytest.raises(SystemExit):

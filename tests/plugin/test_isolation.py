@@ -121,7 +121,7 @@ def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pyt
             from pytest_attn.session.session import SESSION
 
             session = request.config.stash[SESSION]
-            assert "test_reads_past_the_end[smoke-full] lost it" in session.cuda.lost_because
+            assert "test_reads_past_the_end[smoke-full] corrupted" in session.cuda.lost_because
             session.machines._devices["auto"] = torch.device("cuda")
 
         @pytest.mark.attention("smoke-full")
@@ -131,4 +131,4 @@ def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pyt
     )
     result = pytester.runpytest_subprocess("-rs")
     result.assert_outcomes(failed=1, passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * no CUDA in this process any more: *test_reads_past_the_end*lost it (CUDA error*"])
+    result.stdout.fnmatch_lines(["SKIPPED *test_reads_past_the_end* corrupted this process's CUDA context (CUDA error*"])

@@ -121,7 +121,7 @@ def test_require_fails_where_nothing_can_be_said(recorded):
 def test_off_checks_and_does_not_time(project, pytester):
     result = project("--attn-latency=off", "-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*mine is right, but was not timed: --attn-latency=off"])
+    result.stdout.fnmatch_lines(["*mine passed the check, but was not timed: --attn-latency=off"])
 
 
 def test_max_slowdown_is_the_limit(recorded):
@@ -158,7 +158,9 @@ def test_clocks_that_cannot_be_locked_are_refused_where_there_is_no_gpu(project,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = project("--attn-lock-clocks=max")
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*--attn-lock-clocks: the clocks of cpu cannot be locked: cpu is no NVIDIA GPU; leave out*"])
+    result.stdout.fnmatch_lines(
+        ["*--attn-lock-clocks: the clocks of cpu cannot be locked: cpu is not an NVIDIA GPU; leave out*"]
+    )
 
 
 def test_a_damaged_file_is_said_and_left_alone(recorded, baseline_file):
@@ -187,7 +189,7 @@ def test_workers_that_share_a_device_do_not_time(recorded):
     result = recorded("-rs", TIMES="150", PYTEST_XDIST_WORKER="gw0", PYTEST_XDIST_WORKER_COUNT="2")  # as xdist tells them
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(
-        ["latency: 1 not timed", "*mine is right, but was not timed: 2 workers share the cpu; latencies need -n 0"]
+        ["latency: 1 not timed", "*mine passed the check, but was not timed: 2 workers share the cpu; latencies need -n 0"]
     )
 
 

@@ -54,7 +54,7 @@ def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
     return [
         (family in (10, 11) and not _fits_blackwell(w), f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}"),
         (ampere_kernel and bool(w.sinks), f"has no sinks on sm{family}0"),
-        (ampere_kernel and w.kv_pages is not None, f"reads no page table on sm{family}0"),
+        (ampere_kernel and w.kv_pages is not None, f"does not support a paged KV cache on sm{family}0"),
         (family == 9 and w.kv_pages is not None and _is_irregular(w), f"needs multiples of 16 with pages, not {dims}"),
         (backward and family == 8, "has no backward pass on sm80"),
         (

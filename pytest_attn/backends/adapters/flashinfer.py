@@ -35,14 +35,14 @@ _MOST_MASK_ENTRIES = (1 << 31) - 1
 
 _OF_ANY_WORKLOAD = (
     KnownDefect(
-        issue="docs/findings.md, seen on an H200 with flashinfer 0.5.3",
+        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="elements of a vector are read as neighbours, whatever the last stride",
         applies=lambda workload, machine: True,
         tensors=(),
         invariants=("layout",),
     ),
     KnownDefect(
-        issue="docs/findings.md, seen on an H200 with flashinfer 0.5.3",
+        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="its -infinity is -50,000: rows whose scores all lie below become 0",
         applies=lambda workload, machine: True,
         tensors=(),
@@ -218,7 +218,7 @@ def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
     if not _needs_custom_mask(w):
         return []
     if w.kv_lens is not None and not w.packs_keys:
-        return ["takes padded and paged keys with masks up to the last key only (bottom-right causal, or right=0)"]
+        return ["takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)"]
     entries = sum(rows * keys for rows, keys in sequence_lengths(w))
     if entries > _MOST_MASK_ENTRIES:
         return [f"counts the entries of a custom_mask in 32 bits, too few for {entries:,}"]

@@ -97,11 +97,11 @@ class Flex(Backend):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse pages, and on a CPU what torch refuses there."""
-        reasons = ["reads no page table"] if workload.kv_pages else []
+        reasons = ["does not support a paged KV cache"] if workload.kv_pages else []
         reasons += [NO_CACHE] if workload.cached else []
         reasons += [NO_LEFT_PADDING] if workload.pad == "left" else []
         if workload.is_packed and workload.alibi == "batch":
-            reasons.append("takes no ALiBi slopes per packed sequence")
+            reasons.append("does not support ALiBi slopes per packed sequence")
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")

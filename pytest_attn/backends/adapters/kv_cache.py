@@ -51,7 +51,7 @@ class KvCache(Backend):
         if w.is_packed or w.kv_lens or w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
             reasons.append("has no packed or padded sequences and no changes of the score")
         if is_interleaved(w):
-            reasons.append("takes no interleaved head groups (h % kv_heads)")
+            reasons.append("does not support interleaved head groups (h % kv_heads)")
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

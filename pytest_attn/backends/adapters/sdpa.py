@@ -188,9 +188,9 @@ class Cudnn(Automatic):
 def _not_expressible(w: Workload) -> list[str]:
     reasons = []
     if w.is_packed:
-        reasons.append("takes no packed sequences")
+        reasons.append("does not support packed sequences")
     if w.kv_pages:
-        reasons.append("reads no page table")
+        reasons.append("does not support a paged KV cache")
     if w.cached is not None:
         reasons.append(NO_CACHE)
     if w.pad == "left":

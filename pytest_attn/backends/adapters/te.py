@@ -203,7 +203,7 @@ class TeFlash(TransformerEngine):
     known_defects = (
         KnownDefect(
             issue="seen on an H200 with transformer-engine 2.20.2 and flash-attn 4.0.0b36, no report found",
-            summary="a causal mask goes to flash-attn 4 as a window (-1, 0), in which -1 is no open side: out is zero",
+            summary="a causal mask goes to flash-attn 4 as a window (-1, 0), where -1 does not mean an open side: out is zero",
             applies=_causal_through_flash4,
             tensors=("out", "dq", "dk", "dv"),
             shows=lambda comparison, workload: comparison.found == 0,

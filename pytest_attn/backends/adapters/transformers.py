@@ -183,7 +183,7 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
 def _beyond_flex(w: Workload, machine: Machine) -> list[str]:
     """Refuse what transformers and torch refuse where nobody names a kernel."""
     if w.is_packed:
-        return ["takes no packed sequences"]
+        return ["does not support packed sequences"]
     if w.sinks and machine.kind == "cpu":
         return ["Attention sinks cannot be run on CPU with flex attention"]
     if machine.kind != "cpu" and w.q_len < 128 < w.q_len * w.group:

@@ -45,7 +45,7 @@ class Varlen(Backend):
         """Refuse what varlen_attn's signature cannot say, and what it cannot say yet in this torch."""
         reasons = self.capabilities.refusals(workload, backward)
         if workload.group > 1 and not _takes("enable_gqa"):
-            reasons.append("takes no grouped heads in this torch")
+            reasons.append("does not support grouped-query attention (GQA) in this torch")
         is_masked = bottom_right_window(workload) not in (None, (-1, -1))
         if is_masked and not (_takes("window_size") or _takes("is_causal")):
             reasons.append("takes no mask in this torch")

@@ -97,8 +97,8 @@ def test_another_alignment_in_the_library_is_found(flash2):
         (W.replace(sinks=True), "has no sinks"),
         (W.replace(kv_pages=Pages(16)), "takes pages of a multiple of 256 tokens, not 16"),
         (PACKED_PAGES.replace(kv_pages=Pages(256, "HND")), "takes contiguous pools (pages, size, kv_heads, head_dim) only"),
-        (W.replace(kv_lens=(80, 33), pad="left"), "takes no keys padded on the left"),
-        (CACHED, "takes no cached prefix beside new keys"),
+        (W.replace(kv_lens=(80, 33), pad="left"), "does not support keys padded on the left"),
+        (CACHED, "does not support a cached prefix beside new keys"),
     ],
 )
 def test_it_refuses_what_the_library_has_no_words_for(flash2, workload, reason):

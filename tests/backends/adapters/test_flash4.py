@@ -93,7 +93,7 @@ def test_a_fault_of_the_library_is_found(flash4, old, new, workload):
         ),
         (A100, W, True, "has no backward pass on sm80"),
         (A100, W.replace(sinks=True), False, "has no sinks on sm80"),
-        (RTX, W.replace(kv_pages=Pages(16)), False, "reads no page table on sm120"),
+        (RTX, W.replace(kv_pages=Pages(16)), False, "does not support a paged KV cache on sm120"),
         (RTX, W.replace(softcap=2.0), True, "has no backward with softcap on sm120"),
         (
             B200,

@@ -128,7 +128,7 @@ def test_another_meaning_in_the_library_is_found(flashinfer, said, instead, work
         (
             "fa2",
             W.replace(kv_lens=(40, 20), mask="causal"),
-            "takes padded and paged keys with masks up to the last key only (bottom-right causal, or right=0)",
+            "takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)",
         ),
         ("fa2", W.replace(q_len=1 << 16, kv_len=1 << 15, mask="causal"), "counts the entries of a custom_mask in 32 bits"),
         ("fa2", W.replace(alibi=True), "has no ALiBi"),

@@ -50,7 +50,7 @@ def test_without_flash_attn_4_it_is_unavailable():
         (H200, W.replace(dtype="fp32"), False, ["takes bfloat16 and float16 only, not float32"]),
         (H200, W.replace(head_dim=8), False, ["needs a head dimension of at least 16"]),
         (H200, W.replace(head_dim=20), False, ["needs a head_dim that is a multiple of 8, not head_dim 20"]),
-        (H200, W.replace(kv_pages=Pages(16)), False, ["reads no page table"]),
+        (H200, W.replace(kv_pages=Pages(16)), False, ["does not support a paged KV cache"]),
         (H200, W.replace(head_dim=256), True, []),
         (
             H200,

@@ -92,8 +92,8 @@ def test_int8_steps_are_whole_and_reach_from_minus_127_to_127(dim):
         (W, True, "has no backward pass"),
         (W.replace(softcap=2.0), False, "has no softcap"),
         (W.replace(bias="hqk"), False, "has no additive bias"),
-        (W.replace(q_len=1, kv_pages=Pages(16)), False, "reads no page table"),
-        (Workload(q_lens=(7, 9)), False, "takes no packed sequences"),
+        (W.replace(q_len=1, kv_pages=Pages(16)), False, "does not support a paged KV cache"),
+        (Workload(q_lens=(7, 9)), False, "does not support packed sequences"),
     ],
 )
 def test_it_refuses_the_rest(workload, backward, reason):

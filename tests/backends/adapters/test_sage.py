@@ -189,9 +189,9 @@ def test_version_2_has_kernels_for_some_devices_only(installed):
         (W.replace(mask=Window(9, 3)), False, "has no sliding window"),
         (W.replace(head_dim=32), False, "takes head_dim 64, 96 and 128 only, not head_dim 32"),
         (W.replace(v_head_dim=128), False, "needs v_head_dim equal to head_dim"),
-        (W.replace(kv_lens=(192, 77)), False, "takes no padded keys"),
-        (W.replace(q_len=1, kv_pages=Pages(16)), False, "reads no page table"),
-        (Workload(q_lens=(7, 9)), False, "takes no packed sequences"),
+        (W.replace(kv_lens=(192, 77)), False, "does not support padded keys"),
+        (W.replace(q_len=1, kv_pages=Pages(16)), False, "does not support a paged KV cache"),
+        (Workload(q_lens=(7, 9)), False, "does not support packed sequences"),
     ],
 )
 def test_it_refuses_what_the_library_has_no_words_for(installed, workload, backward, reason):

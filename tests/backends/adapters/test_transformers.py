@@ -136,7 +136,7 @@ def test_another_alignment_in_the_library_is_found(transformers):
     [
         ("sdpa", W.replace(softcap=2.0), "has no softcap"),
         ("sdpa", W.replace(sinks=True), "has no sinks"),
-        ("sdpa", PACKED, "takes no packed sequences"),
+        ("sdpa", PACKED, "does not support packed sequences"),
         ("sdpa", W.replace(alibi=True), "would round ALiBi's distances to bfloat16 in attn_mask"),
         (
             "eager",
@@ -145,7 +145,7 @@ def test_another_alignment_in_the_library_is_found(transformers):
         ),
         ("eager", W.replace(q_len=90, mask="causal-bottom-right"), "averages all values in rows that see no key"),
         ("eager", W.replace(kv_lens=(80, 0)), "averages all values in rows that see no key"),
-        ("flex_attention", PACKED, "takes no packed sequences"),
+        ("flex_attention", PACKED, "does not support packed sequences"),
         ("flex_attention", W.replace(q_len=100), "finds no kernel for q_len * group = 200 rows"),
         ("flash_attention_2", W.replace(mask="causal"), "has no causal mask aligned top-left"),
         ("flash_attention_2", W.replace(sinks=True), "has no sinks"),

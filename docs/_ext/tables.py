@@ -1,0 +1,151 @@
+"""The parts of the reference that are written into its pages, so that a code host shows them too.
+
+`python docs/_ext/tables.py` rewrites what stands between `<!-- generated: NAME -->` and `<!-- end -->` in docs/reference/;
+tests/plugin/test_tables_of_docs.py fails where a page differs from the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest_attn
+from pytest_attn import hooks, plugin
+from pytest_attn.backends.precision import PRECISIONS, Precision
+from pytest_attn.plugin import MARKERS
+from pytest_attn.reports.records import FIELDS
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.distributions import DISTRIBUTIONS
+
+PAGES = Path(__file__).parents[1] / "reference"
+PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+#: tests run the examples of these docstrings, with what they take for granted
+NOT_RUN = "<!-- not run: an example of a docstring, which tests/test_docs.py collects -->"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table; cells may hold Markdown."""
+    header = list(header)
+    yield f"| {' | '.join(header)} |"
+    yield f"|{' --- |' * len(header)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def plain(text: str) -> str:
+    """Return text in which Markdown reads no emphasis and no tag."""
+    return re.sub(r"([*<])", r"\\\1", " ".join(text.split()))
+
+
+def api() -> Iterator[str]:
+    """Every public name of the package, functions first, with the first paragraph of its docstring."""
+    names = sorted(pytest_attn.__all__, key=lambda name: (inspect.isclass(getattr(pytest_attn, name)), name.lower()))
+    yield from table(("name", "what it is"), ((f"`{name}`", _first(getattr(pytest_attn, name))) for name in names))
+
+
+def _first(documented: object) -> str:
+    if not (inspect.isclass(documented) or inspect.isroutine(documented)):
+        return plain(repr(documented))
+    return plain((inspect.getdoc(documented) or "").partition("\n\n")[0])
+
+
+def markers() -> Iterator[str]:
+    """Every marker: its signature and what it does."""
+    for marker in MARKERS:
+        signature, _, text = marker.partition("): ")
+        yield from (f"`@pytest.mark.{signature})`", "", f"{plain(text[0].upper() + text[1:])}.", "")
+
+
+def fixtures() -> Iterator[str]:
+    """Every public fixture: its type and its docstring."""
+    for name, function in public_fixtures():
+        yield from (f"## {name}", "", f"Type: `{inspect.signature(function).return_annotation}`.", "")
+        yield from prose_and_example(inspect.getdoc(function) or "")
+
+
+def public_fixtures() -> list[tuple[str, Callable[..., Any]]]:
+    """Return the fixtures of the plugin with the functions behind them."""
+    found = [(name, value) for name, value in vars(plugin).items() if type(value).__name__ == "FixtureFunctionDefinition"]
+    return [(name, value._get_wrapped_function()) for name, value in found if not name.startswith("_")]
+
+
+def hook_functions() -> Iterator[str]:
+    """Every hook: its signature and its docstring."""
+    for name, value in vars(hooks).items():
+        if name.startswith("pytest_") and inspect.isfunction(value):
+            yield from (f"## {name}", "", f"`{name}({', '.join(inspect.signature(value).parameters)})`", "")
+            yield from prose_and_example(inspect.getdoc(value) or "")
+
+
+def prose_and_example(docstring: str) -> Iterator[str]:
+    """Yield a docstring as Markdown: what is indented behind `::` becomes a block of Python."""
+    for part in re.split(r"(::\n\n(?:(?: {4}.*)?\n)+)", f"{docstring}\n"):
+        if part.startswith("::"):
+            code = re.sub(r"  +#", "  #", inspect.cleandoc(part.removeprefix("::")))  # as ruff formats blocks of pages
+            yield from (":", "", NOT_RUN, "```python", code, "```", "")
+        else:
+            yield from (part.strip(), "")
+
+
+def catalog() -> Iterator[str]:
+    """Every workload of the catalog."""
+    entries = builtin_catalog()
+    rows = ((f"`{e.workload.name}`", f"`{replace(e.workload, name=None).id}`", e.group, plain(e.source)) for e in entries)
+    yield from table(("name", "workload", "group", "source"), rows)
+
+
+def distributions() -> Iterator[str]:
+    """Every input distribution."""
+    yield from table(("name", "values"), ((f"`{name}`", plain(text)) for name, text in DISTRIBUTIONS.items()))
+
+
+def precisions() -> Iterator[str]:
+    """Every precision profile, with its fields that are not the default."""
+    rows = (
+        (f"`{name}`", _changed(profile) or "float32 scores; rounds P and dS to the dtype")
+        for name, profile in PRECISIONS.items()
+    )
+    yield from table(("profile", "where it rounds"), rows)
+
+
+def _changed(profile: Precision) -> str:
+    names = [
+        field.name for field in fields(Precision) if field.name != "name" and getattr(profile, field.name) != field.default
+    ]
+    return ", ".join(_setting(name, getattr(profile, name)) for name in names)
+
+
+def _setting(name: str, value: object) -> str:
+    if value is True:
+        return f"`{name}`"
+    return f"`{name}={value:.3g}`" if isinstance(value, float) else f"`{name}={value!r}`"
+
+
+def record() -> Iterator[str]:
+    """Every field of a line of --attn-json."""
+    yield from table(
+        ("field", "type", "meaning"), ((f"`{name}`", plain(kind), plain(meaning)) for name, kind, meaning in FIELDS)
+    )
+
+
+PARTS = {part.__name__: part for part in (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record)}
+
+
+def generated(page: str) -> str:
+    """Return a page with its generated parts as the code has them now."""
+
+    def part(found: re.Match[str]) -> str:
+        body = "\n".join(PARTS[found[2]]()).strip()
+        body = re.sub(r"\n+:\n", ":\n", re.sub(r"\n{3,}(?!(?:def|@|class|import|from) )", "\n\n", body))
+        return f"{found[1]}\n{body}\n\n{found[4]}"
+
+    return PART.sub(part, page)
+
+
+if __name__ == "__main__":
+    for path in sorted(PAGES.glob("*.md")):
+        path.write_text(generated(path.read_text()))
