@@ -134,7 +134,7 @@ class RankedCase(AttentionCase):
         """Check `fn`, and skip the rest: calls over ranks are not timed."""
         __tracebackhide__ = True
         subject = self.check(fn, name).subject
-        pytest.skip(f"{subject} is right, but was not timed: it runs on {self.ranks} ranks")
+        pytest.skip(f"{subject} passed the check, but was not timed: it runs on {self.ranks} ranks")
 
     def assert_close(self, out: torch.Tensor) -> None:
         """Refused: what one process has computed is no result of ranks."""

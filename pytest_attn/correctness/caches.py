@@ -38,7 +38,7 @@ def _fault_of(name: str, cache: WatchedCache, before: Tensor, after: Tensor, now
     if bool(others.any()):
         return _fault_elsewhere(name, cache, others, now, after[new])
     if not cache.appends:
-        return f"the callable wrote new keys into {name}_cache, though attn.split_cache was told appends=False"
+        return f"the callable wrote new keys into {name}_cache, though the test said attn.split_cache(..., appends=False)"
     unwritten = int(_same_rows(now[new], before[new]).sum())
     if unwritten == len(new):
         return (

@@ -131,7 +131,7 @@ def packed(asking: Asking) -> None:
 
     of = asking.of
     if not (asking.is_causal and of.takes("position_ids") and is_of_transformers(of.model)):
-        raise NotApplicableError("it is no causal model of transformers that takes position_ids")
+        raise NotApplicableError("it is not a causal model of transformers that takes position_ids")
     length = of.ids.shape[1] // 2
     first, second = of.ids[:, :length], of.ids[:, length:]
     lengths = first.shape[1], second.shape[1]
@@ -146,7 +146,7 @@ def decoding(asking: Asking, cache: str) -> None:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
     of = asking.of
     if not (asking.is_causal and of.takes("past_key_values") and is_of_transformers(of.model)):
-        raise NotApplicableError("it is no causal model of transformers that takes past_key_values")
+        raise NotApplicableError("it is not a causal model of transformers that takes past_key_values")
     transformers: Any = importlib.import_module("transformers")
 
     config, tokens = of.config, of.ids.shape[1]

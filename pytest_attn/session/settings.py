@@ -20,8 +20,8 @@ class Settings:
     """The options of one run, checked. `given` holds those that differ from their default, as text."""
 
     backends: tuple[str, ...] = option(
-        "Backends for tests that use attn_backend: all, available, or NAME,NAME; -NAME leaves one out;"
-        " NAME+compile, NAME+max_autotune and NAME+graph are variants; hub:REPO, diffusers:NAME, transformers:NAME"
+        "Backends for tests that use attn_backend: all, available, or NAME,NAME; -NAME leaves one out."
+        " NAME+compile, NAME+max_autotune and NAME+graph are variants. hub:REPO, diffusers:NAME, transformers:NAME"
         " and the names of diffusers, transformers and vLLM work too (default: available)",
         "available",
         "NAMES",
@@ -95,8 +95,8 @@ class Settings:
         options.one_of("cold", "warm"),
     )
     fresh: str = option(
-        "started or forked: how the fresh processes come about that confirm and record a GPU's times; forked by a server that"
-        " has imported torch takes less time, and was not compared on a GPU yet (default: started)",
+        "How the fresh processes begin that confirm and record a GPU's times: started, or forked by a server that has imported"
+        " torch. Forked takes less time; nobody has compared the two on a GPU yet (default: started)",
         "started",
         "HOW",
         options.one_of("started", "forked"),
@@ -125,8 +125,8 @@ class Settings:
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
     outputs: tuple[str, ...] = outputs(
-        "Write a file, by its suffix: .jsonl, an object per line and judgment; .html, one page that opens offline;"
-        " .support.md, the table of backends and workloads; any other .md, a summary. May be given once for each",
+        "Write a file, by its suffix; may be given several times. .jsonl: an object per line and judgment. .html: one page that"
+        " opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
         "output",
     )
     support: str | None = output("Write which backend passed, refused or failed which group of workloads, as a table", ".md")

@@ -54,7 +54,7 @@ def fused_pool(k: Tensor, v: Tensor) -> Tensor:
     is_one = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and k.stride() == v.stride()
     if not is_one or k.shape != v.shape or not 0 < apart < k.stride(0):
         raise ValueError(
-            "k and v are no views of one pool: attn.fused(k, v) takes those that the callable is given, of a workload with"
+            "k and v are not views of one pool: attn.fused(k, v) takes those that the callable is given, of a workload with"
             " kv_pages=Pages(..., fused=True)"
         )
     return k.as_strided((len(k), 2, *k.shape[1:]), (k.stride(0), apart, *k.stride()[1:]))
