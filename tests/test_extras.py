@@ -5,7 +5,6 @@ Nothing is downloaded: the environment links to the libraries that are installed
 
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from importlib.metadata import distribution
