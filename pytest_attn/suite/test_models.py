@@ -15,6 +15,8 @@ from pytest_attn import AttentionModel, Backend
 if TYPE_CHECKING:
     import torch
 
+#: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
+pytestmark = pytest.mark.filterwarnings("default")
 LIBRARY = ("llama", "qwen3", "mistral", "gemma2", "gpt-oss", "modernbert", "siglip", "whisper", "timm-vit", "flux")
 #: whose rows can be compared; a mixture of experts cannot
 TOKENS = ("llama", "qwen3", "mistral", "gemma2")
