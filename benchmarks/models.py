@@ -322,6 +322,9 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=0, help="layers of the second part; 24 are the table's own")
     parser.add_argument("--seconds", type=float, default=180)
     chosen = parser.parse_args()
+    names = chosen.backends.split(",")
+    for name in names:
+        Registry().require(name)
     device = resolve_device(chosen.device)
     run, sizes = Run(device, chosen.seconds), SMALL if chosen.small else FULL
     torch.set_float32_matmul_precision("high")
@@ -331,7 +334,7 @@ def main() -> None:
     depth = chosen.depth or (2 if chosen.small else 4)
     batch, tokens, heads = sizes.table
     say(f"a training step: {depth} layers, {heads} heads of 64, {tokens} tokens, batch {batch}, autocast to bf16, SGD")
-    table(run, sizes, depth, chosen.backends.split(","))
+    table(run, sizes, depth, names)
 
 
 if __name__ == "__main__":
