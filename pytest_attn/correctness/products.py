@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 #: keys of one head from which a sum over them is split, and how many each part has
 _MANY_KEYS, _PART = 1 << 15, 1 << 12
 
+
 def per_key(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """(n, heads, rows, d) x (n, kv_heads, keys, d) -> (n, heads, rows, keys)."""
     import torch

@@ -14,7 +14,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.positions import is_long
+from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ReferenceCache:
                 return self._kept[key]
         draw = partial(draw_inputs, workload, distribution, seed, device)
         reference = compute_reference(_lean(draw, workload, backward), precision, backward, parameters=parameters, extra=extra)
-        if reference.is_sampled or is_long(workload.q_len, workload.kv_len):
+        if reference.is_sampled or has_long_sequences(workload):
             reference.redraw = partial(_lean, draw, workload, backward)
         self.computed += 1
         self._kept[(workload, distribution, seed, str(device), precision, backward, parameters, extra)] = reference
@@ -83,7 +83,7 @@ class ReferenceCache:
 
 def _lean(draw: Callable[..., Inputs], workload: Workload, backward: bool) -> Inputs:
     """Draw inputs; those of a long workload without dout where no gradient is asked for."""
-    if backward or workload.is_packed or not is_long(workload.q_len, workload.kv_len):
+    if backward or not has_long_sequences(workload):
         return draw()
     return draw(with_dout=False)
 

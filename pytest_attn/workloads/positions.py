@@ -29,6 +29,11 @@ def is_long(q_len: int, kv_len: int) -> bool:
     return kv_len >= LONG_KEYS or q_len * kv_len >= LONG_PAIRS
 
 
+def has_long_sequences(w: Workload) -> bool:
+    """Whether the sequences of a workload are long; packed ones are not taken as such."""
+    return not w.is_packed and is_long(w.q_len, w.kv_len)
+
+
 def sampled_positions(length: int, most: int = SAMPLED, far: tuple[int, ...] = ()) -> list[int]:
     """Choose about `most` positions in ascending order; all of a sequence that has no more. far: some that must be there."""
     if length <= most:
@@ -56,7 +61,7 @@ def far_positions(w: Workload, heads: int, length: int, dim: int) -> tuple[int, 
     for wrap in _WRAPS:
         for first, step in _lines(w.batch, heads, length, dim, fused, w.kv_len):
             row = -(-(wrap - first) // step)
-            found.update(p for p in (row - 1, row) if 0 < row < length and 0 <= p)
+            found.update(p for p in (row - 1, row) if 0 < row < length and p >= 0)
     return tuple(sorted(found))
 
 
