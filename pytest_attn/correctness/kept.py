@@ -53,5 +53,5 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     axis = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-    for part in tensor.split(-(-tensor.shape[axis] // 2), axis):
+    for part in tensor.tensor_split(2, axis):
         yield from _parts(part)

@@ -38,8 +38,8 @@ def _in_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     rows, keys = a.shape
     parts = keys // _PART
     whole = parts * _PART
-    of_parts = a[:, :whole].unflatten(1, (parts, _PART)).transpose(0, 1)
-    total: torch.Tensor = torch.bmm(of_parts, b[:whole].unflatten(0, (parts, _PART))).sum(0)
+    of_parts = a[:, :whole].view(rows, parts, _PART).transpose(0, 1)
+    total = torch.bmm(of_parts, b[:whole].view(parts, _PART, -1)).sum(0)
     return total.addmm_(a[:, whole:], b[whole:]) if whole < keys else total
 
 

@@ -38,7 +38,8 @@ class ScoreNoise:
 
 def _largest_norm(vectors: torch.Tensor) -> float:
     """Return the largest norm of vectors (n, heads, length, dim)."""
-    return max(float(part.double().norm(dim=-1).max()) for part in vectors.split(_NORMS, 2))
+    parts = vectors.tensor_split(-(-vectors.shape[2] // _NORMS), 2)
+    return max(float(part.double().norm(dim=-1).max()) for part in parts)
 
 
 class ScoreBudget:

@@ -23,7 +23,7 @@ class Offsets(Invariant):
     """A tensor whose last row lies more than 2^31 elements after its first is a tensor like others."""
 
     name = "offsets"
-    summary = "rows, heads or batch entries of q, k, v and dout more than 2^31 elements apart give what near ones give, or are refused"
+    summary = "rows, heads and batch entries more than 2^31 elements apart give what near ones give, or are refused"
     calls = 8
     thorough = True
 

@@ -135,7 +135,7 @@ def _plant_long(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     q_len, kv_len = q.shape[1], k.shape[1]
     needles, height = LongNeedles(w, q_len, kv_len), math.log(kv_len + 1) + 1
     of_head = torch.tensor(key_heads(w), device=k.device)[:, None]
-    for rows in torch.arange(q_len).split(max(1, _NEEDLE_ELEMENTS // (w.heads * w.head_dim))):
+    for rows in torch.arange(q_len).tensor_split(-(-q_len * w.heads * w.head_dim // _NEEDLE_ELEMENTS)):
         targets = needles.targets(rows)
         some = (targets >= 0).any(0)
         rows, targets = rows[some].to(q.device), targets[:, some].to(q.device)

@@ -1,4 +1,4 @@
-"""The groups "long-64k", "long-256k" and "long-1m", which are ours: contexts whose indices and chunks go wrong, for one GPU."""
+"""The groups "long-64k", "long-256k" and "long-1m", which are ours: contexts in which indices and chunks go wrong."""
 
 from __future__ import annotations
 
