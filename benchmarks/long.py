@@ -65,14 +65,16 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds inside, less those of phases within it."""
         self.wait()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), sum(self.seconds.values())
         yield
         self.wait()
-        spent = time.perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        within = sum(self.seconds.values()) - before
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - within
 
     def wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -81,7 +83,7 @@ class Clock:
 
 
 def flash(w: Workload) -> Kernel:
-    """torch's flash attention; windows by blocks of queries, each with a mask."""
+    """Torch's flash attention; windows by blocks of queries, each with a mask."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if isinstance(w.mask, Window):
@@ -160,14 +162,18 @@ def cut_tail(w: Workload) -> Kernel:
     return call
 
 
+def tile_borders(w: Workload) -> list[int]:
+    return [border for border in positions.borders(w.kv_len) if border % positions.TILE == 0]
+
+
 def faulty(w: Workload, fault: str) -> Kernel:
-    border = positions.borders(w.kv_len)
-    middle = border[len(border) // 2]
+    tiles = tile_borders(w)
+    middle = tiles[len(tiles) // 2]
     return {
         "key 0": lambda: without_keys(w, 0, 1),
-        "key before a border": lambda: without_keys(w, middle - 1 if middle % positions.TILE == 0 else middle, 1),
-        "key after a border": lambda: without_keys(w, -(-middle // positions.TILE) * positions.TILE, 1),
-        "tile": lambda: without_keys(w, middle // positions.TILE * positions.TILE, positions.TILE),
+        "key before a border": lambda: without_keys(w, middle - 1, 1),
+        "key after a border": lambda: without_keys(w, middle, 1),
+        "tile": lambda: without_keys(w, middle, positions.TILE),
         "int32": lambda: wrapped(w),
         "last tile": lambda: cut_tail(w),
     }[fault]()
@@ -190,7 +196,7 @@ def run(case: Case, device: torch.device) -> None:
     spec = CheckSpec(w, device, case.backward, precision=precision)
     say(f"{w.id} {'forward and backward' if case.backward else 'forward'}: begins")
     clock, cache = Clock(device), ReferenceCache()
-    with instrumented(clock), measured_peak(device) as peak, clock.phase("whole check"):
+    with instrumented(clock), measured_peak(device) as peak, clock.phase("rest"):
         subject = spec.subject(Registry(), timed_kernel(flash(w), clock), "flash")
         comparison = judge.judge(subject, spec, cache)
     counts = "; ".join(f"{some:,} of {every:,} {name}" for name, (some, every) in comparison.sampled.items()) or "all rows"
@@ -201,9 +207,8 @@ def run(case: Case, device: torch.device) -> None:
     )
     if not comparison.passed:
         say("  " + pytest_attn.messages.mismatch.describe(comparison).replace("\n", "\n    "))
-    whole, known = clock.seconds.pop("whole check"), sum(clock.seconds.values())
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in clock.seconds.items() if name != "whole check")
-    say(f"  whole check {whole:.2f} s: {parts}, rest {whole - known:.2f}")
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in clock.seconds.items())
+    say(f"  whole check {sum(clock.seconds.values()):.2f} s: {parts}")
     say(f"  the kernel's own ms per forward call: {', '.join(f'{1e3 * seconds:.1f}' for seconds in clock.calls)}")
     say_memory(case, peak.bytes)
     try_faults(case, spec, cache)
@@ -277,9 +282,7 @@ def try_faults(case: Case, spec: CheckSpec, cache: ReferenceCache) -> None:
     exact.let_go()
 
 
-def say_found(
-    fault: str, tensors: dict[str, torch.Tensor], exact: reference.Reference, w: Workload, start: float
-) -> None:
+def say_found(fault: str, tensors: dict[str, torch.Tensor], exact: reference.Reference, w: Workload, start: float) -> None:
     rows = list(compare_all("structured", tensors, exact, w, limits_named("default")))
     worst = max(rows, key=lambda row: row.excess)
     verdict = "found" if not all(row.passed for row in rows) else "NOT FOUND"
@@ -295,8 +298,7 @@ def broken_gradient(
     if kind == "tail":
         broken[:, :, -positions.TILE :] = 0
     elif kind == "key":
-        border = positions.borders(w.kv_len)[-4] // positions.TILE * positions.TILE
-        broken[:, :, border] = 0
+        broken[:, :, tile_borders(w)[-2]] = 0
     else:  # dk = scale * dS^T q without the last 128 query rows
         broken = without_last_rows(broken, honest, exact, w)
     return {name: broken}
@@ -321,7 +323,7 @@ def without_last_rows(
 
 # -- virtual strides ---------------------------------------------------------------------------------------------------------
 
-INT32 = '''
+INT32 = """
 import sys, torch, triton, triton.language as tl, pytest_attn
 from pytest_attn import Workload
 
@@ -332,7 +334,7 @@ def attend(q, k, v, o, sqh, sqm, skh, skm, svh, svm, soh, som, S, scale, D: tl.c
         row, head = row.to(tl.int64), head.to(tl.int64)
     d = tl.arange(0, D)
     x = tl.load(q + head * sqh + row * sqm + d).to(tl.float32) * scale
-    top, total, acc = -float("inf"), 0.0, tl.zeros([D], tl.float32)
+    top, total, acc = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([D], tl.float32)
     for start in range(0, S, N):
         n = start + tl.arange(0, N)
         if WIDE:
@@ -340,7 +342,7 @@ def attend(q, k, v, o, sqh, sqm, skh, skm, svh, svm, soh, som, S, scale, D: tl.c
         inside = n < S
         at = inside[:, None]
         s = tl.sum(tl.load(k + head * skh + n[:, None] * skm + d[None, :], mask=at, other=0.0).to(tl.float32) * x[None, :], 1)
-        s = tl.where(inside, s, -float("inf"))
+        s = tl.where(inside, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 0))
         p = tl.exp(s - new)
         shrink = tl.exp(top - new)
@@ -362,7 +364,7 @@ def kernel(wide):
 w, name = Workload(96, heads=2), sys.argv[1]
 report = pytest_attn.check_invariants(kernel(name == "int64"), w, only="offsets", thorough=True, device="cuda")
 print("held", [f.evidence for f in report.findings])
-'''
+"""
 
 
 def ask_strides(device: torch.device) -> None:
@@ -371,7 +373,7 @@ def ask_strides(device: torch.device) -> None:
     for name, kernel in (("flash", flash(w)), ("offsets in int32", read_in_int32(flash(w)))):
         start, is_honest = time.perf_counter(), name == "flash"
         precision = "flash" if device.type == "cuda" else "torch_cpu"
-        asked = dict(only="offsets", thorough=True, device=str(device), precision=precision, name=name)
+        asked = {"only": "offsets", "thorough": True, "device": str(device), "precision": precision, "name": name}
         try:
             report = pytest_attn.check_invariants(kernel, w, **asked)  # type: ignore[arg-type]
             said = "held" if report.applied else f"not asked: {report.findings[0].evidence}"
@@ -383,7 +385,9 @@ def ask_strides(device: torch.device) -> None:
         return
     for name in ("int64", "int32"):
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", INT32_FILE, name], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", INT32_FILE, name], capture_output=True, text=True, timeout=120, check=False
+        )
         last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-4:]
         said = "held" if done.returncode == 0 else "broken or ended: " + " | ".join(last)[-400:]
         say(f"virtual strides, Triton kernel with {name} offsets: {said} ({time.perf_counter() - start:.1f} s)")
@@ -447,7 +451,9 @@ def own_cases(tokens: list[int], heads: int, head_dim: int) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, nargs="+", help="instead of the default list: causal, window, tail, decode of these")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="instead of the default list: causal, window, tail, decode of these"
+    )
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--sample", type=int, help="look at about so many rows, of any length: for a try on a CPU")

@@ -75,7 +75,7 @@ class LongNeedles:
     def _at_borders(self, rows: Tensor, at: Tensor, first: Tensor, end: Tensor) -> Tensor:
         """Return for each head's row the border next to the diagonal, one near it, any that it sees, or the plain edge (-1).
 
-        Rows at borders take the first: this one or the one before it, by turns of the heads, so that none is left out.
+        Rows at borders take the first, in odd heads the border before it: so none is left out in any head.
         """
         import torch
 
@@ -85,7 +85,7 @@ class LongNeedles:
         high = torch.searchsorted(self.borders, end) - 1  # the last border that is seen
         here = torch.searchsorted(self.borders, self._diagonal(rows), right=True) - 1
         seen = (high - low + 1).clamp(min=1)
-        nearest = (here.minimum(high) - (here + head) % 2).maximum(low)
+        nearest = (here.minimum(high) - head % 2).maximum(low)
         near = high - mixed % seen.clamp(max=_NEAR)
         anywhere = low + mixed % seen
         is_border = self.borders[here.clamp(min=0)] == self._diagonal(rows)

@@ -91,9 +91,10 @@ def test_rows_at_offsets_that_leave_32_bits_are_looked_at():
     assert not positions.far_positions(Workload(4096, heads=2), 2, 4096, 64)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("mask", [None, "causal", Window(300, 0)])
-def test_every_border_is_a_needle_of_a_row_that_is_looked_at(few, mask):
-    w = CAUSAL.replace(mask=mask, heads=4)
+def test_every_border_is_a_needle_of_a_row_that_is_looked_at(few, mask, heads):
+    w = CAUSAL.replace(mask=mask, heads=heads)
     long = LongNeedles(w, S, S)
     aimed = long.targets(long.looked_at)
     assert set(long.borders.tolist()) <= set(aimed.flatten().tolist())
@@ -122,7 +123,9 @@ def test_in_decoding_each_head_points_at_its_own_part_of_the_cache(few):
 def test_short_workloads_have_the_needles_that_they_had():
     before = Workload(128, heads=2)
     assert not positions.has_long_sequences(before)
-    assert all(not positions.has_long_sequences(w) for g in ("smoke", "edges", "features") for w in builtin_catalog().select(g))
+    assert all(
+        not positions.has_long_sequences(w) for g in ("smoke", "edges", "features") for w in builtin_catalog().select(g)
+    )
     for mask in ("causal", "causal-bottom-right", None, Window(5, 7), Document((10, 20, 10), causal=True)):
         w = Workload(40, heads=2, mask=mask)
         rows = torch.arange(0, 40, 2)
@@ -131,7 +134,9 @@ def test_short_workloads_have_the_needles_that_they_had():
         assert edges.tolist() == [_needle_target(w, int(row), 40, 40) for row in rows]
 
 
-@pytest.mark.parametrize("mask", ["causal", "causal-bottom-right", Window(3, 0), Window(0, 4), Window(None, 2), Window(2, None)])
+@pytest.mark.parametrize(
+    "mask", ["causal", "causal-bottom-right", Window(3, 0), Window(0, 4), Window(None, 2), Window(2, None)]
+)
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (17, 17), (1, 30), (30, 1)])
 def test_intervals_and_pairs_are_those_of_each_row(mask, lengths):
     plain = Workload(*lengths, mask=mask).plain_mask
