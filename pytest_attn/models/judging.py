@@ -49,7 +49,8 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
         location, suggestions = explain(failed, tensors[failed.name], reference, case)
         mismatch = Mismatch(failed, location, tuple(map(_in_a_model, suggestions)))
     name = call.function if subject is None else subject.name
-    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch)
+    sampled = reference.sampled
+    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, sampled=sampled)
 
 
 def _in_a_model(suggestion: Suggestion) -> Suggestion:
