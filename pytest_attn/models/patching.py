@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.models.compiled import uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +54,7 @@ def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Cal
         return wrappers[id(function)]
     if not callable(function) or issubclass(type(function), type):
         return None
-    try:
-        compiled_from = vars(function).get("_torchdynamo_orig_callable")
-    except Exception:  # has no fields, or stands for something that is not there
-        return None
+    compiled_from = uncompiled(function)
     return None if compiled_from is None else wrappers.get(id(compiled_from))
 
 
