@@ -125,8 +125,8 @@ class Settings:
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
     outputs: tuple[str, ...] = outputs(
-        "Write a file, by its suffix; may be given several times. .jsonl: an object per line and judgment. .html: one page that"
-        " opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
+        "Write a file; its suffix says which. It may be given several times. .jsonl: an object per line and judgment. .html:"
+        " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
         "output",
     )
     support: str | None = output("Write which backend passed, refused or failed which group of workloads, as a table", ".md")
