@@ -93,9 +93,7 @@ class Automatic(Backend):
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if interleaved:
                 k, v = repeated(k, w), repeated(v, w)
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
         return call if self.kernel is None else _on_kernel(call, self.kernel)
 
