@@ -1,4 +1,4 @@
-"""The table of --attn-support: which backend passed, refused or failed which group of workloads."""
+"""The table of --attn-output=FILE.support.md: which backend passed, refused or failed which group of workloads."""
 
 from __future__ import annotations
 
