@@ -206,7 +206,9 @@ def read_records(*paths: str | Path) -> list[Record]:
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: is not UTF-8 ({error.reason}); expected a .jsonl file that --attn-output wrote") from None
+            raise ValueError(
+                f"{path}: is not UTF-8 ({error.reason}); expected a .jsonl file that --attn-output wrote"
+            ) from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 is_cut = number == len(lines) and line.startswith("{")  # every whole line ends with a newline
@@ -220,7 +222,9 @@ def _read(line: str, where: str, is_cut: bool) -> Record | None:
     except (ValueError, RecursionError) as error:
         if is_cut:
             return None
-        raise ValueError(f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote") from None
+        raise ValueError(
+            f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote"
+        ) from None
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
         raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
     if record["schema"] > SCHEMA:
