@@ -1,4 +1,4 @@
-"""`python -m pytest_attn report | rank | summary FILE.jsonl ...`: what ends a run, from .jsonl files of --attn-output alone."""
+"""`python -m pytest_attn report | rank | summary FILE.jsonl ...`: what ends a run, from .jsonl files alone."""
 
 from __future__ import annotations
 
