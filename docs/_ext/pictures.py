@@ -83,7 +83,7 @@ def printed(source: str, *options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         text = run(Path(folder), source, *options)
     of_the_machine = re.compile(r"platform |rootdir: |plugins: |benchmark: |hypothesis profile |cachedir: |attn = <")
-    return "\n".join(line for line in done.stdout.splitlines() if not of_the_machine.match(line))
+    return "\n".join(line for line in text.splitlines() if not of_the_machine.match(line))
 
 
 def run(folder: Path, source: str, *options: str) -> str:
