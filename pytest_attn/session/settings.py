@@ -95,9 +95,9 @@ class Settings:
         options.one_of("cold", "warm"),
     )
     fresh: str = option(
-        "How the fresh processes begin that confirm and record a GPU's times: started, or forked by a server that has imported"
-        " torch. Forked takes less time; nobody has compared the two on a GPU yet (default: started)",
-        "started",
+        "How the fresh processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
+        " Linux, or started, each by itself, which takes longer (default: forked)",
+        "forked",
         "HOW",
         options.one_of("started", "forked"),
     )

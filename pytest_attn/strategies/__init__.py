@@ -11,7 +11,7 @@ Example::
     def test_mine(workload):
         check(lambda q, k, v: my_attention(q, k, v, causal=workload.mask is not None), workload)
 
-`pytest --attn-fuzz 100` draws for every marked test without a line of this. Needs `pip install pytest-attn[fuzz]`.
+`pytest --attn-fuzz 100` draws for every marked test without a line of this. Needs `pip install "pytest-attn[fuzz]"`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("pytest_attn.strategies needs Hypothesis: pip install pytest-attn[fuzz]") from error
+    raise ImportError('pytest_attn.strategies needs Hypothesis: pip install "pytest-attn[fuzz]"') from error
 
 from pytest_attn.strategies.draws import drawn
 from pytest_attn.strategies.lengths import MAX_BATCH

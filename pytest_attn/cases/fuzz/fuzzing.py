@@ -38,7 +38,7 @@ def require_hypothesis() -> None:
     try:
         import hypothesis  # noqa: F401
     except ImportError:
-        raise pytest.UsageError("--attn-fuzz needs Hypothesis: pip install pytest-attn[fuzz]") from None
+        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
 
 
 def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
