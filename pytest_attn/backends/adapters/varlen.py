@@ -66,8 +66,10 @@ class Varlen(Backend):
 
 
 def _takes(parameter: str) -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
     return parameter in inspect.signature(varlen_attn).parameters
 
 
