@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it is no version."""
+    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it cannot be read."""
     try:
         return Version(version).release
     except InvalidVersion:

@@ -34,7 +34,7 @@ class Exact:
         self._registry = Registry()
 
     def handle(self, caught: Caught) -> Any:
-        """Return exact attention in the place of a call; one that is not read is the model's own."""
+        """Return exact attention in the place of a call; an unread call stays the model's own."""
         caught = caught.with_tensors(*map(alias, caught.tensors))
         try:
             asked = caught.read()

@@ -10,7 +10,7 @@ from pytest_attn.workloads.visibility import bind
 if TYPE_CHECKING:
     import torch
 
-#: more documents than this are no documents, but a pattern
+#: more documents than this are taken for a pattern
 _MOST_DOCUMENTS = 4096
 
 

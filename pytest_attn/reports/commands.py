@@ -26,7 +26,7 @@ def add_commands(parser: argparse.ArgumentParser) -> Any:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Run a command; return 0. What is no such file, or cannot be written, is a usage error: exit 2, in words."""
+    """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
     try:
         given.run(read_records(*given.files), given)
     except BrokenPipeError:

@@ -150,9 +150,9 @@ def latency_of(record: Record) -> dict[str, Any]:
 
 
 def verdict_of(record: Record) -> Verdict | None:
-    """Return the verdict of a record as a report shows it; None for one that is newer than this version.
+    """Return the verdict of a record as a report shows it; None if it is newer than this version.
 
-    JSON's "passed" is told apart: an approximate kernel, a time, and a known defect that did not show.
+    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show.
     """
     verdict = Verdict.named(record["verdict"])
     if verdict is not Verdict.PASSED:
@@ -199,7 +199,7 @@ def read_records(*paths: str | Path) -> list[Record]:
     """Return the records of one or more .jsonl files of --attn-output, in their order; fields that a file lacks are empty.
 
     The last line of a run that was killed may be cut short, and is left out. Raises ValueError, with file and line, for
-    anything else that is no record, or is of a newer schema.
+    any other line that is not a record, or is of a newer schema.
     """
     found = []
     for path in paths:

@@ -17,7 +17,7 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
+        self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 

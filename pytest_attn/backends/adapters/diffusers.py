@@ -59,7 +59,7 @@ _NAMES = {
 class DiffusersDispatch(Dispatcher):
     """dispatch_attention_fn(query, key, value, attn_mask, is_causal=, scale=, enable_gqa=, backend=NAME).
 
-    The dispatcher is told what its signature can say and decides by itself: what it makes of that is what is judged.
+    The dispatcher gets what its signature can say, and decides by itself. Its decision is judged.
     """
 
     source = Library(("diffusers",), "diffusers.models.attention_dispatch", "pip install diffusers")
