@@ -13,9 +13,10 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": op
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, None where it is not installed."""
     try:
-        return metadata.version(distribution)
-    except (metadata.PackageNotFoundError, KeyError):  # KeyError: a folder that an uninstallation left, without a version
+        found = metadata.metadata(distribution)
+    except metadata.PackageNotFoundError:
         return None
+    return found["Version"] if "Version" in found else None  # a folder that an uninstallation left has none
 
 
 def release(version: str) -> tuple[int, ...]:
