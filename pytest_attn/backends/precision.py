@@ -48,7 +48,7 @@ class Precision:
 
     Args:
         name: what reports call the profile.
-        rounds_scores: scores are rounded to the dtype before and after the scale, dP and dS likewise in the backward pass.
+        rounds_scores: scores are rounded to the dtype before and after the scale, and dP and dS in the backward pass.
         rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
         rounds_scaled_key: k is, in the same way.
         rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
@@ -142,9 +142,9 @@ class Precision:
 PRECISIONS = {
     # FlashAttention 3 and 4, Triton: float32 scores, P and dS rounded to the dtype for the tensor cores
     "flash": Precision("flash"),
-    # FlashAttention 2, torch's copy and its CPU kernel: gradients of grouped heads leave the kernel per query head
+    # FlashAttention 2, torch's copy and its CPU kernel: under GQA the gradients leave the kernel per query head
     "flash2": Precision("flash2", sums_rounded_heads=True),
-    # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for grouped heads
+    # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
     "eager": Precision("eager", rounds_scores=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),

@@ -37,8 +37,8 @@ class RefusedError(Exception):
 class Subject(ABC):
     """What is tested: its name, how it takes tensors, where it rounds, and what it can and cannot do.
 
-    Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped; once both
-    are silent, the subject has claimed the case, and an exception or a wrong value is a failure.
+    Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped. If both
+    are silent, the subject has claimed the case: an exception or a wrong value is a failure.
     """
 
     #: what users type, and what reports call it
@@ -145,7 +145,7 @@ class Subject(ABC):
     def dequantized(self, inputs: Inputs) -> Inputs:
         """Return what an approximate kernel makes of q, k and v when it quantizes them, as float32 tensors.
 
-        It is held against exact attention on these values: what quantization itself loses is its design, what goes wrong
+        It is compared with exact attention on these values: what quantization itself loses is its design, what goes wrong
         after it is not.
         """
         return inputs

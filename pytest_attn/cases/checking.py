@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def check(
     run: CaseRun, subject: Subject, spec: CheckSpec, located: Callable[[Comparison], Comparison] | None = None
 ) -> Comparison:
-    """Hold a subject against exact attention; return the comparison of one that is right, and end the test of another.
+    """Compare a subject with exact attention; return the comparison if it passed, else end the test.
 
     located: says more about where a fault lies, from what the judgment has seen.
     """

@@ -47,8 +47,8 @@ _HALF_ROUNDINGS = 2.0
 class RowNoise:
     """A relative error that all P of a row share.
 
-    variance: of it, (n, heads, rows, 1). of_out: what it adds to that of out, beside its share in out itself, where the parts
-    of a row have such errors of their own: (n, heads, rows, v_head_dim), None elsewhere.
+    variance: of it, (n, heads, rows, 1). of_out: what it adds to the variance of out beside its share in out itself,
+    (n, heads, rows, v_head_dim). It is None unless the parts of a row have such errors of their own.
     """
 
     variance: torch.Tensor

@@ -38,10 +38,10 @@ def judge(
 ) -> Comparison:
     """Hold `subject` against exact attention on every input distribution of the spec.
 
-    Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs, and RefusedError
-    where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong; other exceptions
-    of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the tensors of the
-    first mismatch with the comparison.
+    Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs. Raises
+    RefusedError where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong.
+    Other exceptions of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the
+    tensors of the first mismatch with the comparison.
     """
     __tracebackhide__ = True
     judgment = _Judgment(subject, spec.for_subject(subject), deadline, keep_evidence)
@@ -242,7 +242,7 @@ class _Judgment:
         __tracebackhide__ = True
         try:
             again, _ = self._results(row.distribution, reference, pattern)
-        except Exception:  # what is wrong already is what the user is told
+        except Exception:  # the user gets the first fault
             return ()
         expected = reference.tensors[row.name]
         one, other = (

@@ -1,4 +1,4 @@
-"""Products over grouped heads: query head h uses key head h // group, and keys are never repeated in memory."""
+"""Products under GQA: query head h uses key head h // group, and keys are never repeated in memory."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs as the callable takes them where `inputs` are the values that these stand for: because a backend quantises them, or
-    because they are quantised and come with descales; None elsewhere. parameters: those whose gradients are there, as
-    dsinks and so on. redraw: draws the inputs of a long workload again, which are let go between two calls.
+    inputs as the callable takes them, where a backend quantises them, or where they are quantised and come with descales.
+    `inputs` are then the values that they stand for. Elsewhere `given` is None. parameters: those whose gradients are there,
+    as dsinks and so on. redraw: draws the inputs of a long workload
+    again, which are let go between two calls.
     """
 
     def __init__(

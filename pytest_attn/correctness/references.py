@@ -1,4 +1,4 @@
-"""Exact attention for the checks of a run, computed once for all kernels that are held against it."""
+"""Exact attention for the checks of a run, computed once for all kernels that are compared with it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ScoreBudget:
         return ScoreNoise(variance.mul_(SHARED**2), slope_var)
 
     def _is_far(self, variance: torch.Tensor) -> bool:
-        """Whether scores may be so far off that their exponentials, and softcap, are no straight lines in between."""
+        """Whether scores may be so far off that their exponentials, and softcap, are far from linear in between."""
         if self.rounding.operand_unit:
             return True
         return self.precision.has_noisy_scores and bool(variance.numel()) and float(variance.max()) * SHARED**2 > _FAR**2

@@ -35,7 +35,7 @@ def is_cuda_error(error: Exception) -> bool:
 def refusals() -> Iterator[None]:
     """Turn what a kernel raises that does not take some strides into RefusedError.
 
-    A broken contract stays one, and what ends a device's context is no refusal: the kernel has run.
+    A broken contract stays one, and the end of a device's context does not count as a refusal: the kernel has run.
     """
     try:
         yield

@@ -16,8 +16,8 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
     """Return the bytes that a call asks for at its peak, beyond what was held on a CUDA device before.
 
-    What was asked for, not what the allocator handed out: a free block that it has may be up to 1 MiB larger, for each of the
-    tensors, in one process and not in another.
+    What was asked for, not what the allocator handed out. A free block may be up to 1 MiB larger for each of the tensors, in
+    one process and not in another.
     """
     import torch
 

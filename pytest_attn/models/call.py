@@ -28,7 +28,7 @@ class AttentionCall:
         inputs: the workload with its tensors; dout is the gradient that arrived.
         out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
         subject: what computed it instead; None where the model did.
-        gradients: those that arrived, by name, likewise.
+        gradients: those that arrived, by name, in the same layout.
         has_dout: whether a gradient of out arrived.
         is_again: it was computed once more for a backward pass, as checkpointing does.
         order: the how-manieth of all calls it is.
@@ -68,12 +68,12 @@ class AttentionCall:
 
     @property
     def k(self) -> torch.Tensor:
-        """Keys, likewise, with kv_heads and kv_len."""
+        """Keys in the same layout, with kv_heads and kv_len."""
         return self.inputs.k
 
     @property
     def v(self) -> torch.Tensor:
-        """Values, likewise, with v_head_dim."""
+        """Values in the same layout, with v_head_dim."""
         return self.inputs.v
 
     @property
@@ -93,7 +93,7 @@ class AttentionCall:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The mask with padding, boolean, True = visible, broadcastable likewise; None where all is visible, or packed."""
+        """The mask with padding, boolean, True = visible, broadcastable; None where all is visible, or packed."""
         from pytest_attn.backends.dense import boolean_mask
 
         return None if self.workload.is_packed else boolean_mask(self.inputs)

@@ -55,8 +55,8 @@ def check_model(
         backward: gradients, too.
         functions: attention of your own, as for `capture`.
         limits: "default" or "strict".
-        scatter: runs with exact attention and random rounding, in units of which `ratios` tell how far outputs, loss and
-            gradients of a model in half precision are from exact; 0 for none.
+        scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
+            outputs, loss and gradients of a model in half precision are from exact.
 
     Returns:
         The comparison of a model that is right.

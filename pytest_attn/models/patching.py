@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.models.compiled import uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Cal
         return _wrapper_of(value.__func__, wrappers)
     if kind is not FunctionType or not value.__dict__:
         return None
-    compiled_from = value.__dict__.get("_torchdynamo_orig_callable")
+    compiled_from = uncompiled(value)
     return None if compiled_from is None else wrappers.get(id(compiled_from))
 
 

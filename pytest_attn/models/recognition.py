@@ -13,7 +13,7 @@ from pytest_attn.workloads.workload import Workload
 if TYPE_CHECKING:
     import torch
 
-#: more documents than this are no documents, but a pattern
+#: more documents than this are taken for a pattern
 _MOST_DOCUMENTS = 4096
 
 

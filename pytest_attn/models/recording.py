@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the_same, with_mask
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
+from pytest_attn.models.compiled import uncompiled
+from pytest_attn.models.entry_points import FLEX
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -37,6 +40,15 @@ class Computed(NamedTuple):
     result: Any
     precision: str | Precision
     subject: Subject | None
+
+
+def precision_of(caught: Caught, registry: Registry, kind: str) -> str | Precision:
+    """Return the precision profile of the function that a model called, on a kind of device."""
+    import torch
+
+    if caught.entry is FLEX and uncompiled(caught.original) is None:
+        return uncompiled_flex_precision(torch.__version__)
+    return registry[caught.profile].precision_on(kind) if caught.profile else "flash"
 
 
 class Recorder:
@@ -102,7 +114,7 @@ class Recorder:
     def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
         del asked
-        return Computed(caught.compute(), self._profile(caught.profile, inputs.device.type), None)
+        return Computed(caught.compute(), precision_of(caught, self._registry, inputs.device.type), None)
 
     def finish(self) -> None:
         """Hand on the calls whose gradients did not all arrive."""
@@ -123,9 +135,6 @@ class Recorder:
         if visible is None or visible.shape[-2:] != (asked.q.shape[-2], asked.k.shape[-2]):
             return asked
         return asked if says_the_same(asked, visible) else with_mask(asked, visible)
-
-    def _profile(self, backend: str, kind: str) -> str | Precision:
-        return self._registry[backend].precision_on(kind) if backend else "flash"
 
     def _copies(self, inputs: Inputs) -> Inputs:
         import torch

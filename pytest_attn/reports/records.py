@@ -1,4 +1,4 @@
-"""The record of one judgment: its fields, and the file of --attn-json, one JSON object per line.
+"""The record of one judgment: its fields, and a .jsonl file, one JSON object per line.
 
 A line is whole or not there: it is written in one piece as soon as its test is done. Numbers that JSON has no word for are
 the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again when read.
@@ -22,7 +22,7 @@ SCHEMA = 1
 class Record(TypedDict):
     """One judgment, of builtin types only, so that it travels from an xdist worker on a test report.
 
-    This is the one definition of a record, each field with its meaning: the lines of --attn-json, what reports read, and the
+    This is the one definition of a record, each field with its meaning: the lines of a .jsonl file, what reports read, and the
     table of the documentation follow it.
     """
 
@@ -154,9 +154,9 @@ def latency_of(record: Record) -> dict[str, Any]:
 
 
 def verdict_of(record: Record) -> Verdict | None:
-    """Return the verdict of a record as a report shows it; None for one that is newer than this version.
+    """Return the verdict of a record as a report shows it; None if it is newer than this version.
 
-    JSON's "passed" is told apart: an approximate kernel, a time, and a known defect that did not show.
+    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show.
     """
     verdict = Verdict.named(record["verdict"])
     if verdict is not Verdict.PASSED:
@@ -169,7 +169,7 @@ def verdict_of(record: Record) -> Verdict | None:
 
 
 class RecordWriter:
-    """Writes the file of --attn-json. The file of an earlier run is replaced when the first record comes."""
+    """Writes a .jsonl file of --attn-output. The file of an earlier run is replaced when the first record comes."""
 
     def __init__(self, path: str, with_samples: bool = False) -> None:
         self.path, self.with_samples = Path(path), with_samples
@@ -200,17 +200,19 @@ def to_line(record: Record, with_samples: bool = False) -> str:
 
 
 def read_records(*paths: str | Path) -> list[Record]:
-    """Return the records of one or more files of --attn-json, in their order; fields that a file lacks are empty.
+    """Return the records of one or more .jsonl files of --attn-output, in their order; fields that a file lacks are empty.
 
     The last line of a run that was killed may be cut short, and is left out. Raises ValueError, with file and line, for
-    anything else that is no record, or is of a newer schema.
+    any other line that is not a record, or is of a newer schema.
     """
     found = []
     for path in paths:
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: is not UTF-8 ({error.reason}); expected a file that --attn-json wrote") from None
+            raise ValueError(
+                f"{path}: is not UTF-8 ({error.reason}); expected a .jsonl file that --attn-output wrote"
+            ) from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 is_cut = number == len(lines) and line.startswith("{")  # every whole line ends with a newline
@@ -224,15 +226,17 @@ def _read(line: str, where: str, is_cut: bool) -> Record | None:
     except (ValueError, RecursionError) as error:
         if is_cut:
             return None
-        raise ValueError(f"{where}: is not JSON ({error}); expected a line that --attn-json wrote") from None
+        raise ValueError(
+            f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote"
+        ) from None
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ValueError(f'{where}: has no "schema"; expected a line that --attn-json wrote')
+        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
     if record["schema"] > SCHEMA:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
     for name, kind, _ in FIELDS:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
-            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line that --attn-json wrote?")
+            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
     known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
     return cast(Record, {**_empty(), **known, **_of_older_lines(record)})
 

@@ -17,7 +17,7 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 _MOST_OBSTACLES = 20
 #: of these, --attn-save-failures keeps the tensors
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
-#: outputs and gradients of a model that are told, those furthest from exact first
+#: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
 #: how a terminal shows the tone of a verdict
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}

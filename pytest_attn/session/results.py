@@ -17,12 +17,12 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
+        self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 
     def write_to(self, lines: JsonLines) -> None:
-        """Also write each record to the file of --attn-json, as it comes."""
+        """Also write each record to the .jsonl file of --attn-output, as it comes."""
         self._lines = lines
 
     def replace(self, is_meant: Callable[[Record], bool], changes: Callable[[Record], Mapping[str, Any]]) -> None:
@@ -46,11 +46,11 @@ class Results:
             self.mutants.append(found)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Finish the file of --attn-json."""
+        """Finish the .jsonl file of --attn-output."""
         if self._lines is not None:
             self._lines.write(self._held)
             self._lines.close()
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)
             else:
-                terminalreporter.write_line(f"--attn-json: written to {self._lines.path}")
+                terminalreporter.write_line(f"--attn-output: written to {self._lines.path}")

@@ -68,7 +68,7 @@ def workloads(
     layouts: out of LAYOUT_KINDS; all but "packed pages" where none is said. features: out of FEATURES.
     max_rows: the longest q_len and kv_len.
     head_dims: of keys and values alike, or a pair (head_dim, v_head_dim).
-    page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient, which is paged keys.
+    page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient: a paged KV cache.
     fixed: a value that every draw has, for q_len, pad, softcap, scale, bias, alibi, sinks, score_mod, head_groups or
     bias_before_softcap, e.g. softcap=20.0.
 

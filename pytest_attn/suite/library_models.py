@@ -165,7 +165,7 @@ def _images(side: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor
     return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-#: by name: what is no model of tokens
+#: by name: those that take no tokens
 _OTHERS: Mapping[str, Callable[[torch.device, torch.dtype], tuple[nn.Module, Step]]] = {
     "timm-vit": _timm,
     "flux": _flux,

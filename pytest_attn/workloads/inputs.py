@@ -28,8 +28,8 @@ class Inputs:
         workload: what is asked.
         device: where the tensors are.
         q: queries, of the workload's dtype.
-        k: keys, likewise, or of its kv_dtype; a page pool where the workload has kv_pages.
-        v: values, likewise; a view of k where the workload has v_in_k.
+        k: keys in the same layout, or of its kv_dtype; a page pool where the workload has kv_pages.
+        v: values in the same layout; a view of k where the workload has v_in_k.
         dout: the gradient of out, of the dtype of out.
         bias: broadcasts to (batch, heads, q_len, kv_len), of the dtype of out.
         sinks: (heads,), of the dtype of out, or of their own.

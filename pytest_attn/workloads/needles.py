@@ -25,8 +25,8 @@ _NEAR = 16
 class LongNeedles:
     """The keys that the queries of one long sequence point at.
 
-    Rows that are looked at have a border of the keys, another one in each head; even rows in between have, as in short
-    sequences, an edge of the mask; the others have none.
+    Rows that are looked at have a border of the keys, another one in each head. Even rows in between have an edge of the mask,
+    as in short sequences. The others have none.
     """
 
     def __init__(self, w: Workload, q_len: int, kv_len: int) -> None:

@@ -53,8 +53,8 @@ def borders(length: int, most: int = SAMPLED) -> list[int]:
 def far_positions(w: Workload, heads: int, length: int, dim: int) -> tuple[int, ...]:
     """Return both sides of where offsets in a tensor (batch, heads, length, dim) pass what integers of 32 bits hold.
 
-    It may lie as (batch, heads, length, dim), as (batch, length, heads, dim), or in a projection together with q, k and v;
-    a kernel may count in scores, (length, kv_len), as well.
+    It may lie as (batch, heads, length, dim), as (batch, length, heads, dim), or in a projection together with q, k and v.
+    A kernel may count in scores, (length, kv_len), as well.
     """
     fused = w.heads * w.head_dim + w.kv_heads * (w.head_dim + w.v_head_dim)
     found: set[int] = set()

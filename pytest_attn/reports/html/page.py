@@ -1,4 +1,4 @@
-"""The page of --attn-report: one file that opens offline, asks nobody for anything, and runs no script but its own."""
+"""The page of --attn-output=FILE.html: one file that opens offline, loads nothing, and runs no script but its own."""
 
 from __future__ import annotations
 
