@@ -123,8 +123,12 @@ def group_by_workload(items: list[pytest.Item]) -> None:
             and not isinstance(parameter, ModelParameter)
             and item.get_closest_marker("xdist_group") is None
         ):
-            test = item.name.partition("[")[0]
-            item.add_marker(pytest.mark.xdist_group(f"{test}-{parameter.workload.id}"))  # "]" would end the group's name
+            item.add_marker(pytest.mark.xdist_group(workload_group(item, parameter)))
+
+
+def workload_group(item: pytest.Item, parameter: CaseParameter) -> str:
+    """Return the name of the group that the cases of one workload and test are in."""
+    return f"{item.name.partition('[')[0]}-{parameter.workload.id}"  # "]" would end the group's name
 
 
 def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:
