@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if settings.shard and session.child is None:  # a fresh process runs what it is told
         from pytest_attn.session.part import Part
 
-        session.part = Part(config, session)
+        session.part = Part(config, settings)
         config.pluginmanager.register(session.part, "attn-part")
     if settings.fuzz:
         from pytest_attn.cases.fuzz.fuzzing import require_hypothesis

@@ -135,7 +135,7 @@ def problems(files: Sequence[PartFile]) -> list[str]:
 def _no_parts(files: Sequence[PartFile]) -> Iterator[str]:
     for one in files:
         if not one.facts:
-            yield f"{one.path} does not say which part it is; expected a file of pytest --attn-shard=I/N --attn-output=FILE.jsonl"
+            yield f"{one.path} does not say which part it is; pytest --attn-shard=I/N --attn-output=FILE.jsonl does"
 
 
 def _numbers(parts: Sequence[PartFile]) -> Iterator[str]:

@@ -44,9 +44,9 @@ def facts_of_line(line: str, where: str) -> Mapping[str, Any] | None:
         wanted = ("number", "parts", *(("total", "tests", "ran") if ends else ()))
         is_whole = all(type(facts[name]) is int for name in wanted) and 1 <= facts["number"] <= facts["parts"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: is no line of a part ({error!r})") from None
+        raise ValueError(f"{where}: is not the line of a part ({error!r})") from None
     if not is_whole:
-        raise ValueError(f"{where}: is no line of a part: part {facts['number']} of {facts['parts']}")
+        raise ValueError(f"{where}: is not the line of a part: part {facts['number']} of {facts['parts']}")
     return dict(facts)
 
 

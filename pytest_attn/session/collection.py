@@ -15,6 +15,7 @@ from pytest_attn.session.items import (
     is_unselected,
     model_parameter,
     parameter_of,
+    workload_group,
 )
 from pytest_attn.session.machines import NoTorchError, require_torch
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
@@ -124,11 +125,6 @@ def group_by_workload(items: list[pytest.Item]) -> None:
             and item.get_closest_marker("xdist_group") is None
         ):
             item.add_marker(pytest.mark.xdist_group(workload_group(item, parameter)))
-
-
-def workload_group(item: pytest.Item, parameter: CaseParameter) -> str:
-    """Return the name of the group that the cases of one workload and test are in."""
-    return f"{item.name.partition('[')[0]}-{parameter.workload.id}"  # "]" would end the group's name
 
 
 def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:

@@ -16,8 +16,15 @@ from pathlib import Path
 import pytest
 
 from pytest_attn.reports.durations import SECONDS, digest_of_text
-from pytest_attn.session.collection import workload_group
-from pytest_attn.session.items import CaseParameter, FuzzParameter, ModelParameter, RankedParameter, parameter_of, test_of
+from pytest_attn.session.items import (
+    CaseParameter,
+    FuzzParameter,
+    ModelParameter,
+    RankedParameter,
+    parameter_of,
+    test_of,
+    workload_group,
+)
 from pytest_attn.session.splitting import Cost
 from pytest_attn.workloads.workload import Workload
 
@@ -105,7 +112,7 @@ def known_durations(path: Path) -> dict[str, int]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; python -m pytest_attn durations writes it") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError(f"{path} is no file that python -m pytest_attn durations wrote") from None
+        raise ValueError(f"{path} was not written by python -m pytest_attn durations") from None
     named = re.fullmatch(r".*-([0-9a-f]{12})\.json", path.name)
     if not named or named[1] != digest_of_text(text):
         raise ValueError(

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_attn.reports.parts import PartFacts, stable_id, to_part_line
 from pytest_attn.session.launchers import Shard, shard_of
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.settings import Settings
 from pytest_attn.version import __version__
 
 #: under which a worker of xdist tells the controller what it knows, and is told its part
@@ -29,10 +29,10 @@ _SKIPS_FILES = "lfplugin-collwrapper"  # of --lf: leaves out files by this machi
 class Part:
     """The part of this run: a plugin of pytest that divides the tests, and counts those that have run."""
 
-    def __init__(self, config: pytest.Config, session: AttentionSession) -> None:
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
         """Find out which part this is. Raises pytest.UsageError where nobody says, or an option does not go with it."""
-        self._config, self._session, settings = config, session, session.settings
-        told: str = getattr(config, "workerinput", {}).get(OF_WORKER, settings.shard)
+        self._config, self._settings = config, settings
+        told = getattr(config, "workerinput", {}).get(OF_WORKER, settings.shard or "auto")
         try:
             self.shard: Shard = shard_of(told, os.environ)
         except ValueError as error:
@@ -41,7 +41,7 @@ class Part:
             self._known = _known(config.rootpath, settings.shard_durations)
         except ValueError as error:
             raise pytest.UsageError(f"--attn-shard-durations: {error}") from None
-        _refuse_what_does_not_divide(config, session)
+        _refuse_what_does_not_divide(config, settings)
         if wrapper := config.pluginmanager.get_plugin(_SKIPS_FILES):
             config.pluginmanager.unregister(wrapper)  # then --lf chooses among this part's tests, once they are collected
         self._divided: PartFacts = {}
@@ -57,7 +57,7 @@ class Part:
 
         stable = {item: stable_id(item.nodeid) for item in items}
         named = names_of(items, stable)
-        found = assign(costs_of(named, self._known, self._session.settings.fuzz), self.shard.parts)
+        found = assign(costs_of(named, self._known, self._settings.fuzz), self.shard.parts)
         mine = [item for item in items if found[stable[item]] == self.shard.number]
         others = [item for item in items if found[stable[item]] != self.shard.number]
         self._divided = {
@@ -88,7 +88,7 @@ class Part:
         return to_part_line({**facts, "ran": len(self._ran), "uncollected": len(self._uncollected), "exit": exit_code})
 
     def _identity(self) -> PartFacts:
-        options = self._session.settings.as_options()
+        options = self._settings.as_options()
         return {
             "number": self.shard.number,
             "parts": self.shard.parts,
@@ -144,15 +144,15 @@ def _known(rootpath: Path, path: str) -> dict[str, int]:
     return known_durations(rootpath / path)
 
 
-def _refuse_what_does_not_divide(config: pytest.Config, session: AttentionSession) -> None:
+def _refuse_what_does_not_divide(config: pytest.Config, settings: Settings) -> None:
     """Raise pytest.UsageError for options whose answer is about all tests together, or about this machine's last run."""
     if any(config.getoption(name, False) for name in ("stepwise", "stepwise_skip", "stepwise_reset")):
         raise pytest.UsageError(
             "--attn-shard: --stepwise goes on where this machine stopped, so hosts would divide different tests; leave it out"
         )
-    if session.settings.mutants:
+    if settings.mutants:
         raise pytest.UsageError("--attn-shard: --attn-mutants counts over all tests together; leave one of them out")
-    if session.settings.update_baselines is not None:
+    if settings.update_baselines is not None:
         raise pytest.UsageError(
             "--attn-shard: --attn-update-baselines records on one machine, in one file; leave one of them out"
         )
