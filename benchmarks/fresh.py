@@ -130,6 +130,7 @@ def take_turns(suite: Suite, processes: int, per_server: int) -> dict[str, list[
                     server.close()
                 begun = time.perf_counter()
                 server = ForkServer(suite.command(number), suite.modules)
+                server.wait_until_ready()
                 starts.append(time.perf_counter() - begun)
             for kind in ("fresh", "forked") if number % 2 else ("forked", "fresh"):
                 run = suite.time_all(number, server if kind == "forked" else None)

@@ -63,13 +63,13 @@ def check(
         precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
         layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
             packed workloads are "thd".
-        out_layout: that of out, where it is another.
+        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
         returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
             row), "keep" (what dropout has left) and "ignored".
+        out_layout: that of out, where it is another.
         lse_base: "e" or 2, of lse and max.
         lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
         takes_out: fn writes out into its argument out=, which is filled with NaN before.
-        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
         device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
         seed: of the inputs.
         limits: "default" or "strict": the largest z of an element, and RMS of a row and of a head.
@@ -132,14 +132,23 @@ def check_invariants(
         thorough: ask all of them, with more repetitions.
         backward: compare dq, dk and dv as well.
         precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
-        layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
+            packed workloads are "thd".
         returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
+        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
+            row), "keep" (what dropout has left) and "ignored".
+        out_layout: that of out, where it is another.
+        lse_base: "e" or 2, of lse and max.
+        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
+        takes_out: fn writes out into its argument out=, which is filled with NaN before.
         device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
         seed: of the inputs.
         empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
             these rows and their dout out.
         contiguous: whether fn takes contiguous tensors only, as its documentation says.
         name: what reports call a callable, by default its qualified name.
+        dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
+            tensors: exact attention is that of these values.
 
     Returns:
         The report: a finding per invariant.
@@ -201,8 +210,15 @@ def measure(
         backward: False times the forward pass, True the backward pass alone, "both" one after the other.
         inputs: names of input distributions, by default ("structured", "flat").
         precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
-        layout: "bhsd" or "bshd", in which fn takes and returns tensors; packed workloads are "thd".
+        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
+            packed workloads are "thd".
         returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
+        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
+            row), "keep" (what dropout has left) and "ignored".
+        out_layout: that of out, where it is another.
+        lse_base: "e" or 2, of lse and max.
+        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
+        takes_out: fn writes out into its argument out=, which is filled with NaN before.
         device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
         seed: of the inputs.
         cold: flush a GPU's L2 cache before each sample.

@@ -1,4 +1,4 @@
-"""Directives that write the API from the package; tables.py and attn_tables.py write the rest into the pages.
+"""Directives that write the API from the package; tables.py writes the rest into the pages.
 
 Each turns what the code declares into reStructuredText, so nothing here repeats what the code says.
 """

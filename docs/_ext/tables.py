@@ -13,10 +13,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import field_tables
+
 import pytest_attn
 from pytest_attn import hooks, plugin
+from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.precision import PRECISIONS, Precision
+from pytest_attn.backends.registry import Registry
 from pytest_attn.plugin import MARKERS
+from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
@@ -132,7 +137,14 @@ def record() -> Iterator[str]:
     )
 
 
-PARTS = {part.__name__: part for part in (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record)}
+def capabilities() -> Iterator[str]:
+    """What each backend's interface supports, as --attn-list prints it."""
+    header, rows = capability_table(Registry())
+    yield from ("<!-- not run: `pytest --attn-list` prints it -->", "```text", *aligned([header, *rows]), "```")
+
+
+_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, capabilities)
+PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 
 def generated(page: str) -> str:

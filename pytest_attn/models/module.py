@@ -29,12 +29,27 @@ def check_module(
     limits: str = "default",
     scatter: int = 4,
 ) -> ModelComparison:
-    """Call an attention layer, and hold what its attention core gets and returns against exact attention.
+    """Call an attention layer, and judge what its attention core gets and returns by exact attention.
 
-    Projections and rotary embeddings are the module's own. inputs: a tensor, a tuple of positional arguments or a mapping of
-    keyword arguments; by default hidden states are drawn for torch.nn.MultiheadAttention and its layers, and for a module
-    whose forward takes them alone. The other arguments, the result and the errors are those of `check_model`; ValueError also
-    where no inputs can be drawn.
+    Projections and rotary embeddings are the module's own.
+
+    Args:
+        module: the layer, such as torch.nn.MultiheadAttention or one of transformers or timm.
+        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments. By default hidden states are
+            drawn for torch.nn.MultiheadAttention and its layers, and for a module whose forward takes them alone.
+        backend: a backend, its name, or a function of (q, k, v, workload=...), in place of the layer's own attention.
+        backward: gradients, too.
+        functions: attention of your own, as for `capture`.
+        limits: "default" or "strict".
+        scatter: as for `check_model`.
+
+    Returns:
+        The comparison of a layer that is right.
+
+    Raises:
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
+        DropoutError: attention drops probabilities.
+        ValueError: no inputs can be drawn for this module, or the backend is unknown.
     """
     __tracebackhide__ = True
     step = module_step(module, inputs)

@@ -54,6 +54,7 @@ class Launcher:
                 return _Forked(self._server, self._server.start(command))
             except ServerError:
                 self._can_be_forked = False
+                self.close()
         return _Started(command)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ GROUPS = (
             "thorough": "all invariants, with more repetitions",
             "profile": "which kernels each right case launches",
         },
-        ("limits", "unjudged"),
+        ("limits", "unjudged", "rank_timeout"),
     ),
     OptionGroup(
         "latency",

@@ -84,6 +84,14 @@ def fresh_runs(
     return found
 
 
+def prepare_fresh_runs(config: pytest.Config) -> None:
+    """Have the server that forks fresh processes start while this process goes on: some are sure to be wanted."""
+    nothing = Path(os.devnull)
+    FreshProcesses.of(config).start_ahead(
+        Command([], _environment(nothing), config.invocation_params.dir, nothing, nothing, 0)
+    )
+
+
 def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
     """Return a case's undisturbed runs, at most so many, one of each process: a second one in the same is no second value."""
     mine = {run["process"]: run for run in reversed(runs) if run["key"] == key and not run["disturbances"]}
@@ -102,10 +110,7 @@ def _one_process(
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    environment[RUNS_VARIABLE] = str(runs)
-    environment[OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
-    environment.pop("PYTEST_CURRENT_TEST", None)
+    environment = _environment(runs)
     if modes:
         environment[MODES_VARIABLE] = str(folder / "modes")
         (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
@@ -118,6 +123,15 @@ def _one_process(
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
         raise StartError(f"a fresh process could not run it: {_last_words(done.output)}")
     return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
+
+
+def _environment(runs: Path) -> dict[str, str]:
+    """Return the environment of a fresh process. runs: where it writes what it timed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment[RUNS_VARIABLE] = str(runs)
+    environment[OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    return environment
 
 
 def arguments_of(config: pytest.Config, folder: Path) -> list[str]:

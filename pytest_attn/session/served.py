@@ -127,6 +127,12 @@ class FreshProcesses:
             command.times.unlink(missing_ok=True)
         return wholly_fresh(command, seconds)
 
+    def start_ahead(self, like: Command) -> None:
+        """Have the server import what it needs while this process goes on; it serves commands like this one."""
+        if self.can_be_served and self._server is None:
+            with suppress(ServerError):  # whoever needs it tries again, and says why it cannot serve
+                self._server = ForkServer(like, modules_ahead())
+
     def _serving(self, command: Command) -> ForkServer:
         """Return the server, a new one where the last was started in another environment."""
         if self._server is not None and not self._server.is_like(command):
@@ -146,7 +152,10 @@ _FRESH = pytest.StashKey[FreshProcesses]()
 
 
 class ForkServer:
-    """The server as the process sees it that started it (session/fork_server.py). Raises ServerError where it cannot serve."""
+    """The server as the process sees it that started it (session/fork_server.py). Raises ServerError where it cannot start.
+
+    It imports while its starter goes on; whoever asks for its first process waits for the rest of that.
+    """
 
     def __init__(self, like: Command, modules: Sequence[str]) -> None:
         self._like = _shared(like)
@@ -168,15 +177,23 @@ class ForkServer:
         finally:
             theirs.close()
         self._answers = self._socket.makefile("r", encoding="utf-8")
+        self.pid = self._process.pid
+        self._is_ready = False
         try:
             self._say(modules=list(modules))
-            self.pid = int(self._answer("ready", time.monotonic() + _START_SECONDS))
-        except TimeoutError:
-            self.close()
-            raise ServerError(f"it took more than {_START_SECONDS} s to start") from None
-        except BaseException:
+        except ServerError:
             self.close()
             raise
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported everything. Raises ServerError where it cannot serve, or takes too long."""
+        if self._is_ready:
+            return
+        try:
+            self._answer("ready", time.monotonic() + _START_SECONDS)
+        except TimeoutError:
+            raise ServerError(f"it took more than {_START_SECONDS} s to start") from None
+        self._is_ready = True
 
     def is_like(self, command: Command) -> bool:
         """Whether a process by itself would be started in the same environment and folder as the server was."""
@@ -207,6 +224,7 @@ class ForkServer:
         return int(self._answer("returncode", time.monotonic() + _END_SECONDS))
 
     def _started(self, command: Command, end: float, is_left: bool = False) -> int:
+        self.wait_until_ready()
         own = f"{command.environment.get(OWN_VARIABLE, '')},{self.pid}".lstrip(",")
         self._say(
             arguments=list(command.arguments),
@@ -241,6 +259,8 @@ class ForkServer:
         """End the server, and what it still runs."""
         self._answers.close()
         self._socket.close()
+        if not self._is_ready:  # it would notice only when it has imported everything
+            self._process.kill()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -95,9 +95,9 @@ class Settings:
         options.one_of("cold", "warm"),
     )
     fresh: str = option(
-        "How the fresh processes begin that confirm and record a GPU's times: started, or forked by a server that has imported"
-        " torch. Forked takes less time; nobody has compared the two on a GPU yet (default: started)",
-        "started",
+        "How the fresh processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
+        " Linux, or started, each by itself, which takes longer (default: forked)",
+        "forked",
         "HOW",
         options.one_of("started", "forked"),
     )
@@ -131,8 +131,8 @@ class Settings:
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
     outputs: tuple[str, ...] = outputs(
-        "Write a file, by its suffix; may be given several times. .jsonl: an object per line and judgment. .html: one page"
-        " that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
+        "Write a file; its suffix says which. It may be given several times. .jsonl: an object per line and judgment. .html:"
+        " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
         "output",
     )
     support: str | None = output("Write which backend passed, refused or failed which group of workloads, as a table", ".md")

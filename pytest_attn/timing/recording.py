@@ -17,7 +17,7 @@ from pytest_attn.latency.judge import FreshError
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
 from pytest_attn.session.devices import device_lock
-from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.timing.baselines import RunBaselines
@@ -52,6 +52,8 @@ class Recording:
     def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
         """Keep a case that is to be recorded."""
         self._cases.append(CaseToRecord(key, test, item, baseline, device))
+        if are_forked(self._session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Forget the cases of a test that fails in the end, whenever they were timed."""

@@ -97,8 +97,18 @@ def watching_caches() -> Iterator[list[WatchedCache]]:
 def split_cache(inputs: Inputs, k: Tensor, v: Tensor, layout: str = "bhsd", appends: bool = True) -> SplitCache:
     """Split k and v, as a kernel is given them, into a new cache with the prefix, and the new keys and values.
 
-    inputs: whose workload has `cached`; its own k and v are not read. layout: "bhsd", "bshd" or "thd", as q is.
-    appends: whether the kernel writes the new keys and values into the cache. Raises ValueError without `cached`.
+    Args:
+        inputs: whose workload has `cached`; its own k and v are not read.
+        k: keys as a kernel is given them, (batch, kv_heads, kv_len, head_dim) in "bhsd".
+        v: values, likewise.
+        layout: "bhsd", "bshd" or "thd", as q is.
+        appends: whether the kernel writes the new keys and values into the cache.
+
+    Returns:
+        The cache, the new keys and values, and where these belong.
+
+    Raises:
+        ValueError: the workload has no `cached`.
     """
     import torch
 

@@ -88,7 +88,7 @@ def appending(fault):
         ("rounded keys", "belongs, holds something else; 13 of 13 new keys are not as they were given"),
         ("one slot further", "of k_cache, which is not one of the new keys'"),
         ("the prefix", r"of v_cache, which is not one of the new keys' \(3 of batch entry 0\): what it holds now is none of"),
-        ("appends=False", "wrote new keys into k_cache, though attn.split_cache was told appends=False"),
+        ("appends=False", "wrote new keys into k_cache, though the test said attn.split_cache\\(..., appends=False\\)"),
         ("another's cache", "mismatch: out of"),
     ],
 )

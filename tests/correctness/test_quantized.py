@@ -216,8 +216,11 @@ def test_only_backends_that_say_so_take_quantized_tensors():
     registry.add_function("mine", lambda q, k, v, workload: q)
     for name in ("sdpa", "sdpa_flash", "flex", "kv_cache", "int8_dynamic", "mine"):
         backend = registry[name]
-        assert backend.obstacle(Workload(8, dtype="fp8", mask="causal"), machine, False) == "takes no fp8 tensors"
-        assert backend.obstacle(Workload(8, kv_dtype="int8", mask="causal"), machine, False) == "takes no int8 keys and values"
+        assert backend.obstacle(Workload(8, dtype="fp8", mask="causal"), machine, False) == "does not support fp8 tensors"
+        assert (
+            backend.obstacle(Workload(8, kv_dtype="int8", mask="causal"), machine, False)
+            == "does not support int8 keys and values"
+        )
 
 
 @pytest.mark.parametrize("name", ["math", "eager"])

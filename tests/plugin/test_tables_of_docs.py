@@ -1,26 +1,27 @@
-"""Documentation that is generated stays what the code says."""
+"""Documentation that is generated stays what the code says, and every field of it has a meaning."""
 
-import runpy
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from pytest_attn import Pages, Workload
 from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.registry import Registry
 from pytest_attn.reports.columns import aligned
 
 DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(DOCS / "_ext"))
+import field_tables  # noqa: E402
+import tables  # noqa: E402
+
 GENERATED = [page for page in sorted((DOCS / "reference").glob("*.md")) if "<!-- generated: " in page.read_text()]
 
 
 def capability_lines():
     header, rows = capability_table(Registry())
     return aligned([header, *rows])
-
-
-def test_the_table_of_capabilities_is_that_of_attn_list():
-    text = (DOCS / "reference" / "backends.md").read_text()
-    assert text.partition("```text\n")[2].partition("```")[0].splitlines() == capability_lines()
 
 
 def test_attn_list_prints_it(pytester):
@@ -32,17 +33,17 @@ def test_every_backend_has_a_row():
     assert [line.split()[0] for line in capability_lines()[1:]] == Registry().names
 
 
-@pytest.fixture(scope="module")
-def tables():
-    return runpy.run_path(str(DOCS / "_ext" / "tables.py"))
-
-
 @pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.stem)
-def test_what_is_generated_is_what_the_code_says(page, tables):
+def test_what_is_generated_is_what_the_code_says(page):
     text = page.read_text()
-    assert tables["generated"](text) == text, "run: python docs/_ext/tables.py"
-    assert tables["generated"](text.replace("attn", "ATTN")) != text.replace("attn", "ATTN")
+    assert tables.generated(text) == text, "run: python docs/_ext/tables.py"
+    assert tables.generated(text.replace("attn", "ATTN")) != text.replace("attn", "ATTN")
 
 
-def test_every_part_is_on_a_page(tables):
-    assert {name for page in GENERATED for _, name, *_ in tables["PART"].findall(page.read_text())} == set(tables["PARTS"])
+def test_every_part_is_on_a_page():
+    assert {name for page in GENERATED for _, name, *_ in tables.PART.findall(page.read_text())} == set(tables.PARTS)
+
+
+@pytest.mark.parametrize("described", [Workload, *field_tables.MASKS, Pages])
+def test_every_field_has_a_meaning(described):
+    assert list(field_tables.arguments_of(described)) == [one.name for one in fields(described)]

@@ -72,6 +72,7 @@ def serve(ask):
 
     def start(modules=("pytest", "torch", "numpy.random"), **environment):
         started.append(ForkServer(ask("", **environment), modules))
+        started[-1].wait_until_ready()
         return started[-1]
 
     yield start
@@ -242,6 +243,7 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fr
 def test_ctrl_c_ends_the_process_and_its_server(ask, fresh, monkeypatch):
     """The wait for the process is interrupted, in the terminal of which it is not."""
     server = fresh._serving(ask(SELF))
+    server.wait_until_ready()
     answers = iter(("started", KeyboardInterrupt))
     answer = server._answer
 
@@ -265,6 +267,7 @@ from pytest_attn.session.served import Command, ForkServer
 command = Command({command.arguments!r}, {dict(command.environment)!r}, Path({str(command.folder)!r}),
                   Path({str(command.times)!r}), Path({str(command.output)!r}), 1)
 server = ForkServer(command, ["pytest", "torch"])
+server.wait_until_ready()
 print(server.pid, flush=True)
 server.run(command, 60)
 """
@@ -315,8 +318,26 @@ def test_nothing_is_forked_where_that_is_not_safe(ask, monkeypatch):
 
 def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
     monkeypatch.setattr(served, "_START_SECONDS", 0.01)
+    server = ForkServer(ask(""), ["torch"])
     with pytest.raises(ServerError, match=r"it took more than 0\.01 s to start"):
-        ForkServer(ask(""), ["torch"])
+        server.wait_until_ready()
+    server.close()
+    assert is_gone(server.pid), "one that is not ready is not waited for"
+
+
+def test_a_server_that_starts_ahead_is_the_one_that_serves(ask, fresh):
+    fresh.start_ahead(ask(SELF))
+    server = fresh._server
+    fresh.start_ahead(ask(SELF))
+    assert fresh._server is server
+    assert what_it_saw(ask(SELF), fresh.run)["parent"] == server.pid
+
+
+def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
+    fresh.start_ahead(ask(SELF))
+    server = fresh._server
+    fresh.close()
+    assert is_gone(server.pid)
 
 
 def test_what_only_declares_things_is_imported_ahead():

@@ -37,7 +37,7 @@ def test_a_pool_lies_as_its_workload_says(pages, label, shape):
         assert torch.equal(whole[:, 1], v)
         assert torch.equal(fused_pool(*copies_of((k, v), 256)), whole)
     else:
-        with pytest.raises(ValueError, match="k and v are no views of one pool"):
+        with pytest.raises(ValueError, match="k and v are not views of one pool"):
             fused_pool(k, v)
 
 

@@ -171,5 +171,5 @@ def test_fp8_that_is_not_documented_is_refused(flash3):
     backend = flash3()
     for workload in (FP8.replace(kv_lens=(80, 51)), FP8.replace(q_len=3, kv_pages=Pages(16))):
         assert backend.unsupported_because(workload, HERE_MACHINE)[0].startswith("takes fp8 in dense tensors only")
-    assert backend.unsupported_because(FP8.replace(descales="token"), HERE_MACHINE) == ["takes no descales per token"]
-    assert backend.unsupported_because(W.replace(kv_dtype="int8"), HERE_MACHINE) == ["takes no int8 keys and values"]
+    assert backend.unsupported_because(FP8.replace(descales="token"), HERE_MACHINE) == ["does not support descales per token"]
+    assert backend.unsupported_because(W.replace(kv_dtype="int8"), HERE_MACHINE) == ["does not support int8 keys and values"]
