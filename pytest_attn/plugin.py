@@ -162,7 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         keep_one_of_each_missing(config, session, items)
     if session.part is not None:
-        session.part.settle(items)
+        session.part.settle(items, session.machines if session.has_attention_tests else None)
     return result
 
 

@@ -14,8 +14,9 @@ from pytest_attn.reports.records import Record, read_line
 _FINISHED = (0, 1, 5)
 _SHOWN = 3
 #: what must be the same in all parts, as a sentence begins
-_ORDER = _COMMIT, _OPTIONS, _OURS, _PYTHON, _TORCH, _DEVICE = (
-    *("the commit", "the choice of options", "pytest-attn's version", "Python's version", "torch's version", "the device"),
+_ORDER = _COMMIT, _OPTIONS, _OURS, _PYTHON, _TORCH, _DEVICE, _GPU = (
+    *("the commit", "the choice of options", "pytest-attn's version", "Python's version", "torch's version"),
+    *("the device", "the GPU of some tests"),
 )
 
 
@@ -65,17 +66,12 @@ class PartFile:
         machine = record["machine"]
         if machine:
             self.note(_TORCH, str(machine.get("torch")))
-            self.note(_DEVICE, _device(machine))
+            if machine.get("kind") != "cpu":
+                self.note(_GPU, str(machine.get("name")))
             self.note(_OURS, str(machine.get("pytest_attn")))
         if record["version"]:
             backend = str(record["tags"].get("backend", record["subject"]))
             self.libraries.setdefault(backend, set()).add(record["version"])
-
-
-def _device(machine: Mapping[str, Any]) -> str:
-    """Name what parts must have in common: the model of a GPU; of CPUs, whose model hosted runners change, the kind."""
-    kind = str(machine.get("kind"))
-    return kind if kind == "cpu" else str(machine.get("name"))
 
 
 def lines_of(path: str) -> Iterator[tuple[int, bytes]]:
@@ -117,6 +113,8 @@ def _end(part: PartFile, facts: Mapping[str, Any]) -> None:
     if part.number != facts["number"] or part.facts["parts"] != facts["parts"] or part.ended:
         raise ValueError(f"{part.path}: part {facts['number']} of {facts['parts']} ends without having begun")
     part.ended = facts
+    if facts.get("device"):
+        part.note(_DEVICE, str(facts["device"]))
 
 
 def problems(files: Sequence[PartFile]) -> list[str]:

@@ -25,6 +25,9 @@ class PartFacts(TypedDict, total=False):
     total: Annotated[int, "how many tests were divided"]
     tests: Annotated[int, "how many of them this part runs"]
     ran: Annotated[int, "how many of these have run to their end"]
+    device: Annotated[
+        str, "name of the GPU that tests run on where they name no device, or cpu; empty without attention tests"
+    ]
     uncollected: Annotated[int, "files that could not be collected"]
     exit: Annotated[int, "pytest's exit code"]
 

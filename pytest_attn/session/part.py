@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from pytest_attn.reports.parts import PartFacts, stable_id, to_part_line
 from pytest_attn.session.launchers import Shard, shard_of
+from pytest_attn.session.machines import Machines
 from pytest_attn.session.settings import Settings
 from pytest_attn.version import __version__
 
@@ -70,9 +72,14 @@ class Part:
             self._config.hook.pytest_deselected(items=others)
             items[:] = mine
 
-    def settle(self, items: list[pytest.Item]) -> None:
-        """Take note of what is left, and tell the controller of this worker, where there is one."""
+    def settle(self, items: list[pytest.Item], machines: Machines | None) -> None:
+        """Take note of what is left and, where attention is tested, of the device; tell the controller of this worker."""
         self._divided["tests"] = len(items)
+        if machines is not None:
+            with suppress(Exception):  # of a device that is not there: the tests say so
+                machine = machines.machine()
+                # the model of a hosted runner's CPU is another each time, and says nothing
+                self._divided["device"] = machine.kind if machine.kind == "cpu" else machine.name
         if (output := getattr(self._config, "workeroutput", None)) is not None:
             output[OF_WORKER] = dict(self._divided)
 
