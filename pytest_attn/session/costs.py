@@ -90,7 +90,7 @@ def _microseconds(workload: Workload, backward: bool) -> int:
     flops = 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len * workload.head_dim
     with contextlib.suppress(Exception):  # of a user's mask, which fails when the case runs, and is reported then
         flops = workload.flops("forward") + (workload.flops("backward") if backward else 0)
-    return flops * min(_ROWS, workload.q_len) // workload.q_len // _FLOPS_PER_MICROSECOND
+    return int(flops) * min(_ROWS, workload.q_len) // workload.q_len // _FLOPS_PER_MICROSECOND
 
 
 def _compiling(backend: str) -> int:

@@ -108,6 +108,10 @@ def test_k_and_m_choose_before_the_tests_are_divided(parts):
     assert abs(len(found[0]) - len(found[1])) <= 3
     assert once(parts(2, BACKENDS, "-m", "attention"), 6)
     assert once(parts(3, BACKENDS, "--deselect=test_it.py::test_plain[0]"), CASES - 1)
+    first, second = parts(2, BACKENDS)
+    again = parts(2, BACKENDS, *(f"--deselect={name}" for name in second))
+    assert once(again, len(first))
+    assert all(again), "what is left of one part is divided among both"
 
 
 def test_the_order_of_tests_divides_them_in_no_other_way(parts, pytester):

@@ -154,7 +154,11 @@ def test_it(number):
     [
         (["-n", "auto"], "", {("gw0", "4", "1"), ("gw1", "7", "1")}),
         (["--tx", "popen//id=left", "--tx", "popen//id=right"], "", {("left", "4", "1"), ("right", "7", "1")}),
-        (["-n", "2"], "os._exit(1) if worker == 'gw0' else time.sleep(0.6)", {("gw0", "4", "1"), ("gw1", "7", "1"), ("gw2", "4", "1")}),
+        (
+            ["-n", "2"],
+            "os._exit(1) if worker == 'gw0' else time.sleep(0.6)",
+            {("gw0", "4", "1"), ("gw1", "7", "1"), ("gw2", "4", "1")},
+        ),
     ],
 )
 def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, arguments, crash, wanted):
