@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,14 @@ _ORDER = _COMMIT, _OPTIONS, _OURS, _PYTHON, _TORCH, _DEVICE, _GPU = (
 class PartFile:
     """The lines of one part in a file.
 
-    facts: of its first line. ended: of its last one, None where there is none. good: the numbers of the lines that are
+    facts: of its first line. ended: of its last one, empty where there is none. good: the numbers of the lines that are
     records. damaged: what is wrong with others. tests: their ids. found: what must be the same in all parts. libraries:
     likewise, of backends.
     """
 
     path: str
     facts: Mapping[str, Any]
-    ended: Mapping[str, Any] | None = None
+    ended: Mapping[str, Any] = field(default_factory=dict)
     good: list[int] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     tests: set[str] = field(default_factory=set)
@@ -140,7 +140,8 @@ def _numbers(parts: Sequence[PartFile]) -> Iterator[str]:
     """Say which parts are missing, or there more than once, and whose number of parts is another."""
     totals = Counter(one.facts["parts"] for one in parts)
     if len(totals) > 1:
-        yield f"the runs were not divided into as many parts: {_who(parts, lambda one: one.facts['parts'], 'parts')}"
+        said = _who(parts, lambda one: f"N = {one.facts['parts']}")
+        yield f"these are parts of runs with different N: {said}; run all parts with the same"
     if not totals:
         return
     total = totals.most_common(1)[0][0]
@@ -166,7 +167,7 @@ def _unfinished(one: PartFile) -> Iterator[str]:
         yield f"{one.path}: {len(one.damaged) - _SHOWN} more lines are damaged"
     if not one.facts:
         return
-    if one.ended is None:
+    if not one.ended:
         yield f"{one.name} did not end: it has records of {_count(len(one.tests), 'test')}, and no closing line; run it again"
         return
     ended = one.ended
@@ -181,16 +182,15 @@ def _unfinished(one: PartFile) -> Iterator[str]:
 
 def _divided_otherwise(parts: Sequence[PartFile]) -> Iterator[str]:
     """Say where parts are not of one list of tests, divided once."""
-    ended = [one for one in parts if one.ended]
-    collections = {one.ended["collection"] for one in ended if one.ended and "collection" in one.ended}
-    if len(collections) > 1:
-        said = _who(ended, lambda one: f"{one.ended['total']:,} tests ({one.ended['collection']})", "")
+    ended = [one for one in parts if {"collection", "split", "total"} <= one.ended.keys()]
+    if len({one.ended["collection"] for one in ended}) > 1:
+        said = _who(ended, lambda one: f"{one.ended['total']:,} tests ({one.ended['collection']})")
         yield (
             f"the parts are of different tests, so some may be in two parts or in none: {said}; the same -k, -m, backends and"
             " libraries everywhere give the same tests"
         )
-    elif len({one.ended["split"] for one in ended if one.ended and "split" in one.ended}) > 1:
-        said = _who(ended, lambda one: one.ended["split"], "")
+    elif len({one.ended["split"] for one in ended}) > 1:
+        said = _who(ended, lambda one: one.ended["split"])
         yield (
             f"the same tests were divided in different ways, so some are in two parts or in none: {said}; give all parts the"
             " same --attn-shard-durations"
@@ -200,15 +200,17 @@ def _divided_otherwise(parts: Sequence[PartFile]) -> Iterator[str]:
 def _differences(parts: Sequence[PartFile]) -> Iterator[str]:
     """Say which code, options, software or device is not the same in all parts."""
     for kind in _ORDER:
-        values = {one.number: " and ".join(sorted(one.found.get(kind, ()))) for one in parts if kind in one.found}
-        having = [one for one in parts if one.number in values]
-        if len({value for one in having for value in one.found[kind]}) > 1:
-            yield f"{kind} differs: {_who(having, lambda one, values=values: values[one.number])}"
-    for backend in sorted({name for one in parts for name in one.libraries}):
-        having = [one for one in parts if backend in one.libraries]
-        if len({version for one in having for version in one.libraries[backend]}) > 1:
-            said = _who(having, lambda one, backend=backend: " and ".join(sorted(one.libraries[backend])))
-            yield f"the library of {backend} differs: {said}"
+        yield from _values_differ(kind, [(one, one.found[kind]) for one in parts if kind in one.found])
+    for name in sorted({name for one in parts for name in one.libraries}):
+        having = [(one, one.libraries[name]) for one in parts if name in one.libraries]
+        yield from _values_differ(f"the library of {name}", having)
+
+
+def _values_differ(what: str, having: Sequence[tuple[PartFile, set[str]]]) -> Iterator[str]:
+    """Say which parts have which values, where there is more than one."""
+    if len({value for _, values in having for value in values}) > 1:
+        said = {id(one): " and ".join(sorted(values)) for one, values in having}
+        yield f"{what} differs: {_who([one for one, _ in having], lambda one: said[id(one)])}"
 
 
 def _short(value: object) -> str:
@@ -234,13 +236,13 @@ def _twice(parts: Sequence[PartFile]) -> Iterator[str]:
         yield f"{tests[0]} {are} both in {other_name} and in {name}; run both parts again, with the same tests and options"
 
 
-def _who(parts: Sequence[PartFile], value_of: Any, unit: str = "") -> str:
+def _who(parts: Sequence[PartFile], value_of: Callable[[PartFile], str]) -> str:
     """Say which parts have which value, the most common one first."""
     having: dict[str, list[int]] = {}
     for one in sorted(parts, key=lambda one: one.number):
-        having.setdefault(str(value_of(one)), []).append(one.number)
+        having.setdefault(value_of(one), []).append(one.number)
     ordered = sorted(having.items(), key=lambda pair: -len(pair[1]))
-    return "; ".join(f"{value}{' ' + unit if unit else ''} in {numbers(who)}" for value, who in ordered)
+    return "; ".join(f"{value} in {numbers(who)}" for value, who in ordered)
 
 
 def numbers(found: Iterable[int]) -> str:

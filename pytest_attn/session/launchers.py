@@ -98,6 +98,8 @@ def _of_array(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return the place, from 0, of a task in its job array, and how many tasks that has."""
     identity, total, low, high = (_number(environment, f"SLURM_ARRAY_TASK_{one}") for one in ("ID", "COUNT", "MIN", "MAX"))
     step = _number(environment, "SLURM_ARRAY_TASK_STEP") if "SLURM_ARRAY_TASK_STEP" in environment else 1
+    if low > 1:  # as where some parts run again
+        raise ValueError(f"auto finds a job array that begins with task {low}, and not with 0 or 1; {EXPLICIT}")
     if step < 1 or (high - low) % step or (high - low) // step + 1 != total or (identity - low) % step:
         raise ValueError(f"auto finds a job array of {total} tasks between {low} and {high}, with gaps; {EXPLICIT}")
     return (identity - low) // step, total

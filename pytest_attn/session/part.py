@@ -74,7 +74,7 @@ class Part:
 
     def settle(self, items: list[pytest.Item], machines: Machines | None) -> None:
         """Take note of what is left and, where attention is tested, of the device; tell the controller of this worker."""
-        self._divided["tests"] = len(items)
+        self._divided["tests"] = len({item.nodeid for item in items})
         if machines is not None:
             with suppress(Exception):  # of a device that is not there: the tests say so
                 machine = machines.machine()
@@ -114,7 +114,7 @@ class Part:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count tests that have run to their end, and those that ended their worker."""
         if report.when not in ("setup", "call"):
-            self._ran.add(stable_id(report.nodeid))
+            self._ran.add(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Count what could not be collected: what it has is in no part."""
@@ -135,7 +135,8 @@ class Part:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say how much of everything this part was."""
-        if self._divided and self._config.get_verbosity() >= 0 and not self._config.option.collectonly:
+        has_run = not self._config.option.collectonly and not self._settings.list_only
+        if self._divided and has_run and self._config.get_verbosity() >= 0:
             mine, total = self._divided["tests"], self._divided["total"]
             terminalreporter.write_line(
                 f"--attn-shard: part {self.shard.number} of {self.shard.parts} ran {len(self._ran):,} of its {mine:,} tests;"

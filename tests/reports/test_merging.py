@@ -1,5 +1,6 @@
 """`python -m pytest_attn merge`: parts of one run as one file, and in plain words why they are not."""
 
+import json
 import os
 import time
 
@@ -174,10 +175,23 @@ def test_a_part_that_differs_in_many_ways_is_said_in_full(parts, merge):
 
 def test_another_number_of_parts(parts, merge):
     write(parts.folder, 3, lines_of_part(3, 4, parts.records[2]))
-    assert (
-        refused(merge)[0]
-        == "the runs were not divided into as many parts: 8 parts in parts 1, 2 and 4 to 8; 4 parts in part 3"
+    (said,) = refused(merge)[:1]
+    assert said == (
+        "these are parts of runs with different N: N = 8 in parts 1, 2 and 4 to 8; N = 4 in part 3;"
+        " run all parts with the same"
     )
+
+
+def test_a_part_that_collected_nothing(parts, merge):
+    lines = lines_of_part(3, PARTS, [], ended={"total": 0, "uncollected": 1, "exit": 2})
+    ended = json.loads(lines[-1])
+    for name in ("collection", "split"):
+        del ended["part"][name]
+    write(parts.folder, 3, [lines[0], json.dumps(ended, separators=(",", ":"))])
+    assert [said.partition("; ")[0] for said in refused(merge)] == [
+        "part 3 (part-3.jsonl) ended with pytest's exit code 2",
+        "part 3 (part-3.jsonl) could not collect 1 file, so tests are missing",
+    ]
 
 
 @pytest.mark.parametrize(

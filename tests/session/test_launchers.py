@@ -70,6 +70,7 @@ def test_every_task_of_a_job_has_a_part_of_its_own():
         ({"RANK": "-1", "WORLD_SIZE": "8"}, "needs a whole number in RANK, which is '-1'"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "finds 8 tasks of Slurm, but srun did not start this process; type srun"),
         (array(3, low=1, high=7, count=3), "finds a job array of 3 tasks between 1 and 7, with gaps; say which part"),
+        (array(3, low=3, high=3), "finds a job array that begins with task 3, and not with 0 or 1; say which part"),
         ({"SLURM_ARRAY_TASK_ID": "3"}, "needs a whole number in SLURM_ARRAY_TASK_COUNT, which is ''"),
         (
             {**srun(1, 2), "RANK": "3", "WORLD_SIZE": "4"},
