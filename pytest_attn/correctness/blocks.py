@@ -177,7 +177,7 @@ class Chunk:
             self.places = torch.searchsorted(segment.rows, rows[self.kept])
 
     def seen_among(self, keys: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Return which of these keys, in ascending order, lie in the chunk's span, counted from its first, and their places."""
+        """Return which of these keys, ascending, lie in the chunk's span, counted from its first; and their places."""
         import torch
 
         start, stop = torch.searchsorted(keys, keys.new_tensor((self.keys.start, self.keys.stop))).tolist()
