@@ -103,8 +103,15 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int) -> to
         keys = torch.arange(first, end, device=q.device)[None]
         mask = (keys <= rows) & (keys >= rows - left)
         at = (slice(None), slice(None), slice(first, end))
-        parts.append(scaled_dot_product_attention(q[:, :, start : start + len(rows)], k[at], v[at], attn_mask=mask))
+        parts.append(masked(q[:, :, start : start + len(rows)], k[at], v[at], mask))
     return torch.cat(parts, 2)
+
+
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if q.device.type != "cuda":
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,7 +46,7 @@ class Segment:
     """Sequences of equal length, and which of their rows and keys the reference keeps.
 
     q: (n, heads, q_len, head_dim), dout: (n, heads, q_len, v_head_dim), both in the workload's dtype; k: (n, kv_heads, kv_len,
-    head_dim) and v: (n, kv_heads, kv_len, v_head_dim) of the same sequences.
+    head_dim) and v: (n, kv_heads, kv_len, v_head_dim), likewise.
     first_batch: the batch entry of the first sequence. rows, keys: the sampled positions, None for all; keys are sampled for
     the backward pass only. q_start, kv_start: where the sequence begins in the reference, if it is packed.
     """
@@ -177,7 +177,7 @@ class Chunk:
             self.places = torch.searchsorted(segment.rows, rows[self.kept])
 
     def seen_among(self, keys: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Return which of these ascending keys lie in the chunk's span, counted from its first, and their places."""
+        """Return which of these keys, ascending, lie in the chunk's span, counted from its first; and their places."""
         import torch
 
         start, stop = torch.searchsorted(keys, keys.new_tensor((self.keys.start, self.keys.stop))).tolist()

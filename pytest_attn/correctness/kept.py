@@ -22,6 +22,11 @@ class KeptResult:
         self._print = fingerprint(tensor) if is_large else None
         self._copy = None if is_large else tensor.clone()
 
+    @property
+    def is_large(self) -> bool:
+        """Whether only its fingerprint is kept."""
+        return self._copy is None
+
     def is_same(self, tensor: Tensor) -> bool:
         """Whether a tensor has the same elements, NaN where NaN was; for a fingerprint, the same bits."""
         import torch

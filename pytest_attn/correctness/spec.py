@@ -132,7 +132,7 @@ class CheckSpec:
         return SignedSubject(subject, self.signature, self.empty_rows)
 
     def untouched(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v as the kernel is given them, to compare with: the inputs' own memory where that can be."""
+        """Return q, k and v as a kernel is given them, to compare them with these: the inputs' own memory if that can be."""
         if self.workload.kv_pages is not None or self.workload.pad == "left":
             return self.handed(inputs)
         return self.in_layout(inputs.q), self.in_layout(inputs.k), self.in_layout(inputs.v)
