@@ -1,6 +1,6 @@
 """What a check of a model costs, and one training step of a vision transformer with every backend.
 
-    python benchmarks/models.py [--device cuda] [--small] [--backends ...] [--depth 4] [--seconds 180]
+    python benchmarks/models.py [--device cuda] [--small] [--backends ...] [--depth 4] [--seconds 165]
 
 First part: ViT-B/16 (197 tokens, batch 16) and 4 layers like Llama's (4,096 tokens): a plain step, forward and backward, and
 a whole check of it, in time and peak memory. Second part: a ViT with 16 heads of 64 on 196 tokens, batch 128, under autocast
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--backends", default=BACKENDS)
     parser.add_argument("--depth", type=int, default=0, help="layers of the second part; 24 are the table's own")
-    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--seconds", type=float, default=165)
     chosen = parser.parse_args()
     names = chosen.backends.split(",")
     for name in names:
