@@ -18,6 +18,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.long import is_for_gpu
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -259,6 +260,8 @@ def _no_gradient(workload: Workload, backward: bool) -> str | None:
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:
     needed = tensor_bytes(workload, backward) + workspace
+    if is_for_gpu(workload) and machine.kind == "cpu":
+        return f"{workload.id} is for a GPU, with {needed / 2**30:,.1f} GiB ({needed:,} bytes): a CPU takes too long"
     if needed <= machine.memory:
         return None
     there = machine.memory / 2**30

@@ -16,7 +16,7 @@ def installed_version(distribution: str) -> str | None:
         found = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
         return None
-    return found["Version"] if "Version" in found else None  # a folder that an uninstallation left has none
+    return found.get("Version")  # a folder that an uninstallation left has none
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, UNIT
-from pytest_attn.correctness.blocks import TILE, Block, Chunk
+from pytest_attn.correctness.blocks import Block, Chunk
 from pytest_attn.correctness.exact import sinks_of
 from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.rounding import Rounding, row_tops
 from pytest_attn.correctness.score_noise import ScoreBudget, ScoreNoise
+from pytest_attn.workloads.positions import TILE
 
 if TYPE_CHECKING:
     import torch

@@ -86,7 +86,8 @@ def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor,
     """Return the rows that were computed exactly, and how many elements of all rows are not finite, where all should be."""
     if expected.rows is None:
         return got, 0
-    faults = int((~got.isfinite()).sum()) if bool(expected.value.isfinite().all()) else 0
+    looked_through = got.flatten(0, 1) if bool(expected.value.isfinite().all()) else got[:0]
+    faults = sum(int((~head.isfinite()).sum()) for head in looked_through)  # one at a time: each takes memory
     return got[:, :, expected.rows.to(got.device)], faults
 
 

@@ -114,6 +114,7 @@ class Comparison:
         mismatch: of the first row that did not pass.
         changes: inputs that it changed in place, and by how much at most.
         compilation: what torch.compile took, where the callable was compiled.
+        sampled: how many "rows" and "keys" of how many were compared with exact attention, where only some were.
     """
 
     workload: str
@@ -124,6 +125,7 @@ class Comparison:
     mismatch: Mismatch | None = None
     changes: Mapping[str, float] = field(default_factory=dict)
     compilation: Compilation | None = None
+    sampled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

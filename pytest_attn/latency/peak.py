@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -26,6 +28,28 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     call()
     torch.cuda.synchronize(device)
     return _bytes(device, "peak") - before
+
+
+@dataclass
+class Peak:
+    """The bytes that were held on a device at the peak of some work, beyond what was held before; 0 where none counts them."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def measured_peak(device: torch.device) -> Iterator[Peak]:
+    """Count what the work inside holds at its peak, with all that it frees again."""
+    peak = Peak()
+    if device.type != "cuda":
+        yield peak
+        return
+    import torch
+
+    torch.cuda.reset_peak_memory_stats(device)
+    before = _bytes(device, "current")
+    yield peak
+    peak.bytes = _bytes(device, "peak") - before
 
 
 def _bytes(device: torch.device, when: Literal["current", "peak"]) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -31,6 +32,7 @@ class AttentionCall:
         has_dout: whether a gradient of out arrived.
         is_again: it was computed once more for a backward pass, as checkpointing does.
         order: the how-manieth of all calls it is.
+        empty_rows: those of out that see no key; None where nobody asked for them.
     """
 
     module: str
@@ -44,6 +46,15 @@ class AttentionCall:
     has_dout: bool = False
     is_again: bool = False
     order: int = 0
+    empty_rows: EmptyRows | None = None
+
+    @property
+    def fills_empty_rows(self) -> bool:
+        """Whether rows that see no key hold something else than 0."""
+        if self.empty_rows is None or not self.empty_rows.are_there:
+            return False
+        out = self.out.to(self.inputs.device)
+        return bool((out != self.empty_rows.blanked(out)).any())
 
     @property
     def workload(self) -> Workload:

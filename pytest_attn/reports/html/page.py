@@ -16,7 +16,10 @@ from pytest_attn.reports.html.payload import payload, to_script
 from pytest_attn.reports.records import Record
 
 INSTALL = 'pip install "pytest-attn[report]"'
-_SCRIPTS = ("dom", "data", "table", "plot", "problems", "details", "matrix", "latency", "errors", "roofline", "cases", "main")
+_SCRIPTS = (
+    *("dom", "data", "table", "plot", "problems", "details", "matrix", "layers", "latency", "errors", "roofline", "cases"),
+    "main",
+)
 
 
 def missing_libraries() -> list[str]:
