@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if "run" in given:
         return run_command(given)
+    if "merge" in given:
+        return int(given.merge(given))
     if "capture" in given:
         return int(given.capture(given))
     wanted = given.device

@@ -6,8 +6,10 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -15,13 +17,20 @@ def write_atomically(path: str | Path, text: str) -> None:
 
     A link stays one, and a file keeps its permissions. What is not a plain file, such as a device, is not replaced.
     """
+    with written_atomically(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def written_atomically(path: str | Path) -> Iterator[IO[str]]:
+    """Put what the block writes in place of a file, in the same way; where the block raises, the file stays as it was."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(unfinished, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(unfinished, "x", encoding="utf-8", newline="\n") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         _copy_permissions(target, unfinished)

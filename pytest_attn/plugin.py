@@ -85,6 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
+    if settings.shard and session.child is None:  # a fresh process runs what it is told
+        from pytest_attn.session.part import Part
+
+        session.part = Part(config, settings)
+        config.pluginmanager.register(session.part, "attn-part")
     if settings.fuzz:
         from pytest_attn.cases.fuzz.fuzzing import require_hypothesis
 
@@ -150,10 +155,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         mark_measured(config, items)
     result = yield
+    if session.part is not None:
+        session.part.keep_mine(items)
     if session.has_attention_tests:
         from pytest_attn.session.missing import keep_one_of_each_missing
 
         keep_one_of_each_missing(config, session, items)
+    if session.part is not None:
+        session.part.settle(items, session.machines if session.has_attention_tests else None)
     return result
 
 
@@ -181,6 +190,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from pytest_attn.session.listing import count_runnable
 
         count_runnable(attention, session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist what only the controller knows: which part this is, and who else is on the worker's host."""
+    session = _session(node.config)
+    if session.part is not None:
+        node.workerinput["attn_part"] = str(session.part.shard)
+    if session.settings.gpu_per_worker:
+        from pytest_attn.session.devices import place_on_host
+
+        node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Make `-n auto` as many workers as there are GPUs under --attn-gpu-per-worker, however many this host has."""
+    if not config.getoption("attn_gpu_per_worker"):
+        return None
+    from pytest_attn.session.devices import count_gpus
+
+    return count_gpus() or None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -61,6 +61,58 @@ def test_workflows_and_forms_fit_their_schema(pattern):
     assert done.returncode == 0, done.stdout
 
 
+def sample(language, name):
+    """Return the file of a page's block that has this name on one of its first lines."""
+    page = (ROOT / "docs/howto/several-hosts.md").read_text()
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+    (found,) = (block for block in blocks if name in "".join(block.splitlines()[:2]))
+    return found
+
+
+def test_the_matrix_of_several_hosts_fits_its_schema_and_runs_every_part(tmp_path):
+    if importlib.util.find_spec("check_jsonschema") is None:
+        pytest.skip("check-jsonschema is not installed")
+    text = sample("yaml", "parts.yml")
+    (tmp_path / "parts.yml").write_text(text)
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", tmp_path / "parts.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    job = yaml.safe_load(text)["jobs"]["part"]
+    assert job["strategy"]["matrix"]["part"] == [*range(1, 1 + len(job["strategy"]["matrix"]["part"]))]
+    assert job["strategy"]["fail-fast"] is False
+    assert job["env"] == {"PART": "${{ matrix.part }}", "PARTS": "${{ strategy.job-total }}"}
+
+
+def test_the_script_for_slurm_is_one_of_bash_and_its_array_has_no_gaps(tmp_path):
+    text = sample("bash", "split.sbatch")
+    (tmp_path / "split.sbatch").write_text(text)
+    done = subprocess.run(["bash", "-n", tmp_path / "split.sbatch"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
+    assert text.startswith("#!/bin/bash\n")
+    assert len(options) == text.count("#SBATCH")
+    assert re.fullmatch(r"1-\d+", options["array"])
+    assert options["ntasks"] == "1", "auto would refuse several tasks that srun did not start"
+
+
+def test_the_job_for_kubernetes_names_as_many_parts_as_it_completes():
+    job = yaml.safe_load(sample("yaml", "parts-job.yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert set(job["metadata"]) >= {"name"}
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert 1 <= spec["parallelism"] <= spec["completions"]
+    assert spec["backoffLimitPerIndex"] == 0
+    assert pod["restartPolicy"] == "Never", "as backoffLimitPerIndex asks for"
+    (container,) = pod["containers"]
+    assert set(container) == {"name", "image", "command", "env", "resources", "volumeMounts"}
+    assert {one["name"]: one["value"] for one in container["env"]} == {"JOB_COMPLETIONS": str(spec["completions"])}
+    assert [one["name"] for one in container["volumeMounts"]] == [one["name"] for one in pod["volumes"]]
+    shell = container["command"]
+    assert shell[:2] == ["sh", "-c"]
+    assert "--attn-shard=auto" in shell[2]
+
+
 def test_the_matrix_has_every_python_and_the_oldest_torch():
     jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
     matrix = jobs["tests"]["strategy"]["matrix"]["include"]

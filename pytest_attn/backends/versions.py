@@ -16,7 +16,8 @@ def installed_version(distribution: str) -> str | None:
         found = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
         return None
-    return found.get("Version")  # a folder that an uninstallation left has none
+    versions: list[str] = found.get_all("Version") or []
+    return versions[0] if versions else None  # a folder that an uninstallation left has none
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from pytest_attn.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
+#: the field of a line that is no record, but says of which part of a run the records are (reports/parts.py)
+PART = "part"
 
 
 class Record(TypedDict):
@@ -177,9 +179,13 @@ class RecordWriter:
 
     def write(self, records: Iterable[Record]) -> None:
         """Append records, and make sure that they are on their way to the disk. Raises OSError where that fails."""
+        self.write_lines(to_line(record, self.with_samples) for record in records)
+
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Append lines in the same way."""
         if self._file is None:
             self._file = self.path.open("w", encoding="utf-8", newline="\n")
-        self._file.write("".join(f"{to_line(record, self.with_samples)}\n" for record in records))
+        self._file.write("".join(f"{line}\n" for line in lines))
         self._file.flush()
 
     def close(self) -> None:
@@ -202,8 +208,8 @@ def to_line(record: Record, with_samples: bool = False) -> str:
 def read_records(*paths: str | Path) -> list[Record]:
     """Return the records of one or more .jsonl files of --attn-output, in their order; fields that a file lacks are empty.
 
-    The last line of a run that was killed may be cut short, and is left out. Raises ValueError, with file and line, for
-    any other line that is not a record, or is of a newer schema.
+    Lines that say which part of a run this is are left out, and so is the last line of a run that was killed, which may be
+    cut short. Raises ValueError, with file and line, for any other line that is not a record, or is of a newer schema.
     """
     found = []
     for path in paths:
@@ -216,11 +222,15 @@ def read_records(*paths: str | Path) -> list[Record]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 is_cut = number == len(lines) and line.startswith("{")  # every whole line ends with a newline
-                found += [record] if (record := _read(line, f"{path}, line {number}", is_cut)) else []
+                found += [record] if (record := read_line(line, f"{path}, line {number}", is_cut)) else []
     return found
 
 
-def _read(line: str, where: str, is_cut: bool) -> Record | None:
+def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
+    """Return the record of a line; None for the line of a part, and where `is_cut` allows that it is not whole.
+
+    where: of the line, for the ValueError that any other line raises.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -233,6 +243,8 @@ def _read(line: str, where: str, is_cut: bool) -> Record | None:
         raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
     if record["schema"] > SCHEMA:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
+    if PART in record and "question" not in record:
+        return None
     for name, kind, _ in FIELDS:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'

@@ -15,6 +15,7 @@ from pytest_attn.session.items import (
     is_unselected,
     model_parameter,
     parameter_of,
+    workload_group,
 )
 from pytest_attn.session.machines import NoTorchError, require_torch
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
@@ -123,8 +124,7 @@ def group_by_workload(items: list[pytest.Item]) -> None:
             and not isinstance(parameter, ModelParameter)
             and item.get_closest_marker("xdist_group") is None
         ):
-            test = item.name.partition("[")[0]
-            item.add_marker(pytest.mark.xdist_group(f"{test}-{parameter.workload.id}"))  # "]" would end the group's name
+            item.add_marker(pytest.mark.xdist_group(workload_group(item, parameter)))
 
 
 def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:

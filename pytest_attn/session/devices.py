@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,58 @@ def take_own_gpu(config: pytest.Config) -> None:
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     if worker is None:
         return
-    number, workers = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+    number, workers = _place_of(worker)
     gpus = _visible_gpus()
     if not gpus:
         raise pytest.UsageError("--attn-gpu-per-worker: there is no GPU that this process may use; leave it out")
     os.environ[_VISIBLE] = gpus[number % len(gpus)]
     os.environ[_SHARERS] = str(len(range(number % len(gpus), workers, len(gpus))))
+
+
+def _place_of(worker: dict[str, Any]) -> tuple[int, int]:
+    """Return which worker of its host this is, from 0, and how many that host has.
+
+    The controller knows; its workers' ids count over all hosts and over those that it started again, or are names.
+    """
+    if "attn_place" in worker:
+        number, workers = worker["attn_place"]
+        return int(number), int(workers)
+    counted = re.fullmatch(r"gw(\d+)", worker["workerid"])
+    if not counted:
+        raise pytest.UsageError(
+            f"--attn-gpu-per-worker: nobody says which worker of its host {worker['workerid']!r} is; leave it out, or start"
+            " the run with the same pytest-attn on every host"
+        )
+    return int(counted[1]), int(worker["workercount"])
+
+
+def place_on_host(mine: Any, specs: Sequence[Any]) -> list[int]:
+    """Return which worker of its host one of xdist's workers is, from 0, and how many that host has.
+
+    mine, specs: execnet's specifications of this worker and of all. One that is started again keeps its specification.
+    """
+    neighbours = [spec for spec in specs if _host_of(spec) == _host_of(mine)]
+    place = next((index for index, spec in enumerate(neighbours) if spec is mine or spec.id == mine.id), 0)
+    return [place, max(1, len(neighbours))]
+
+
+def _host_of(spec: Any) -> str:
+    """Return what tells the host of a worker from the others: "" is the controller's own.
+
+    A proxy (`--px`, `via=`) stands for its host, and ssh's target may follow options.
+    """
+    if spec.via:
+        return f"via {spec.via}"
+    target = str(spec.ssh or spec.vagrant_ssh or spec.socket or "").split()
+    name = target[-1].rpartition("@")[2] if target else ""
+    if spec.socket:
+        name = name.rpartition(":")[0]
+    return "" if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) else name
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this process may use."""
+    return len(_visible_gpus())
 
 
 def _visible_gpus() -> list[str]:

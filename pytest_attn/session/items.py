@@ -90,6 +90,11 @@ def case_id(case: CaseParameter) -> str:
     return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"
 
 
+def workload_group(item: pytest.Item, parameter: CaseParameter) -> str:
+    """Return the name of the group that the cases of one workload and test are in."""
+    return f"{item.name.partition('[')[0]}-{parameter.workload.id}"  # "]" would end the group's name
+
+
 def test_of(item: pytest.Item) -> str:
     """Return the test that an item is a case of."""
     return item.nodeid.partition("[")[0]

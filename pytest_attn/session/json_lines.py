@@ -18,6 +18,10 @@ class JsonLines:
         """Append records, until one cannot be written."""
         self._attempt(lambda: self._writer.write(records))
 
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Append lines that are no records in the same way."""
+        self._attempt(lambda: self._writer.write_lines(lines))
+
     def close(self) -> None:
         """Finish the file."""
         self._attempt(self._writer.close)

@@ -21,7 +21,7 @@ from pytest_attn.verdict import Verdict
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
     """Have records written to the .jsonl file of --attn-output, unless another process writes it."""
     if session.settings.json is not None and not hasattr(config, "workerinput"):
-        session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples))
+        session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples), session.part)
 
 
 def write_summaries(session: AttentionSession, reporter: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_attn.reports.records import Record
     from pytest_attn.session.json_lines import JsonLines
+    from pytest_attn.session.part import Part
 
 
 class Results:
@@ -19,11 +20,17 @@ class Results:
         self.records: list[Record] = []
         self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
+        self._part: Part | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 
-    def write_to(self, lines: JsonLines) -> None:
-        """Also write each record to the .jsonl file of --attn-output, as it comes."""
-        self._lines = lines
+    def write_to(self, lines: JsonLines, part: Part | None = None) -> None:
+        """Also write each record to the .jsonl file of --attn-output, as it comes; first and last what part of a run this is."""
+        self._lines, self._part = lines, part
+
+    def pytest_sessionstart(self) -> None:
+        """Begin the file of a part at once: that of an earlier run must not stand for this one if it is killed."""
+        if self._lines is not None and self._part is not None:
+            self._lines.write_lines([self._part.begun()])
 
     def replace(self, is_meant: Callable[[Record], bool], changes: Callable[[Record], Mapping[str, Any]]) -> None:
         """Change fields of records, as where what was to be recorded was not."""
@@ -45,10 +52,12 @@ class Results:
         if found := getattr(report, "attn_mutant", None):
             self.mutants.append(found)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         """Finish the .jsonl file of --attn-output."""
         if self._lines is not None:
             self._lines.write(self._held)
+            if self._part is not None:
+                self._lines.write_lines([self._part.ended(int(exitstatus))])
             self._lines.close()
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)

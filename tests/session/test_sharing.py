@@ -1,15 +1,17 @@
 """Which process may time on which device."""
 
 import os
+import socket
 import subprocess
 import sys
 import types
 
+import execnet
 import pytest
 import torch
 
 from pytest_attn.session.child import own_processes
-from pytest_attn.session.devices import take_own_gpu, untimed_because
+from pytest_attn.session.devices import count_gpus, place_on_host, take_own_gpu, untimed_because
 
 CUDA = torch.device("cuda", 0)
 
@@ -52,6 +54,120 @@ def test_no_gpu_is_a_usage_error(worker):
     for visible in ("", "-1"):
         with pytest.raises(pytest.UsageError, match="no GPU that this process may use; leave it out"):
             take_own_gpu(worker(0, 2, visible))
+
+
+def specs_of(*texts):
+    """Specifications as xdist has them: with ids, in the order of its workers."""
+    made = [execnet.XSpec(text) for text in texts]
+    for number, spec in enumerate(made):
+        spec.id = spec.id or f"gw{number}"
+    return made
+
+
+def own_gpus(monkeypatch, specs, gpus_of):
+    """Let each worker take its GPU on a host with so many; return (host, GPU, how many share it) of each."""
+    found = []
+    for spec in specs:
+        host = spec.ssh or "here"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus_of[host]))))
+        told = {"workerid": spec.id, "workercount": len(specs), "attn_place": place_on_host(spec, specs)}
+        take_own_gpu(types.SimpleNamespace(workerinput=told))
+        found.append((host, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTEST_ATTN_GPU_SHARERS"]))
+    return found
+
+
+@pytest.mark.parametrize("here", [1, 2, 3, 4])
+@pytest.mark.parametrize("there", [1, 2, 3, 8])
+def test_hosts_with_unequal_numbers_of_gpus_give_each_worker_one_of_its_own(worker, monkeypatch, here, there):
+    specs = specs_of(*["popen"] * here, *["ssh=there"] * there)
+    found = own_gpus(monkeypatch, specs, {"here": here, "there": there})
+    assert len(set(found)) == here + there
+    assert {sharers for _, _, sharers in found} == {"1"}
+
+
+def test_workers_share_gpus_only_with_those_of_their_host(worker, monkeypatch):
+    specs = specs_of(*["popen"] * 2, *["ssh=there"] * 3)
+    assert own_gpus(monkeypatch, specs, {"here": 2, "there": 2}) == [
+        *[("here", "0", "1"), ("here", "1", "1")],
+        *[("there", "0", "2"), ("there", "1", "1"), ("there", "0", "2")],
+    ]
+
+
+def test_workers_may_have_names(worker, monkeypatch):
+    specs = specs_of("popen//id=left", "popen//id=right", "ssh=there//id=gw7")
+    found = own_gpus(monkeypatch, specs, {"here": 2, "there": 4})
+    assert [gpu for _, gpu, _ in found] == ["0", "1", "0"]
+
+
+def test_a_worker_that_is_started_again_keeps_its_gpu():
+    specs = specs_of(*["popen"] * 4)
+    before = place_on_host(specs[2], specs)
+    specs[2].id = "gw4"
+    assert place_on_host(specs[2], specs) == before == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_neighbours"),
+    [
+        ("popen", "ssh=localhost", True),
+        ("popen", f"ssh={socket.gethostname()}", True),
+        ("ssh=me@there", "ssh=-p 5000 there", True),
+        ("ssh=there", "ssh=elsewhere", False),
+        ("socket=there:8888", "socket=there:8889", True),
+        ("socket=there:8888", "ssh=there", True),
+        ("popen//via=proxy", "popen//via=proxy//python=python3", True),
+        ("popen//via=proxy", "popen", False),
+    ],
+)
+def test_which_workers_are_on_one_host(one, other, are_neighbours):
+    first, second = specs_of(one, other)
+    assert place_on_host(second, [first, second]) == ([1, 2] if are_neighbours else [0, 1])
+
+
+def test_a_name_that_says_no_number_is_a_usage_error_where_the_controller_said_nothing(worker):
+    config = worker(0, 2, "0,1")
+    config.workerinput["workerid"] = "left"
+    with pytest.raises(pytest.UsageError, match="nobody says which worker of its host 'left' is; leave it out, or start"):
+        take_own_gpu(config)
+
+
+def test_gpus_are_counted(worker, monkeypatch):
+    for visible, count in (("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-a", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+
+
+WORKERS = """
+import os, pathlib, pytest, time
+
+@pytest.mark.parametrize("number", range(12))
+def test_it(number):
+    worker = os.environ["PYTEST_XDIST_WORKER"]
+    with open(pathlib.Path(__file__).with_name("log"), "a") as log:
+        print(worker, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTEST_ATTN_GPU_SHARERS"], file=log)
+    CRASH
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "crash", "wanted"),
+    [
+        (["-n", "auto"], "", {("gw0", "4", "1"), ("gw1", "7", "1")}),
+        (["--tx", "popen//id=left", "--tx", "popen//id=right"], "", {("left", "4", "1"), ("right", "7", "1")}),
+        (
+            ["-n", "2"],
+            "os._exit(1) if worker == 'gw0' else time.sleep(0.6)",
+            {("gw0", "4", "1"), ("gw1", "7", "1"), ("gw2", "4", "1")},
+        ),
+    ],
+)
+def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, arguments, crash, wanted):
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    pytester.makepyfile(WORKERS.replace("CRASH", crash))
+    pytester.runpytest_subprocess("--attn-gpu-per-worker", "--dist=each" if not crash else "--dist=load", *arguments)
+    assert {tuple(line.split()) for line in (pytester.path / "log").read_text().splitlines()} == wanted
 
 
 def test_the_controller_keeps_all_gpus(worker, monkeypatch):
