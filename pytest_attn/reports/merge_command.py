@@ -67,7 +67,7 @@ def _require_possible(given: argparse.Namespace) -> None:
 
 
 def _write(path: str, parts: Sequence[PartFile]) -> None:
-    """Write what OUT is to be, whole or not at all."""
+    """Write OUT atomically."""
     if path.endswith(".jsonl"):
         with written_atomically(path) as file:
             for line in _lines(parts):

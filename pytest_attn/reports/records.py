@@ -17,7 +17,7 @@ from pytest_attn.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
-#: the field of a line that is no record, but says of which part of a run the records are (reports/parts.py)
+#: the field of a line that says of which part of a run the records are, and is not a record itself (reports/parts.py)
 PART = "part"
 
 

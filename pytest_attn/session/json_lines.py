@@ -19,7 +19,7 @@ class JsonLines:
         self._attempt(lambda: self._writer.write(records))
 
     def write_lines(self, lines: Iterable[str]) -> None:
-        """Append lines that are no records in the same way."""
+        """Append lines other than records in the same way."""
         self._attempt(lambda: self._writer.write_lines(lines))
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class Results:
         self._held: list[Record] = []  # what is to be recorded, until it is
 
     def write_to(self, lines: JsonLines, part: Part | None = None) -> None:
-        """Also write each record to the .jsonl file of --attn-output, as it comes; first and last what part of a run this is."""
+        """Also write each record to a .jsonl file, as it comes; first and last what part of a run this is."""
         self._lines, self._part = lines, part
 
     def pytest_sessionstart(self) -> None:
