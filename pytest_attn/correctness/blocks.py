@@ -46,7 +46,7 @@ class Segment:
     """Sequences of equal length, and which of their rows and keys the reference keeps.
 
     q: (n, heads, q_len, head_dim), dout: (n, heads, q_len, v_head_dim), both in the workload's dtype; k: (n, kv_heads, kv_len,
-    head_dim) and v: (n, kv_heads, kv_len, v_head_dim), likewise.
+    head_dim) and v: (n, kv_heads, kv_len, v_head_dim) of the same sequences.
     first_batch: the batch entry of the first sequence. rows, keys: the sampled positions, None for all; keys are sampled for
     the backward pass only. q_start, kv_start: where the sequence begins in the reference, if it is packed.
     """

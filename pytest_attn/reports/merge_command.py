@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pytest_attn.files import write_atomically, written_atomically
-from pytest_attn.reports.merging import PartFile, lines_of, problems, scan
+from pytest_attn.reports.merging import problems
+from pytest_attn.reports.part_files import PartFile, lines_of, scan
 from pytest_attn.reports.records import Record, read_line
 
 _WORDS = "Join the files of all parts of a run with --attn-shard, once none is missing and none is of another run."
