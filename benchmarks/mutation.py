@@ -229,7 +229,7 @@ def false_alarms(cases: list[Case], peers: Peers) -> None:
             backend = variant.backend()
             question = CheckSpec(case.workload, CPU, case.backward)
             alarms["check"] += not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
-            alarms["check_invariants"] += not judge_invariants(variant.backend(), question).passed
+            alarms["check_invariants"] += not judge_invariants(variant.backend(), question, CACHE).passed
             for name in peers.refused_by(backend, case, list(RULES)):
                 alarms[name] += 1
     print(f"\n{number} cases of honest kernels; refused by", ", ".join(f"{name}: {count}" for name, count in alarms.items()))
