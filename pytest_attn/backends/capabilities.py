@@ -98,9 +98,7 @@ class Capabilities:
             return []
         needed = "kv_dtype" if w.kv_dtype else "fp8"
         if needed not in self.quantized:
-            return [
-                f"does not support {short_dtype(w.kv_dtype)} keys and values" if w.kv_dtype else "does not support fp8 tensors"
-            ]
+            return [f"does not support {short_dtype(w.kv_dtype)} keys and values" if w.kv_dtype else "does not support fp8 tensors"]
         return [] if w.descales in self.quantized else [f"does not support descales per {w.descales}"]
 
     def _dimension_refusals(self, w: Workload) -> list[str]:
