@@ -102,7 +102,11 @@ SAME = {
     "the same lines": (Workload(8, score_mod=capped(20.0)), Workload(8, score_mod=capped(20.0)), True),
     "around another number": (Workload(8, score_mod=capped(20.0)), Workload(8, score_mod=capped(30.0)), False),
     "around one tensor": (Workload(8, score_mod=capped(2, A_TENSOR)), Workload(8, score_mod=capped(2, A_TENSOR)), True),
-    "around two tensors": (Workload(8, score_mod=capped(2, A_TENSOR)), Workload(8, score_mod=capped(2, A_TENSOR.clone())), False),
+    "around two tensors": (
+        Workload(8, score_mod=capped(2, A_TENSOR)),
+        Workload(8, score_mod=capped(2, torch.zeros(2))),
+        False,
+    ),
     "with another default": (Workload(8, score_mod=capped(2)), Workload(8, score_mod=capped(2, sign=-1)), False),
     "other lines": (Workload(8, score_mod=capped(2)), Workload(8, score_mod=lambda score, b, h, q, kv: score), False),
     "one function and none": (Workload(8, score_mod=capped(2)), Workload(8), False),
