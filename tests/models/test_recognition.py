@@ -104,7 +104,7 @@ SAME = {
     "around one tensor": (Workload(8, score_mod=capped(2, A_TENSOR)), Workload(8, score_mod=capped(2, A_TENSOR)), True),
     "around two tensors": (
         Workload(8, score_mod=capped(2, A_TENSOR)),
-        Workload(8, score_mod=capped(2, A_TENSOR.clone())),
+        Workload(8, score_mod=capped(2, torch.zeros(2))),
         False,
     ),
     "with another default": (Workload(8, score_mod=capped(2)), Workload(8, score_mod=capped(2, sign=-1)), False),

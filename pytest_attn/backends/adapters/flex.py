@@ -16,6 +16,7 @@ from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4
 from pytest_attn.backends.flex_mods import BLOCK, block_mask_of, score_mod_of, with_key_of_sink
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.versions import release
@@ -181,7 +182,15 @@ class FlexFlash(Flex):
     needs = "CUDA, sm90 to sm110, torch 2.10, flash-attn-4"
     capabilities = dataclasses.replace(_ALL_BUT_PAGES, dtypes=("bfloat16", "float16"), head_dim=256, head_dim_step=8)
     kernels = FLASH4
-    known_defects = (FLASH4_DQ,)
+    known_defects = (
+        FLASH4_DQ,
+        KnownDefect(
+            issue="seen on an H200 with torch 2.11 and flash-attn-4 4.0.0b36, no report found",
+            summary="wrong dq with ALiBi slopes and GQA",
+            applies=lambda workload, machine: bool(workload.alibi) and workload.group > 1 and machine.capability == (9, 0),
+            tensors=("dq",),
+        ),
+    )
     tunable = frozenset()
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
@@ -209,6 +218,10 @@ class FlexFlash(Flex):
             reasons.append(f"has blocks for masks up to head_dim 128 on sm90, not {dims}")
         if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
             reasons.append(f"GQA backward needs equal dims, not {dims}")
+        if on_hopper and backward and workload.v_head_dim % 32 and workload.head_dim != workload.v_head_dim:
+            reasons.append(
+                f"has no backward kernel on sm90 for a v_head_dim that is not a multiple of 32, as {workload.v_head_dim}"
+            )
         if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
             reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
         return reasons
