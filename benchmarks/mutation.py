@@ -32,6 +32,7 @@ from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.suite.test_correctness import INPUTS
+from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
@@ -56,7 +57,8 @@ class Case(NamedTuple):
 
 def call(backend: Backend, inputs: Inputs, backward: bool) -> Tensors:
     """Return out and, with backward, the gradients, each on tensors of its own."""
-    leaves = [t.clone().requires_grad_(backward) for t in (inputs.q, inputs.k, inputs.v)]
+    k, v = handed_over(inputs.workload, inputs.k, inputs.v)
+    leaves = [t.requires_grad_(backward) for t in (inputs.q.clone(), k, v)]
     out = backend.prepare(inputs, backward)(*leaves)
     out = out[0] if isinstance(out, tuple) else out
     found = {"out": out.detach()}

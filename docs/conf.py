@@ -11,7 +11,7 @@ project = "pytest-attn"
 copyright = "the pytest-attn developers"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "attn_reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "attn_reference"]
 exclude_patterns = ["_build"]
 default_role = "code"  # docstrings say `name`
 

@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all; knows nothing of this project."""
+"""Write a file atomically; knows nothing of this project."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
         def test_my_kernel(attn):
             attn.check(lambda q, k, v: my_attention(q, k, v, scale=attn.workload.softmax_scale))
 
-    attn.workload, .backend, .device, .q, .k, .v, .mask, .bias, .sinks, .alibi_slopes, .cu_seqlens, .kv_lens, .page_table
-    and .reference describe the case. attn.check(fn) holds fn against exact attention and raises AssertionError with a
-    diagnosis where it is wrong; fn may be a callable of (q, k, v), attn_backend, or a backend's name.
-    attn.check_invariants(fn) asks what needs no tolerance. attn.measure(fn) checks fn, times it, and raises AssertionError
+    Its attributes describe the case: workload, backend, device, q, k, v, mask, bias, sinks, alibi_slopes, cu_seqlens, kv_lens,
+    page_table and reference. `attn.check(fn)` compares fn with exact attention and raises AssertionError with a
+    diagnosis where it is wrong. fn may be a callable of (q, k, v), attn_backend, or a backend's name.
+    `attn.check_invariants(fn)` asks what needs no tolerance. `attn.measure(fn)` checks fn, times it, and raises AssertionError
     where its p50 is slower than the baseline of this machine.
     """
     from pytest_attn.cases.setup import make_case
@@ -76,7 +76,7 @@ def attn_model(attn: AttentionCase) -> AttentionModel:
             attn_model.check(model, lambda: loss(model(batch)), attn_backend)
 
     attn_model.device is the device of the marker or of --attn-device. attn_model.check(model, step, backend=None) runs the
-    step forward and backward, lets a backend compute the calls where one is given, and raises AssertionError, naming the
+    step forward and backward, and lets a backend compute the calls where one is given. It raises AssertionError, naming the
     layer, where a call is wrong or was not replaced.
     """
     model: AttentionModel = attn  # type: ignore[assignment]  # what the fixture attn is under the marker attention_model

@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
-    if settings.shard and session.child is None:  # a fresh process runs what it is told
+    if settings.shard and session.child is None:  # a fresh process runs the items that it gets
         from pytest_attn.session.part import Part
 
         session.part = Part(config, settings)

@@ -1,4 +1,4 @@
-"""The verdicts: what became of one judgment, in one word, and what follows from each."""
+"""The verdicts: how one judgment ended, in one word, and what follows from each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cause(str, Enum):
 
 
 class Verdict(str, Enum):
-    """What became of one judgment; the gravest come first, and what says nothing of a kernel comes last.
+    """How one judgment ended; the gravest come first, and what says nothing of a kernel comes last.
 
     The value is the name in JSON, but for those below "as shown": there a report tells apart what JSON calls "passed" or
     "raised". word: as a reader meets it. counted: behind a number. tone: of its color. glyph: beside the color, never without.

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+import torch._inductor.test_operators  # it registers operators, which a pytester run in this process cannot do again
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
 torch.set_num_threads(1)

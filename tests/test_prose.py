@@ -1,4 +1,4 @@
-"""The prose linter finds what is planted, and finds nothing in the pages and strings of this repository."""
+"""The prose linter finds what is planted, and nothing in the pages, strings, docstrings and comments of this repository."""
 
 import pytest
 from prose.__main__ import ROOT, findings, main
@@ -17,7 +17,12 @@ def said(configuration, path, name, text):
     """Return the rules that object to a text, as if it were a file of this name."""
     written = path / name.rpartition("/")[2]
     written.write_text(text)
-    found = [rule for passage in passages_of(written) for rule in configuration.rules_of(name) if list(rule.findings(passage))]
+    found = [
+        rule
+        for passage in passages_of(written)
+        for rule in configuration.rules_of(name + passage.part)
+        if list(rule.findings(passage))
+    ]
     return [rule.name.partition(".")[2] for rule in found]
 
 
@@ -49,18 +54,42 @@ def test_a_planted_sentence_of_a_page_is_found(configuration, tmp_path, text, ru
     [
         ('raise ValueError("this is no file of ours")\n', ["Phrases"]),
         ('raise ValueError(f"{name} is no {kind}")\n', ["Phrases"]),
-        ('"""It is held against others."""\n', []),
-        ("# it is held against others\n", []),
+        ('"""It is held against others."""\n', ["Phrases"]),
+        ("# it is held\n# against others\n", ["Phrases"]),
+        ("x = 1  # it is held\n\n# against others\n", []),
+        ("x = 1  # noqa: E501  # likewise\n", []),
+        ('def seen():\n    """Return what `is held against` others."""\n', []),
+        ('class _Hidden:\n    """It takes grouped\n    heads."""\n', ["Terms"]),
+        (f'def seen():\n    """{LONG}"""\n', ["Sentences"]),
+        (
+            f'class Seen:\n    def method(self):\n        """Fine.\n\n        Args:\n            a: {LONG}\n        """\n',
+            ["Sentences"],
+        ),
+        (f'def seen():\n    """Fine.\n\n        {LONG.replace(" ", "=")} of code\n    """\n', []),
+        ('def seen():\n    """Fine: a, b.\n\n    q: ' + "word " * 20 + ". k: " + "word " * 20 + '"""\n', []),
+        (f'def _hidden():\n    """{LONG}"""\n', []),
+        (f'class _Hidden:\n    def method(self):\n        """{LONG}"""\n', []),
+        (f'def seen():\n    def within():\n        """{LONG}"""\n', []),
+        (f'"""{LONG}"""\n', []),
+        (f"# {LONG}\n", []),
         ('REASON = "reads no paged keys"\n', ["Terms"]),
         ('FEATURE = "grouped heads"\n', []),
     ],
 )
-def test_a_planted_string_of_a_module_is_found(configuration, tmp_path, source, rules):
+def test_a_planted_string_docstring_or_comment_is_found(configuration, tmp_path, source, rules):
     assert said(configuration, tmp_path, "pytest_attn/planted.py", source) == rules
 
 
 def test_dated_notes_keep_their_wording(configuration, tmp_path):
     assert said(configuration, tmp_path, "docs/results/planted.md", f"{LONG} It is held against others.\n") == []
+
+
+def test_a_finding_in_a_docstring_names_its_line(configuration, tmp_path):
+    module = tmp_path / "pytest_attn" / "planted.py"
+    module.parent.mkdir()
+    module.write_text('"""A module."""\n\n\ndef seen():\n    """Return it.\n\n    It was in vain.\n    """\n')
+    (found,) = findings(module, configuration, tmp_path.resolve())
+    assert found == "pytest_attn/planted.py:7: Say 'without success' rather than 'in vain'. [attn.Phrases]"
 
 
 def test_a_finding_names_file_line_and_rule(configuration, tmp_path):

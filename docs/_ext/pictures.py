@@ -1,7 +1,9 @@
-"""Draw the pictures of docs/pictures/ from real runs: `python docs/_ext/pictures.py`, with the group `docs` installed.
+"""Draw the pictures of docs/pictures/ from real runs: `python docs/_ext/pictures.py [NAME ...]`, without names all of them.
 
-terminal-*.svg show what pytest prints, in a terminal's colours, for tests of the README and of this file. gate.svg shows every
-committed recording of some cases of baselines/nvidia-h200.json, as the repository's history has them.
+terminal-failure.svg and terminal-backends.svg show what pytest prints, in a terminal's colours, for tests of the README and of
+this file. report.svg is the top of the page that --attn-output=report.html writes, as Chromium draws it. gate.svg shows every
+committed recording of some cases of baselines/nvidia-h200.json, as the repository's history has them. The groups `docs` and
+`test` must be installed, and for report.svg Chromium on PATH.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -38,6 +41,37 @@ def test_every_backend(attn, attn_backend):
     attn.check(attn_backend)
 """
 
+REPORT = """
+import pytest
+import torch
+from pytest_attn import Workload
+
+WORKLOADS = ("smoke-full", "smoke-causal-gqa", "smoke-window", Workload(64, 192, heads=4, mask="causal-bottom-right"))
+
+
+def mine(q, k, v):  # wrong: aligned to the first key, not to the last
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.attention(*WORKLOADS, backward=True)
+def test_backends(attn, attn_backend):
+    attn.check(attn_backend)
+
+
+@pytest.mark.attention(WORKLOADS[-1], backward=True)
+def test_mine(attn):
+    attn.check(mine)
+"""
+#: what is left out of the picture: scripts and their data, and everything below the first chart
+SHOWN = """(() => {
+  const after = [...document.querySelectorAll("#errors ~ *"), ...document.querySelectorAll("script, noscript, footer, .skip")];
+  after.forEach(element => element.remove());
+  document.querySelectorAll("style").forEach(style => document.body.prepend(style.cloneNode(true)));
+  const height = Math.ceil(document.getElementById("errors").getBoundingClientRect().bottom + 60);
+  return [height, new XMLSerializer().serializeToString(document.body)];
+})()"""
+PAGE_WIDTH = 1000
+
 
 def first_test() -> str:
     """Return the first test of the README."""
@@ -47,12 +81,35 @@ def first_test() -> str:
 def printed(source: str, *options: str) -> str:
     """Run pytest on one file in an empty folder and return what it prints, colours included."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "test_first.py").write_text(source)
-        command = [sys.executable, "-m", "pytest", "test_first.py", "--color=yes", "-p", "no:cacheprovider", *options]
-        environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        text = run(Path(folder), source, *options)
     of_the_machine = re.compile(r"platform |rootdir: |plugins: |benchmark: |hypothesis profile |cachedir: |attn = <")
-    return "\n".join(line for line in done.stdout.splitlines() if not of_the_machine.match(line))
+    return "\n".join(line for line in text.splitlines() if not of_the_machine.match(line))
+
+
+def run(folder: Path, source: str, *options: str) -> str:
+    """Run pytest on one file in a folder and return all that it prints."""
+    (folder / "test_first.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "test_first.py", "--color=yes", "-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+def report() -> str:
+    """Return the top of a run's report as an SVG that holds the page's own elements and style."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fakes.browser import Browser
+
+    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+        page = Path(folder) / "report.html"
+        run(page.parent, REPORT, "--attn-device=cpu", "--attn-backends=math,eager,sdpa", f"--attn-output={page.name}")
+        height, body = browser.open(page, width=PAGE_WIDTH, height=1400)(SHOWN)
+    size = f'width="{PAGE_WIDTH}" height="{height}"'
+    # data-theme: the picture is light on every page
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {PAGE_WIDTH} {height}" data-theme="light" role="img">'
+        f'<title>pytest-attn report</title><rect width="100%" height="100%" fill="#ffffff"/>'
+        f'<foreignObject width="100%" height="100%">{body}</foreignObject></svg>\n'
+    )
 
 
 def terminal(text: str, title: str) -> str:
@@ -132,17 +189,23 @@ def _panel(case: str, top: int) -> Iterator[str]:
         yield f'{at} y="{top + HEIGHT + 36}" fill="#1565c0">{middle:.1f} us</text>'
 
 
-def main() -> None:
-    """Write every picture."""
+def main(names: list[str]) -> None:
+    """Write the pictures of these names, or all."""
     PICTURES.mkdir(exist_ok=True)
-    runs = {
+    terminals = {
         "failure": (first_test(), "pytest test_first.py", ["--attn-device=cpu"]),
         "backends": (BACKENDS, "pytest -v -rs", ["-v", "-rs", "--attn-device=cpu", "--attn-backends=math,eager,sdpa"]),
     }
-    for name, (source, title, options) in runs.items():
-        (PICTURES / f"terminal-{name}.svg").write_text(terminal(printed(source, *options), title))
-    (PICTURES / "gate.svg").write_text(gate())
+    drawn: dict[str, Callable[[], str]] = {"gate": gate, "report": report}
+    for name, (source, title, options) in terminals.items():
+        drawn[f"terminal-{name}"] = partial(_terminal_of, source, title, options)
+    for name in names or drawn:
+        (PICTURES / f"{name}.svg").write_text(drawn[name]())
+
+
+def _terminal_of(source: str, title: str, options: list[str]) -> str:
+    return terminal(printed(source, *options), title)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -132,7 +132,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def record() -> Iterator[str]:
-    """Every field of a line of --attn-json."""
+    """Every field of a line of a .jsonl file."""
     yield from table(
         ("field", "type", "meaning"), ((f"`{name}`", plain(kind), plain(meaning)) for name, kind, meaning in FIELDS)
     )

@@ -80,7 +80,7 @@ class LibraryBackend(Backend):
         return self.source.missing_because() or needs_cuda(machine, *self.capability_range)
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        """Most libraries are told the lengths."""
+        """Most libraries get the lengths."""
         del workload
         return False
 

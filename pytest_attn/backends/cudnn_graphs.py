@@ -74,7 +74,7 @@ def forward_graph(
 def backward_graph(
     cudnn: Any, handle: Any, w: Workload, given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
 ) -> Graph:
-    """Return the graph of sdpa_backward, likewise."""
+    """Return the graph of sdpa_backward."""
     graph = Graph(cudnn, handle, given)
     operands = {name: graph.tensors[name] for name in ("q", "k", "v", "stats")}
     o, d_o = graph.tensors["out"], graph.tensors["dout"]

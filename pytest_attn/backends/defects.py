@@ -105,7 +105,7 @@ CUTLASS_SHARED_HEAD = KnownDefect(
 )
 
 
-#: grouped heads, which xformers' adapter expands so, in the other shapes that are asked about
+#: GQA, which xformers' adapter expands so, in the other shapes that are asked about
 CUTLASS_SHARED_GROUP = replace(
     CUTLASS_SHARED_HEAD,
     applies=lambda workload, machine: workload.mask is not None or workload.bias is not None,

@@ -30,7 +30,7 @@ ANY_MASK = may_say("bias", "alibi", "padded", "backward", masks=("top-left", "an
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A name of the library: our own backend of the same kernel, which knows its limits and rounding, and what it is told.
+    """A name of the library: our own backend of the same kernel, which knows its limits and rounding, and what it accepts.
 
     precision: the profile where it is not the kernel's. known_defects: those that the library adds to the kernel's.
     """
@@ -89,7 +89,7 @@ class Dispatcher(LibraryBackend):
         return self._kernel.unsupported_because(workload, machine, backward)
 
     def precision_on(self, kind: str) -> str | Precision:
-        """The kernel's, where the name has none of its own."""
+        """The kernel's, where the name has none."""
         return self._entry.precision or self._kernel.precision_on(kind)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:

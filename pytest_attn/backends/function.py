@@ -70,6 +70,6 @@ class FunctionBackend(Backend):
                 return self._function(q, k, v, workload=inputs.workload, **self.configuration)
             keys = (k, v) if inputs.workload.kv_pages else (k.transpose(1, 2), v.transpose(1, 2))
             out = self._function(q.transpose(1, 2), *keys, workload=inputs.workload, **self.configuration)
-            return out.transpose(1, 2) if hasattr(out, "transpose") else out  # what is no tensor is refused by the check
+            return out.transpose(1, 2) if hasattr(out, "transpose") else out  # the check refuses anything but a tensor
 
         return call

@@ -24,8 +24,8 @@ _WARM_UPS = 3
 class Graphed(Variant):
     """A backend's forward call, captured on other data than it is judged on and replayed over poisoned outputs.
 
-    What a capture leaves out (work on another stream, on the host, or with values read back) shows as the captured
-    data's result or as the NaN that every replay must overwrite.
+    A capture leaves out work on another stream, on the host, or with values read back. Such work shows: the result is that of
+    the captured data, or the NaN that every replay must overwrite.
     """
 
     def __init__(self, inner: Backend) -> None:

@@ -48,7 +48,7 @@ class Precision:
 
     Args:
         name: what reports call the profile.
-        rounds_scores: scores are rounded to the dtype before and after the scale, dP and dS likewise in the backward pass.
+        rounds_scores: scores are rounded to the dtype before and after the scale, and dP and dS in the backward pass.
         rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
         rounds_scaled_key: k is, in the same way.
         rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
@@ -59,7 +59,8 @@ class Precision:
         ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
         rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
         sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
-        sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, of torch's CPU kernel's sizes.
+        sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, dq over blocks of 512 keys, as in
+            torch's CPU kernel.
         exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
         float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32
             products.
@@ -133,13 +134,17 @@ class Precision:
         block = 256 if q_len >= 768 else 64 if q_len >= 192 else 32
         return -(-q_len // block)
 
+    def query_roundings(self, kv_len: int) -> int:
+        """Return how many times dq is rounded while it is summed over blocks of keys."""
+        return -(-kv_len // 512) if self.sums_query_blocks else 1
+
 
 PRECISIONS = {
     # FlashAttention 3 and 4, Triton: float32 scores, P and dS rounded to the dtype for the tensor cores
     "flash": Precision("flash"),
-    # FlashAttention 2, torch's copy and its CPU kernel: gradients of grouped heads leave the kernel per query head
+    # FlashAttention 2, torch's copy and its CPU kernel: under GQA the gradients leave the kernel per query head
     "flash2": Precision("flash2", sums_rounded_heads=True),
-    # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for grouped heads
+    # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
     "eager": Precision("eager", rounds_scores=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
@@ -156,7 +161,7 @@ PRECISIONS = {
     # CUTLASS fmha (SDPA's memory-efficient kernel): keeps P in shared memory in the dtype and forms
     # dS = (dP - D) * P from it, then rounds scale * dS. Source: mem_eff_attention/kernel_backward.h in PyTorch.
     "cutlass": Precision("cutlass", ds_from_rounded_p=True, rounds_scaled_ds=True, float32_unit=2.0**-23),
-    # torch's CPU kernel (FlashAttentionKernel.cpp): adds up dk and dv in memory, in the dtype; exp_u20 has 20 bits
+    # torch's CPU kernel (FlashAttentionKernel.cpp): adds up dq, dk and dv in memory, in the dtype; exp_u20 has 20 bits
     "torch_cpu": Precision("torch_cpu", sums_rounded_heads=True, sums_query_blocks=True, exponential_unit=2.0**-20),
     # cuDNN: rounds scale * dS
     "cudnn": Precision("cudnn", rounds_scaled_ds=True),

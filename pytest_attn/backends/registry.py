@@ -62,8 +62,9 @@ class Registry:
 
         layout: "bhsd" or "bshd", in which fn takes and returns tensors. precision: the rounding that it declares.
         unsupported_because: a function of the workload that returns reasons to refuse it, none where fn claims it.
-        configurations: what --attn-tune tries, each handed to fn as further keyword arguments: {option: values} for every
-        combination, a list of {option: value} or triton.Config, or a function of the workload that returns one of these.
+        configurations: what --attn-tune tries, each handed to fn as further keyword arguments. {option: values} stands for
+        every combination. A list of {option: value} or triton.Config, and a function of the workload that returns one, also
+        do.
         """
         if not callable(fn):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")

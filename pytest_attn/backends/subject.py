@@ -18,6 +18,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.long import is_for_gpu
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class RefusedError(Exception):
 class Subject(ABC):
     """What is tested: its name, how it takes tensors, where it rounds, and what it can and cannot do.
 
-    Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped; once both
-    are silent, the subject has claimed the case, and an exception or a wrong value is a failure.
+    Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped. If both
+    are silent, the subject has claimed the case: an exception or a wrong value is a failure.
     """
 
     #: what users type, and what reports call it
@@ -144,7 +145,7 @@ class Subject(ABC):
     def dequantized(self, inputs: Inputs) -> Inputs:
         """Return what an approximate kernel makes of q, k and v when it quantizes them, as float32 tensors.
 
-        It is held against exact attention on these values: what quantization itself loses is its design, what goes wrong
+        It is compared with exact attention on these values: what quantization itself loses is its design, what goes wrong
         after it is not.
         """
         return inputs
@@ -259,6 +260,8 @@ def _no_gradient(workload: Workload, backward: bool) -> str | None:
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:
     needed = tensor_bytes(workload, backward) + workspace
+    if is_for_gpu(workload) and machine.kind == "cpu":
+        return f"{workload.id} is for a GPU, with {needed / 2**30:,.1f} GiB ({needed:,} bytes): a CPU takes too long"
     if needed <= machine.memory:
         return None
     there = machine.memory / 2**30

@@ -13,13 +13,15 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": op
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, None where it is not installed."""
     try:
-        return metadata.version(distribution)
-    except (metadata.PackageNotFoundError, KeyError):  # KeyError: a folder that an uninstallation left, without a version
+        found = metadata.metadata(distribution)
+    except metadata.PackageNotFoundError:
         return None
+    versions: list[str] = found.get_all("Version") or []
+    return versions[0] if versions else None  # a folder that an uninstallation left has none
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it is no version."""
+    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it cannot be read."""
     try:
         return Version(version).release
     except InvalidVersion:

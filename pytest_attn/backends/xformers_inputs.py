@@ -1,4 +1,4 @@
-"""How a workload is said to xformers: its own classes of masks or a tensor, and grouped heads in five dimensions."""
+"""How a workload is said to xformers: its own classes of masks or a tensor, and GQA in five dimensions."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def _aligned(length: int) -> int:
 
 
 def _per_head(bias: torch.Tensor, w: Workload) -> torch.Tensor:
-    """Expand a bias to the shape that is asked for, with grouped heads in two dimensions."""
+    """Expand a bias to the shape that is asked for, with the heads of GQA in two dimensions."""
     bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
     return bias if w.group == 1 else bias.reshape(w.batch, w.kv_heads, w.group, w.q_len, w.kv_len)
 
 
 def with_grouped_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return (batch, rows, heads, dim) as they are, or grouped heads as (batch, rows, key heads, group, dim)."""
+    """Return (batch, rows, heads, dim) as they are, or under GQA as (batch, rows, key heads, group, dim)."""
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads

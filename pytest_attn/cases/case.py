@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class AttentionCase(CaseTensors):
     """One workload, on one device, with one backend where the test takes one.
 
-    Tensors (q, k, v, bias, ...) are those of the first input distribution, in the layout that the marker names; `check`
+    Tensors (q, k, v, bias, ...) are those of the first input distribution, in the layout that the marker names. `check`
     draws every distribution anew and hands each callable its own copy.
     """
 
@@ -70,7 +70,7 @@ class AttentionCase(CaseTensors):
         Raises:
             AssertionError: fn is wrong; the text is the diagnosis, with the command that repeats the case.
             TypeError: fn is none of the three.
-            ValueError: a name is no backend's.
+            ValueError: no backend has the name.
         """
         __tracebackhide__ = True
         return self._check(self._run.subject(fn, name, self._spec, dequantized=dequantized), self._mark.backward)
@@ -100,7 +100,7 @@ class AttentionCase(CaseTensors):
 
         Raises:
             AssertionError: an invariant is broken; the text is the smallest evidence.
-            ValueError: a name is no invariant's, or none is left.
+            ValueError: no invariant has the name, or none is left.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.checking import check_invariants
@@ -132,7 +132,7 @@ class AttentionCase(CaseTensors):
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
     ) -> Latency:
-        """Check `fn`, time it, and hold its p50 against the baseline of this machine.
+        """Check `fn`, time it, and compare its p50 with the baseline of this machine.
 
         Skips the test where nothing can be timed, where nothing can be decided, and where `check` would.
 
@@ -232,6 +232,6 @@ class AttentionCase(CaseTensors):
 
 
 def backend_of(case: AttentionCase) -> Backend:
-    """Return the backend of a case whose test takes one; which is no look at the case yet."""
+    """Return the backend of a case whose test takes one; which does not count as a look at the case."""
     assert case._run.backend is not None
     return case._run.backend

@@ -17,6 +17,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.latency.peak import measured_peak
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.verdict import Cause, Verdict
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def check(
     run: CaseRun, subject: Subject, spec: CheckSpec, located: Callable[[Comparison], Comparison] | None = None
 ) -> Comparison:
-    """Hold a subject against exact attention; return the comparison of one that is right, and end the test of another.
+    """Compare a subject with exact attention; return the comparison if it passed, else end the test.
 
     located: says more about where a fault lies, from what the judgment has seen.
     """
@@ -39,17 +40,18 @@ def check(
         __tracebackhide__ = True
         return judge(subject, spec, references, deadline, keep_evidence=saver is not None or located is not None)
 
-    comparison = run.judged("checking", subject, spec, "check", judged)
+    with measured_peak(spec.device) as peak:
+        comparison = run.judged("checking", subject, spec, "check", judged)
     defects = _shown_by_checks(run.defects_of(subject), spec)
     if comparison.passed:
         unshown = "; ".join(f"{d.issue} did not show: {d.summary}" for d in defects)
         cause = Cause.DEFECT_NOT_SHOWN.value if defects else ""
-        outcome.record(subject, Verdict.PASSED, comparison, reason=unshown, cause=cause)
+        outcome.record(subject, Verdict.PASSED, comparison, reason=unshown, cause=cause, memory=peak.bytes)
         return comparison
     if known := [d for d in defects if d.explains(comparison, run.workload)]:
         outcome.xfail(subject, _describe_defects(known), comparison)
     comparison = located(comparison) if located else comparison
-    outcome.record(subject, Verdict.MISMATCH, comparison)
+    outcome.record(subject, Verdict.MISMATCH, comparison, memory=peak.bytes)
     outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)
 
 

@@ -79,8 +79,8 @@ class AttentionModel:
         """Check the model, time its step, and hold the p50 against the baseline of this test, backend and machine.
 
         A step is forward and backward, or forward without autograd where the marker says backward=False; with an optimizer its
-        step as well. Gradients are dropped before each. Told beside the time: the first call, peak memory (of a GPU), and what
-        attention takes of a step, and so by how much a faster kernel can speed it up at most.
+        step as well. Gradients are dropped before each. Reported beside the time: the first call, peak memory (of a GPU), and
+        what attention takes of a step. So it says how much a faster kernel can speed up the step at most.
 
         Returns the latency. Raises AssertionError as `check` does, where the step became slower than recorded, where it is not
         repeatable, and where torch.compile compiles it again while it is timed. Skips where nothing can be timed. Model and

@@ -37,7 +37,7 @@ def check_model(
     functions: tuple[Callable[..., Any] | str, ...],
     scatter: int,
 ) -> ModelComparison:
-    """Judge a model; return the comparison of one that is right, and end the test of another."""
+    """Judge a model; return the comparison if it passed, else end the test."""
     __tracebackhide__ = True
     subject = None if target is None else replacement(target, run.session.registrations.registry)
     name, limits, backward = type(model).__name__, run.session.settings.limits, run.mark.backward

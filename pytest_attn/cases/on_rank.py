@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class RankCase(CaseTensors):
     """One rank's part of a workload. Tensors are its shards; `workload` is the whole.
 
-    q, k, v, and of mask and bias the query rows are the rank's; keys of mask and bias are all, in their own order. cu_seqlens
-    and kv_lens count what the rank holds.
+    q, k and v are the rank's, and so are the query rows of mask and bias. Mask and bias have all keys, in their own order.
+    cu_seqlens and kv_lens count what the rank holds.
     """
 
     backend = None
@@ -69,7 +69,7 @@ class RankCase(CaseTensors):
 
     @property
     def kv_shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its keys, likewise."""
+        """For each rank the positions of its keys."""
         return self._sharding.keys
 
     @property
@@ -127,7 +127,7 @@ class RankCase(CaseTensors):
         skip: Iterable[str] | str | None = None,
         name: str | None = None,
     ) -> InvariantReport:
-        """Likewise; return its report."""
+        """Check the invariants in the same way; return the report."""
         report: InvariantReport = self._served(fn, name)
         return report
 

@@ -86,7 +86,7 @@ class RankedCase(AttentionCase):
 
     @property
     def kv_shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its keys, likewise."""
+        """For each rank the positions of its keys."""
         return self._sharding.keys
 
     def check(
@@ -137,7 +137,7 @@ class RankedCase(AttentionCase):
         pytest.skip(f"{subject} passed the check, but was not timed: it runs on {self.ranks} ranks")
 
     def assert_close(self, out: torch.Tensor) -> None:
-        """Refused: what one process has computed is no result of ranks."""
+        """Refused: one process alone cannot compute a result of several ranks."""
         raise ValueError("a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process")
 
     def skipped_because(self) -> str:

@@ -50,6 +50,7 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
         "z_head": worst.z_head,
         "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
         "is_sampled": comparison.is_sampled,
+        "sampled": {name: list(counts) for name, counts in comparison.sampled.items()},
         "is_approximate": comparison.is_approximate,
         "compile_seconds": compilation.seconds if compilation else None,
         "graph_breaks": compilation.graph_breaks if compilation else 0,

@@ -92,7 +92,7 @@ class CaseRun:
             return subject
         from pytest_attn.backends.subject import identity_of
 
-        # kept alive: another callable may be given the identity of one that is gone
+        # kept alive: another callable may get the identity of a deleted one
         alike = self._callables.setdefault(subject.name, [])
         if identity_of(function) not in map(identity_of, alike):
             alike.append(function)

@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as it can be typed from the current folder."""
+    """Return a path that can be typed from the current folder."""
     try:
         return path.relative_to(Path.cwd()).as_posix()
     except ValueError:

@@ -60,12 +60,12 @@ class CaseTensors(ServingTensors):
 
     @cached_property
     def k(self) -> torch.Tensor:
-        """Keys, likewise; a pool (pages, page size, kv_heads, head_dim), or as `Pages` says, where it has kv_pages."""
+        """Keys; a pool (pages, page size, kv_heads, head_dim), or as `Pages` says, where it has kv_pages."""
         return self._keys_and_values[0]
 
     @cached_property
     def v(self) -> torch.Tensor:
-        """Values, likewise."""
+        """Values, laid out as the keys."""
         return self._keys_and_values[1]
 
     @property

@@ -39,7 +39,7 @@ def refuse_unjudged(item: pytest.Item) -> None:
 
 
 def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
-    """Return what a test lacks, and whether that is certain; None for one that judges, or is no test of a kernel."""
+    """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
     arguments = FIXTURES.intersection(getattr(item, "fixturenames", ()))
     if not arguments:
         if any(mark.name == "attention_model" for mark in item.own_markers):

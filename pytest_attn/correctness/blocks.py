@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from pytest_attn.workloads.heads import grouped_order
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod
-from pytest_attn.workloads.visibility import interval
+from pytest_attn.workloads.positions import LONG_KEYS, TILE
+from pytest_attn.workloads.visibility import has_intervals, interval
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 #: Score elements that one chunk may hold (times 8 bytes, times about five temporaries).
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-#: Rows or keys of a kernel's tile.
-TILE = 128
+#: Score elements that the chunk of a sampled sequence may hold at least, and how many bytes of q, k and v one more needs:
+#: so that temporaries take as much memory as the inputs, however short or long these are.
+_LEAST_ELEMENTS, _BYTES_PER_ELEMENT = 1 << 22, 64
 
 
 def chunk_elements(device: torch.device) -> int:
@@ -30,12 +32,21 @@ def chunk_elements(device: torch.device) -> int:
     return _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
 
 
+def _room_in(segment: Segment) -> int:
+    """Return how many scores a chunk of this segment may hold."""
+    room = chunk_elements(segment.k.device)
+    if segment.rows is None or room <= _LEAST_ELEMENTS:
+        return room
+    of_inputs = sum(t.numel() * t.element_size() for t in (segment.q, segment.k, segment.v))
+    return min(room, max(_LEAST_ELEMENTS, of_inputs // _BYTES_PER_ELEMENT))
+
+
 @dataclass(frozen=True)
 class Segment:
     """Sequences of equal length, and which of their rows and keys the reference keeps.
 
     q: (n, heads, q_len, head_dim), dout: (n, heads, q_len, v_head_dim), both in the workload's dtype; k: (n, kv_heads, kv_len,
-    head_dim) and v: (n, kv_heads, kv_len, v_head_dim), likewise.
+    head_dim) and v: (n, kv_heads, kv_len, v_head_dim) of the same sequences.
     first_batch: the batch entry of the first sequence. rows, keys: the sampled positions, None for all; keys are sampled for
     the backward pass only. q_start, kv_start: where the sequence begins in the reference, if it is packed.
     """
@@ -65,7 +76,9 @@ def head_blocks(segment: Segment) -> Iterator[tuple[slice, slice]]:
     if q_len == 0:
         return
     per_head = max(1, segment.workload.group * q_len * kv_len)
-    room = max(1, chunk_elements(segment.k.device) // per_head)
+    if kv_len >= LONG_KEYS:  # k and v in float64 weigh as much as scores, where there are few rows
+        per_head = max(per_head, kv_len * segment.workload.head_dim)
+    room = max(1, _room_in(segment) // per_head)
     n, heads = segment.k.shape[:2]
     if room >= heads:
         step = room // heads
@@ -113,9 +126,28 @@ def row_chunks(block: Block) -> Iterator[torch.Tensor]:
     rows = segment.rows if only_sampled else torch.arange(q_len, device=block.k.device)
     assert rows is not None
     heads = block.k.shape[0] * block.k.shape[1] * block.workload.group
-    step = max(1, chunk_elements(block.k.device) // max(1, heads * kv_len))
+    room = _room_in(segment) // max(1, heads)
+    step = max(1, room // max(1, kv_len))
+    if segment.rows is not None and _tells_its_keys(segment):
+        yield from _chunks_by_span(segment, rows, step, room)
+        return
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
+
+
+def _chunks_by_span(segment: Segment, rows: torch.Tensor, least: int, room: int) -> Iterator[torch.Tensor]:
+    """Yield as many rows at a time as fit with the keys that they see: many, where a window is short."""
+    start, listed = 0, rows.tolist()
+    while start < len(listed):
+        step = least
+        while start + step < len(listed):
+            more = min(2 * step, len(listed) - start)
+            span = _span_of(segment, listed[start], listed[start + more - 1])
+            if more * (span.stop - span.start) > room:
+                break
+            step = more
+        yield rows[start : start + step]
+        start += step
 
 
 class Chunk:
@@ -144,6 +176,13 @@ class Chunk:
             self.kept = torch.isin(rows, segment.rows)
             self.places = torch.searchsorted(segment.rows, rows[self.kept])
 
+    def seen_among(self, keys: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """Return which of these keys, ascending, lie in the chunk's span, counted from its first; and their places."""
+        import torch
+
+        start, stop = torch.searchsorted(keys, keys.new_tensor((self.keys.start, self.keys.stop))).tolist()
+        return keys[start:stop] - self.keys.start, slice(start, stop)
+
     @property
     def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch entry, head, query and key of every score; together they broadcast to (n, heads, rows, keys)."""
@@ -151,12 +190,22 @@ class Chunk:
 
 
 def _visible_keys(segment: Segment, rows: torch.Tensor) -> slice:
-    """Return the span of keys that any of these rows can see where the mask tells, and no keys are sampled; else all."""
-    q_len, kv_len = segment.lengths
+    """Return the span of keys that any of these rows, in ascending order, can see where the mask tells; else all."""
+    if not _tells_its_keys(segment):
+        return slice(0, segment.lengths[1])
+    return _span_of(segment, int(rows[0]), int(rows[-1]))
+
+
+def _tells_its_keys(segment: Segment) -> bool:
     mask = segment.workload.plain_mask
-    if segment.keys is not None or segment.inputs.kv_lens is not None or mask is None or kv_len < 2 * TILE:
-        return slice(0, kv_len)
-    first, last = (interval(mask, int(row), q_len, kv_len) for row in (rows[0], rows[-1]))
+    has_own_lengths = segment.inputs.kv_lens is not None
+    return mask is not None and has_intervals(mask) and not has_own_lengths and segment.lengths[1] >= 2 * TILE
+
+
+def _span_of(segment: Segment, first_row: int, last_row: int) -> slice:
+    """Return the keys that rows from the first to the last can see, of a mask that tells: at least one."""
+    mask, (q_len, kv_len) = segment.workload.plain_mask, segment.lengths
+    first, last = (interval(mask, row, q_len, kv_len) for row in (first_row, last_row))
     if first is None or last is None:
         return slice(0, kv_len)
     return slice(min(first[0], last[0]), max(first[1], last[1], 1))

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, UNIT
-from pytest_attn.correctness.blocks import TILE, Block, Chunk
+from pytest_attn.correctness.blocks import Block, Chunk
 from pytest_attn.correctness.exact import sinks_of
 from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.rounding import Rounding, row_tops
 from pytest_attn.correctness.score_noise import ScoreBudget, ScoreNoise
+from pytest_attn.workloads.positions import TILE
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,8 @@ _HALF_ROUNDINGS = 2.0
 class RowNoise:
     """A relative error that all P of a row share.
 
-    variance: of it, (n, heads, rows, 1). of_out: what it adds to that of out, beside its share in out itself, where the parts
-    of a row have such errors of their own: (n, heads, rows, v_head_dim), None elsewhere.
+    variance: of it, (n, heads, rows, 1). of_out: what it adds to the variance of out beside its share in out itself,
+    (n, heads, rows, v_head_dim). It is None unless the parts of a row have such errors of their own.
     """
 
     variance: torch.Tensor

@@ -32,9 +32,11 @@ def call_kernel(
     import torch
 
     pristine = reference.called_with
-    kept, laid = spec.handed(pristine), list(spec.handed(pristine))
+    kept = spec.untouched(pristine)
     if spec.workload.kv_pages is None:
         laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    else:
+        laid = list(spec.handed(pristine))
     if spec.workload.v_in_k:
         laid[2] = laid[1][..., : spec.workload.v_head_dim]
     given = [t.requires_grad_(spec.backward) for t in laid]

@@ -109,11 +109,12 @@ class Comparison:
         workload: its id.
         subject: what reports call the callable.
         tensors: a row per tensor and input distribution.
-        is_sampled: only some rows were held against exact attention, as all would take too long.
-        is_approximate: the callable quantizes its inputs, and was held against exact attention on the quantized ones.
+        is_sampled: only some rows were compared with exact attention, as all would take too long.
+        is_approximate: the callable quantizes its inputs, and was compared with exact attention on the quantized ones.
         mismatch: of the first row that did not pass.
         changes: inputs that it changed in place, and by how much at most.
         compilation: what torch.compile took, where the callable was compiled.
+        sampled: how many "rows" and "keys" of how many were compared with exact attention, where only some were.
     """
 
     workload: str
@@ -124,6 +125,7 @@ class Comparison:
     mismatch: Mismatch | None = None
     changes: Mapping[str, float] = field(default_factory=dict)
     compilation: Compilation | None = None
+    sampled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

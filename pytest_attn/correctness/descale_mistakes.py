@@ -1,4 +1,4 @@
-"""Likely mistakes with descales: one that is forgotten, one of another tensor, one for all heads or tokens."""
+"""Likely mistakes with descales: a forgotten one, that of another tensor, one for all heads or tokens."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def require_same(keep: Tensor, before: Tensor | None) -> None:
 
 
 def require_fair(keep: Tensor, inputs: Inputs) -> None:
-    """Raise ContractError where a mask is no fair coin per visible probability; hidden ones may be anything."""
+    """Raise ContractError where a mask is not drawn fairly for each visible probability; hidden ones may be anything."""
     seen = _visible(inputs)
     _require_rate(keep, seen, inputs.workload.dropout)
     for axis, name in enumerate(_AXES):
@@ -118,7 +118,7 @@ def _divergence(rate: float, expected: float) -> float:
 
 
 def _require_unlike(keep: Tensor, seen: Tensor, axis: int, name: str, dropout: float) -> None:
-    """Raise ContractError where two slices along an axis, say two heads, have the same mask, and chance is no reason."""
+    """Raise ContractError where two slices along an axis, say two heads, have the same mask, and not by chance."""
     import torch
 
     slices = min(keep.shape[axis], _SLICES)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Expected:
     """What one tensor should be: `value` (float64) and its budget `tau` (float32), both (batch, heads, rows, dim).
 
-    `rows` lists the sampled positions along the third dimension, None for all. lse has no dim; its tau is 0 unless the profile
-    makes the scores noisy, and comes on top of what float32 sums allow.
+    `rows` lists the sampled positions along the third dimension, None for all. The expected lse has no dim. Its tau is 0
+    unless the profile makes the scores noisy, and comes on top of what float32 sums allow.
     """
 
     value: torch.Tensor

@@ -187,6 +187,9 @@ class Gradients:
         dq = over_keys(scores.ds, k).mul_(self.scale)
         drift = over_keys(scores.weight, k).square_().mul_(scores.row_sum_var)
         variance = over_keys(scores.variance, k.square()).add_(drift).mul_(self.scale**2)
+        times = self.precision.query_roundings(self.kv_len)
+        if times > 1:  # partial sums: where their terms are random, half of all on average; where these agree, a third
+            variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)
         variance += self.rounding.of_sum(dq, self.kv_len)
         return dq, variance
 

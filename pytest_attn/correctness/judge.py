@@ -17,6 +17,7 @@ from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.diagnose import explain
 from pytest_attn.correctness.dropout import require_fair, require_same, with_mask
 from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.correctness.kept import KeptResult
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
@@ -37,10 +38,10 @@ def judge(
 ) -> Comparison:
     """Hold `subject` against exact attention on every input distribution of the spec.
 
-    Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs, and RefusedError
-    where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong; other exceptions
-    of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the tensors of the
-    first mismatch with the comparison.
+    Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs. Raises
+    RefusedError where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong.
+    Other exceptions of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the
+    tensors of the first mismatch with the comparison.
     """
     __tracebackhide__ = True
     judgment = _Judgment(subject, spec.for_subject(subject), deadline, keep_evidence)
@@ -48,6 +49,8 @@ def judge(
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
             judgment.ask(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
+            if judgment.failed is None:  # else a diagnosis asks for them
+                reference.let_go()
         judgment.ask_again()
     return judgment.comparison()
 
@@ -63,7 +66,7 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_eviden
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
     case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits)
     mismatch = None if row.passed else _mismatch(_Failed(row, reference, tensors), case, keep_evidence)
-    return Comparison(spec.workload.id, "out", (row,), reference.is_sampled, mismatch=mismatch)
+    return Comparison(spec.workload.id, "out", (row,), reference.is_sampled, mismatch=mismatch, sampled=reference.sampled)
 
 
 #: what is said of a kernel whose equal calls differ
@@ -91,6 +94,7 @@ class _Judgment:
         self.first: _Result | None = None
         self.keep: torch.Tensor | None = None
         self.is_sampled = self.is_approximate = False
+        self.sampled: dict[str, tuple[int, int]] = {}
 
     def ask(self, distribution: str, reference: Reference, pattern: StridePattern) -> None:
         """Judge the results on one distribution, of tensors that lie in memory as wished.
@@ -99,12 +103,13 @@ class _Judgment:
         """
         __tracebackhide__ = True
         self.is_sampled |= reference.is_sampled
+        self.sampled |= reference.sampled
         self.is_approximate = self.subject.is_approximate
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.keep is not None:
             reference = with_mask(reference, self.keep, self.spec.backward)
         if self.first is None:
-            kept = {name: t.clone() for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
+            kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
         rows = tuple(self._compared(distribution, reference, tensors))
         self.rows += rows
@@ -121,18 +126,22 @@ class _Judgment:
         __tracebackhide__ = True
         if self.failed or self.first is None or not self.first.kept:
             return
-        distribution, reference, handed_out, _ = self.first
+        distribution, reference, handed_out, kept = self.first
+        if any(result.is_large for result in kept.values()):
+            del self.returned[1:]  # memory for another call, of which these would only explain a fault
         self._judge_once_more(handed_out, CONTIGUOUS, "its result was right, and has changed while others were computed")
         if self.failed is None:
             again, pattern = self._results(distribution, reference, REWRITTEN_KEYS)
             self._judge_once_more(again, pattern, "the same call was right before others came between")
+            if self.failed is None:
+                reference.let_go()
 
     def _judge_once_more(self, tensors: dict[str, torch.Tensor], pattern: StridePattern, event: str) -> None:
         """Judge those of the first distribution's tensors that are not what they were. event: what happened in between."""
         __tracebackhide__ = True
         assert self.first is not None
         distribution, reference, _, kept = self.first
-        unequal = {name: t for name, t in tensors.items() if not _same(t, kept[name])}
+        unequal = {name: t for name, t in tensors.items() if not kept[name].is_same(t)}
         for row in self._compared(distribution, reference, unequal):
             if not row.passed:
                 self.rows.append(row)
@@ -164,6 +173,7 @@ class _Judgment:
             mismatch,
             self.changes,
             compilation_of(self.kernel) if self.kernel else None,
+            self.sampled,
         )
 
     # -- details -------------------------------------------------------------------------------------------------------
@@ -234,7 +244,7 @@ class _Judgment:
         __tracebackhide__ = True
         try:
             again, _ = self._results(row.distribution, reference, pattern)
-        except Exception:  # what is wrong already is what the user is told
+        except Exception:  # the user gets the first fault
             return ()
         expected = reference.tensors[row.name]
         one, other = (
@@ -252,7 +262,7 @@ class _Result(NamedTuple):
     distribution: str
     reference: Reference
     handed_out: dict[str, torch.Tensor]
-    kept: dict[str, torch.Tensor]
+    kept: dict[str, KeptResult]
 
 
 class _Failed(NamedTuple):
@@ -269,13 +279,6 @@ def _mismatch(failed: _Failed, case: WholeCase, keep_evidence: bool) -> Mismatch
     location, suggestions = explain(row, tensors[row.name], reference, case)
     evidence = Evidence(row.distribution, reference, dict(tensors)) if keep_evidence else None
     return Mismatch(row, location, tuple(suggestions), notes, evidence)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, NaN where NaN is."""
-    import torch
-
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Gradients of what is no query, key or value: sinks, the bias, ALiBi's slopes, with their budgets.
+"""Gradients beside those of q, k and v: sinks, the bias, ALiBi's slopes, with their budgets.
 
 With s the final scores, dS = P (dP - D) their gradient, and P_sink = exp(sink - lse) the share of a row's sink:
 

@@ -101,11 +101,12 @@ class _Passes:
             scores = self.gradients.of_scores(rows.at_rows(chunk.kept), chunk.v, chunk.v_squared, all_keys)
             self._put_rows("dq", *self.gradients.of_queries(scores, chunk.k), chunk)
             del scores  # each of its tensors is as large as the scores
+        sampled, places = chunk.seen_among(sampled)
         if len(sampled) < all_keys:
             rows = replace(rows, row_sum_var=self.gradients.row_sum_var_of_all_keys(rows, chunk))
         rows = rows.at_keys(sampled)  # of all rows with sampled keys
         scores = self.gradients.of_scores(rows, chunk.v[:, :, sampled], chunk.v_squared[:, :, sampled], all_keys)
-        key_gradients.add(rows, scores, slice(None))
+        key_gradients.add(rows, scores, places)
 
     def finish(self) -> None:
         """Round the sums over the chunks, and put them in their place."""

@@ -9,17 +9,17 @@ How a workload is cut is in `blocks.py`, what is done with each block in `passes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.blocks import TILE, Block, Segment, head_blocks
+from pytest_attn.correctness.blocks import Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_of, sums_of
 from pytest_attn.correctness.passes import compute_block
 from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -28,26 +28,47 @@ if TYPE_CHECKING:
 
 #: Score elements (heads * q_len * kv_len) above which rows and keys are sampled.
 _FULL_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 33}
-_SAMPLED_ROWS = 2048
+_SAMPLED_ROWS = SAMPLED
 #: results that are compared beside out and lse where a kernel returns them
 EXTRA = ("weights", "max")
 
 
-@dataclass
 class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs as the callable takes them where `inputs` are the values that these stand for: because a backend quantises them, or
-    because they are quantised and come with descales; None elsewhere. parameters: those whose gradients are there, as
-    dsinks and so on.
+    inputs as the callable takes them, where a backend quantises them, or where they are quantised and come with descales.
+    `inputs` are then the values that they stand for. Elsewhere `given` is None. parameters: those whose gradients are there,
+    as dsinks and so on. redraw: draws the inputs of a long workload
+    again, which are let go between two calls.
     """
 
-    inputs: Inputs
-    precision: Precision
-    tensors: dict[str, Expected] = field(default_factory=dict)
-    given: Inputs | None = None
-    parameters: tuple[str, ...] = ()
+    def __init__(
+        self,
+        inputs: Inputs,
+        precision: Precision,
+        tensors: dict[str, Expected] | None = None,
+        given: Inputs | None = None,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        self._inputs: Inputs | None = inputs
+        self.workload = inputs.workload
+        self.precision, self.given, self.parameters = precision, given, parameters
+        self.tensors = {} if tensors is None else tensors
+        self.redraw: Callable[[], Inputs] | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        """The values of which attention is exact; drawn again where they were let go."""
+        if self._inputs is None:
+            assert self.redraw is not None
+            self._inputs = self.redraw()
+        return self._inputs
+
+    def let_go(self) -> None:
+        """Free the inputs of a long workload until they are asked for."""
+        if self.redraw is not None and self.given is None:
+            self._inputs = None
 
     @property
     def called_with(self) -> Inputs:
@@ -61,8 +82,20 @@ class Reference:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the expected tensors."""
-        return sum(expected.nbytes for expected in self.tensors.values())
+        """Bytes held by the expected tensors, and by inputs that stay."""
+        i = None if self.redraw is not None and self.given is None else self._inputs
+        of_inputs = sum(t.nbytes for t in (i.q, i.k, i.v, i.dout)) if i is not None else 0
+        return of_inputs + sum(expected.nbytes for expected in self.tensors.values())
+
+    @property
+    def sampled(self) -> dict[str, tuple[int, int]]:
+        """How many "rows" and "keys" of how many were computed, where only some were."""
+        w, found = self.workload, {}
+        for name, tensor, length in (("rows", "out", w.q_len), ("keys", "dk", w.kv_len)):
+            rows = self.tensors[tensor].rows if tensor in self.tensors else None
+            if rows is not None:
+                found[name] = (len(rows), length)
+        return found
 
     @property
     def is_sampled(self) -> bool:
@@ -113,8 +146,8 @@ def compute_reference(
     sampled = rows is not None or _is_long(w, device)
     keys = None
     if sampled:
-        rows = (_sample(w.q_len, device) if rows is None else rows).to(device)
-        keys = _sample(w.kv_len, device) if backward else None
+        rows = (_sample(w, w.heads, w.q_len) if rows is None else rows).to(device)
+        keys = _sample(w, w.kv_heads, w.kv_len).to(device) if backward else None
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward)
         _allocate_extra(reference, w, extra)
@@ -144,18 +177,12 @@ def _is_long(w: Workload, device: torch.device) -> bool:
     return not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
 
 
-def _sample(length: int, device: torch.device) -> torch.Tensor:
-    """Choose positions: the first, the last, both sides of tile edges, and random ones."""
+def _sample(w: Workload, heads: int, length: int) -> torch.Tensor:
+    """Choose the rows, or the keys, that are computed exactly."""
     import torch
 
-    if length <= _SAMPLED_ROWS:
-        return torch.arange(length, device=device)
-    tiles = range(TILE, length, max(TILE, length // (_SAMPLED_ROWS // 4) // TILE * TILE))
-    edges = [p for tile in tiles for p in (tile - 1, tile)]
-    generator = torch.Generator().manual_seed(length)
-    scattered = torch.randint(length, (_SAMPLED_ROWS // 2,), generator=generator).tolist()
-    chosen = sorted({0, 1, length - 2, length - 1, *edges, *scattered})
-    return torch.tensor(chosen, device=device)
+    far = far_positions(w, heads, length, w.head_dim)
+    return torch.tensor(sampled_positions(length, _SAMPLED_ROWS, far))
 
 
 def _allocate(

@@ -1,8 +1,10 @@
-"""Exact attention for the checks of a run, computed once for all kernels that are held against it."""
+"""Exact attention for the checks of a run, computed once for all kernels that are compared with it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.contexts import quiet
@@ -12,6 +14,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -65,20 +68,24 @@ class ReferenceCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        inputs = draw_inputs(workload, distribution, seed, device)
-        reference = compute_reference(inputs, precision, backward, parameters=parameters, extra=extra)
+        draw = partial(draw_inputs, workload, distribution, seed, device)
+        reference = compute_reference(_lean(draw, workload, backward), precision, backward, parameters=parameters, extra=extra)
+        if reference.is_sampled or has_long_sequences(workload):
+            reference.redraw = partial(_lean, draw, workload, backward)
         self.computed += 1
         self._kept[(workload, distribution, seed, str(device), precision, backward, parameters, extra)] = reference
-        while len(self._kept) > 1 and sum(map(_held_bytes, self._kept.values())) > self.limit:
+        while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self.limit:
             self._kept.popitem(last=False)
-        if _held_bytes(reference) > self.limit:
+        if reference.nbytes > self.limit:
             self._kept.clear()
         return reference
 
 
-def _held_bytes(reference: Reference) -> int:
-    i = reference.inputs
-    return reference.nbytes + sum(t.nbytes for t in (i.q, i.k, i.v, i.dout))
+def _lean(draw: Callable[..., Inputs], workload: Workload, backward: bool) -> Inputs:
+    """Draw inputs; those of a long workload without dout where no gradient is asked for."""
+    if backward or not has_long_sequences(workload):
+        return draw()
+    return draw(with_dout=False)
 
 
 def _quantized_by(subject: Subject, given: Inputs) -> Inputs:

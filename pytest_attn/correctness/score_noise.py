@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _REACH = 8.0
 #: standard deviation of a score above which P changes by more than its derivative tells
 _FAR = 1 / 8
+#: rows whose norms are formed together
+_NORMS = 1 << 16
 
 
 @dataclass
@@ -32,6 +34,12 @@ class ScoreNoise:
     variance: torch.Tensor
     slope_var: torch.Tensor | None = None
     highest: torch.Tensor | None = None
+
+
+def _largest_norm(vectors: torch.Tensor) -> float:
+    """Return the largest norm of vectors (n, heads, length, dim)."""
+    parts = vectors.tensor_split(-(-vectors.shape[2] // _NORMS), 2)
+    return max(float(part.double().norm(dim=-1).max()) for part in parts)
 
 
 class ScoreBudget:
@@ -54,7 +62,7 @@ class ScoreBudget:
         """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
         if not block.q.numel() or not block.k.numel():
             return False
-        largest = self.scale * float(block.q.double().norm(dim=-1).max()) * float(block.k.norm(dim=-1).max())
+        largest = self.scale * _largest_norm(block.q) * _largest_norm(block.k)
         return largest * TENSOR_CORE_UNIT * self.workload.head_dim / 4 > self.rounding.unit / 2
 
     def of_scaled(self, scaled: torch.Tensor, chunk: Chunk) -> ScoreNoise | None:
@@ -75,7 +83,7 @@ class ScoreBudget:
         return ScoreNoise(variance.mul_(SHARED**2), slope_var)
 
     def _is_far(self, variance: torch.Tensor) -> bool:
-        """Whether scores may be so far off that their exponentials, and softcap, are no straight lines in between."""
+        """Whether scores may be so far off that their exponentials, and softcap, are far from linear in between."""
         if self.rounding.operand_unit:
             return True
         return self.precision.has_noisy_scores and bool(variance.numel()) and float(variance.max()) * SHARED**2 > _FAR**2

@@ -35,7 +35,7 @@ def is_cuda_error(error: Exception) -> bool:
 def refusals() -> Iterator[None]:
     """Turn what a kernel raises that does not take some strides into RefusedError.
 
-    A broken contract stays one, and what ends a device's context is no refusal: the kernel has run.
+    A broken contract stays one, and the end of a device's context does not count as a refusal: the kernel has run.
     """
     try:
         yield
@@ -49,7 +49,10 @@ def refusals() -> Iterator[None]:
 
 def swapped(tensor: Tensor) -> Tensor:
     """Heads and rows lie in memory the other way round, as between "bhsd" and "bshd"."""
-    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+    import torch
+
+    other_way = tensor.transpose(-3, -2).clone(memory_format=torch.contiguous_format)  # a copy where one of both is 1, too
+    return other_way.transpose(-3, -2)
 
 
 def fused(tensor: Tensor) -> Tensor:

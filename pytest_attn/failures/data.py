@@ -27,7 +27,7 @@ _LARGEST_MASK = 1 << 30
 
 @dataclass(frozen=True)
 class FailureData:
-    """One distribution of inputs, and what became of it: results by name, and the exact ones, where these were compared.
+    """One distribution of inputs, and what happened to it: results by name, and the exact ones, where these were compared.
 
     Tensors are in the workload's native layout, those of the reference heads-first.
     """
@@ -42,10 +42,10 @@ class FailureData:
 def tensors_of(data: FailureData) -> dict[str, torch.Tensor]:
     """Return tensors by the names under which they are saved.
 
-    q, k, v and what else the kernel was given; dout where there is a backward pass; out, lse, dq, dk, dv as the kernel
-    returned them; reference.NAME in float64, reference.NAME.budget in float32, reference.NAME.rows where only these were
-    computed; quantised.q and so on for a backend that quantises its inputs, which is what the reference is computed from;
-    descales.q and so on of quantized inputs; mask, boolean, where a function says which keys are seen.
+    What the kernel was given: q, k, v and others, with dout for a backward pass. What it returned: out, lse, dq, dk, dv.
+    reference.NAME in float64, reference.NAME.budget in float32, reference.NAME.rows where only these were computed.
+    For a backend that quantises its inputs: quantised.q and so on, from which the reference is computed. Of quantized inputs:
+    descales.q and so on. If a function says which keys are seen: mask, boolean.
     """
     given = {name: getattr(data.inputs, name) for name in _INPUTS if name != "dout" or data.backward}
     named = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -79,7 +79,7 @@ def _reference_tensors(reference: Reference, backward: bool) -> dict[str, torch.
     for name, expected in reference.tensors.items():
         if backward or not name.startswith("d"):
             named[f"reference.{name}"] = expected.value
-            if expected.tau.numel():  # lse has no budget of its own
+            if expected.tau.numel():  # lse has no budget
                 named[f"reference.{name}.budget"] = expected.tau
             if expected.rows is not None:
                 named[f"reference.{name}.rows"] = expected.rows

@@ -99,7 +99,7 @@ def _encode_function(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _decode_function(encoded: dict[str, str]) -> Callable[..., Any]:
-    """Import a function; what bears its name and is no function, or another one, is not it."""
+    """Import a function; anything else of the same name does not count."""
     module, name, label = encoded["module"], encoded["name"], encoded["label"]
     found: Any = None if "<" in name else _module(module)
     for part in name.split("."):

@@ -47,8 +47,8 @@ class Failure:
     Args:
         folder: where it was saved.
         workload: None where it cannot be rebuilt, as its score_mod cannot be imported here; `workload_id` is always there.
-        tensors: on the CPU, by name: q, k, v and what else the kernel was given, out and what else it returned, in the
-            workload's native layout; reference.out (float64) with reference.out.budget and so on, heads-first.
+        tensors: on the CPU, by name: q, k, v and what else the kernel was given, out and what else it returned. These have
+            the workload's native layout. Heads-first: reference.out (float64), reference.out.budget and so on.
         environment: what environment.json says: the case, the kernel, the machine, versions, the verdict and its message.
     """
 
@@ -172,7 +172,7 @@ class SavedReferences(ReferenceCache):
         return self._inputs
 
     def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
-        """Return the saved reference where it serves, else one that is computed from the saved inputs."""
+        """Return the saved reference where it serves, else compute one from the saved inputs."""
         is_approximate = subject is not None and subject.is_approximate
         if self._reference is not None and spec.profile == self._precision:
             given = self._reference.given

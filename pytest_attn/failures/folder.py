@@ -1,4 +1,4 @@
-"""A folder per failed case: its name, and how it is written whole or not at all."""
+"""A folder per failed case: its name, and how it is written atomically."""
 
 from __future__ import annotations
 

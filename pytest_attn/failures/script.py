@@ -86,7 +86,7 @@ def conftest_backend(name: str, path: str) -> KernelSource:
 def kernel_of(fn: Callable[..., Any], label: str, test: str, called: str = "", start: str = "") -> KernelSource:
     """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place.
 
-    label: what messages call it. called: the name that its test gave it. start: the folder from which its file is told.
+    label: what messages call it. called: the name that its test gave it. start: the folder that its file is relative to.
     """
     module, name = _address(fn)
     if module:

@@ -23,7 +23,7 @@ class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error
 
 
 class KernelRaised(Exception):  # noqa: N818 - a finding, whose text is the evidence
-    """A kernel raised what is no refusal; the text says on what, and what it raised."""
+    """A kernel raised an error that does not refuse; the text says on what, and what it raised."""
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class Layout(Invariant):
         return CONTIGUOUS_ONLY if probe.spec.contiguous else None
 
     def run(self, probe: Probe) -> str:
-        """Call with each arrangement that is no refusal."""
+        """Call with each arrangement that the kernel does not refuse."""
         return judge_arrangements(probe, _arrangements(probe), _expanded)
 
 

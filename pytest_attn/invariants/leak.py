@@ -10,6 +10,7 @@ from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.difference import at_first, difference
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.arithmetic import exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import sequence_lengths
@@ -101,7 +102,7 @@ def _change_hidden_keys(probe: Probe) -> str:
         return ""
     changed = _second_half(inputs)
     late = changed[:, None, None] if inputs.workload.is_packed else changed[:, None, :, None]
-    k, v = (t.where(~late, (_LARGE * (1 - 2 * (t.float() < 0).float())).to(t.dtype)) for t in (inputs.k, inputs.v))
+    k, v = (exchanged(t, late, (_LARGE * (1 - 2 * (t.float() < 0).float())).to(t.dtype)) for t in (inputs.k, inputs.v))
     found, base = probe.run(dataclasses.replace(inputs, k=k, v=v)), probe.base
     for name in ("out", "lse", "dq"):
         if name in base:

@@ -53,7 +53,7 @@ def _rounds_scores(probe: Probe) -> bool:
 
 
 def _no_average(found: Results, inputs: Inputs) -> str:
-    """Say where out is no average of values, or a gradient not finite; "" where all are."""
+    """Say where out lies outside the values, or a gradient is not finite; "" where all are."""
     largest = inputs.gathered()[1].abs().max() * _ROUNDING
     for name, tensor in found.items():
         wrong = tensor.isnan() if name == "lse" else ~tensor.isfinite()
@@ -65,7 +65,7 @@ def _no_average(found: Results, inputs: Inputs) -> str:
 
 
 def _large(probe: Probe) -> Inputs:
-    """Scale q and k of N(0, 1) so that scores are some 10,000."""
+    """Scale q and k of N(0, 1) so that scores are about 10,000."""
     drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
     wanted = min(_SPREAD / probe.workload.softmax_scale, _LARGEST[probe.workload.dtype] / 4)
     factor = (wanted / probe.workload.head_dim**0.5) ** 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.machine import machine_of
@@ -22,14 +23,16 @@ class Offsets(Invariant):
     """A tensor whose last row lies more than 2^31 elements after its first is a tensor like others."""
 
     name = "offsets"
-    summary = "rows or heads of q, k and v more than 2^31 elements apart give what near ones give, or are refused"
-    calls = 3
+    summary = "rows, heads and batch entries more than 2^31 elements apart give what near ones give, or are refused"
+    calls = 8
     thorough = True
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Needs 4 GiB that are never written, which a CPU may not have."""
+        """Needs 4 GiB that are hardly touched: a CUDA device has them, or a system that gives memory when it is touched."""
         import torch
 
+        if probe.device.type == "cpu":
+            return None if sys.platform == "linux" else "needs 4 GiB that no system but Linux surely leaves untouched"
         if probe.device.type != "cuda":
             return "needs 4 GiB of a CUDA device"
         for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
@@ -39,30 +42,35 @@ class Offsets(Invariant):
         return None if free > 2 * _FAR * 4 else "the device has too little free memory"
 
     def run(self, probe: Probe) -> str:
-        """Spread q, k and v, one after the other."""
-        refusal, answered = "", False
-        for name in ("q", "k", "v"):
-            tensors = probe.handed()
-            try:
-                with refusals():
-                    found = probe.call(dataclasses.replace(tensors, **{name: _spread(getattr(tensors, name))}))
-            except RefusedError as error:
-                refusal = f"refused in its own words: {error}"
-                continue
-            answered = True
-            if changed := probe.change(found):
-                return f"{name} spread over more than 2^31 elements: {changed}"
+        """Spread q, k, v and dout, one after the other, along each of their dimensions."""
+        refusal, answered = "a single row has no offsets", False
+        for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
+            for axis in _axes(getattr(probe.handed(), name)):
+                tensors = probe.handed()
+                spread = _spread(getattr(tensors, name), axis)
+                try:
+                    with refusals():
+                        found = probe.call(dataclasses.replace(tensors, **{name: spread}))
+                except RefusedError as error:
+                    refusal = f"refused in its own words: {error}"
+                    continue
+                answered = True
+                if changed := probe.change(found):
+                    return f"{name} spread over more than 2^31 elements along dimension {axis}: {changed}"
         if not answered:
             raise NotApplicable(refusal)
         return ""
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """Return the same values with its longest dimension but the last spread over 2^31 elements."""
+def _axes(tensor: Tensor) -> list[int]:
+    """Return the dimensions but the last that can be spread, the longest first."""
     sizes = tensor.shape[:-1]
-    axis = max(range(len(sizes)), key=lambda dim: sizes[dim])
-    if sizes[axis] == 1:
-        raise NotApplicable("a single row has no offsets")
+    return sorted((dim for dim in range(len(sizes)) if sizes[dim] > 1), key=lambda dim: -sizes[dim])
+
+
+def _spread(tensor: Tensor, axis: int) -> Tensor:
+    """Return the same values with a dimension spread over 2^31 elements."""
+    sizes = tensor.shape[:-1]
     strides = list(tensor.stride())
     strides[axis] = -(-_FAR // (sizes[axis] - 1) // _ALIGNED) * _ALIGNED
     inner = 1
@@ -72,5 +80,8 @@ def _spread(tensor: Tensor) -> Tensor:
             inner *= tensor.shape[dim]
     if inner > strides[axis]:
         raise NotApplicable("the tensor is too large to be spread")
-    memory = tensor.new_empty(strides[axis] * (sizes[axis] - 1) + inner)
+    try:
+        memory = tensor.new_empty(strides[axis] * (sizes[axis] - 1) + inner)
+    except RuntimeError as error:
+        raise NotApplicable(f"no memory for it: {error}") from None
     return memory.as_strided(tensor.shape, strides).copy_(tensor)

@@ -95,7 +95,7 @@ def _two_of_three(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
 
 
 def _scale(inputs: Inputs) -> Iterator[Variation]:
-    """Make scores larger by a factor that is no power of two."""
+    """Make scores larger by a factor other than a power of two."""
     yield replaced(inputs, "a scale 1.7 times as large", scale=1.7 * inputs.workload.softmax_scale)
 
 

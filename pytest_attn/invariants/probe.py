@@ -46,7 +46,7 @@ class Count:
 class Probe:
     """One kernel on one workload and one draw of inputs.
 
-    `base` is its plain answer, which the others are held against. `thorough` asks for more repetitions. `note` is what is to
+    `base` is its plain answer, which the others are compared with. `thorough` asks for more repetitions. `note` is what is to
     be told of an invariant that holds.
     """
 
@@ -253,7 +253,7 @@ class Probe:
     def change(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
         """Say where results differ from those expected, by default the base, by more than rounding in another order.
 
-        Equal bits need no further spec. Otherwise both must lie within the budget of exact attention: an honest kernel
+        Equal bits need no further spec. Otherwise both must lie within the budget of exact attention. An honest kernel
         may take another path for other strides, or add up in the order in which its blocks come.
         """
         expected = self.base if expected is None else expected

@@ -58,5 +58,5 @@ class InvariantReport:
 
     @property
     def calls(self) -> int:
-        """How many calls of the kernel were made, with the plain one that the others are held against."""
+        """How many calls of the kernel were made, with the plain one that the others are compared with."""
         return 1 + sum(finding.calls for finding in self.findings)

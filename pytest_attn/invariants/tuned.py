@@ -11,7 +11,7 @@ def configurations() -> dict[str, str]:
     autotuner = sys.modules.get("triton.runtime.autotuner")
     if autotuner is None:
         return {}
-    # by their types: some objects do what is not asked of them when they say what their class is
+    # by their types: some objects run code of their own when their class is looked up
     kernels = [one for one in gc.get_objects() if issubclass(type(one), autotuner.Autotuner)]
     return {_name(kernel): str(kernel.best_config) for kernel in kernels if hasattr(kernel, "best_config")}
 

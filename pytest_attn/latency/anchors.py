@@ -1,4 +1,4 @@
-"""Anchors: two frozen operations that are timed beside every kernel, so that a slow machine is told from a slow kernel.
+"""Anchors: two frozen operations that are timed beside every kernel, which separates a slow machine from a slow kernel.
 
 One is bound by arithmetic, one by memory; a CPU has a third, the reference loop of its core. What they do is written down as
 text, whose hash is kept with every baseline: times beside other anchors cannot be compared.
@@ -54,7 +54,7 @@ def anchor_hashes(kind: str) -> dict[str, str]:
 def make_anchors(device: torch.device) -> dict[str, Anchor]:
     """Allocate the anchors of a device; their tensors live as long as they do (about 0.6 GB on a GPU).
 
-    A GPU multiplies zero matrices, so that the anchor runs at the clock of flash attention and follows its steps; random data
+    A GPU multiplies zero matrices, so that the anchor runs at the clock of flash attention and follows its steps. Random data
     draws more power, so that the clock is lower and its steps hardly show.
     """
     import torch

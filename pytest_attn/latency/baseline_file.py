@@ -33,7 +33,7 @@ class BaselineFile:
     cases: dict[str, Baseline] = field(default_factory=dict)
 
     def write(self, recorded: Mapping[str, Baseline]) -> None:
-        """Put cases into the file, whole or not at all; those that are in it and not named stay as they are on disk.
+        """Put cases into the file atomically; those that are in it and not named stay as they are on disk.
 
         Raises BaselineError where the file cannot be written, or has become unreadable in the meantime.
         """
@@ -91,7 +91,7 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: in
 
 
 def read(path: Path) -> BaselineFile:
-    """Read a file; raise BaselineError for one that is damaged or of a newer schema. Nothing is changed on disk."""
+    """Read a file; raise BaselineError if it is damaged or of a newer schema. Nothing is changed on disk."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         schema = data["schema"]

@@ -13,12 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
 
-#: some 70 us of the interpreter's own arithmetic, in one call, so that what traces lines of Python does not see it
+#: about 70 us of the interpreter's own arithmetic, in one call, so that what traces lines of Python does not see it
 _LOOP = range(6000)
-#: how many times as long as it can take the reference loop takes where the core is shared
+#: how many times its shortest time the reference loop takes where the core is shared
 _SHARED = 1.25
 #: seconds of a measurement that may be lost to waiting and to samples taken again, at most and at least: half as many as the
-#: last time if that was in vain
+#: last time if that did not help
 _MOST_LOST_SECONDS, _LEAST_LOST_SECONDS = 4.0, 0.1
 #: seconds of a sample from which on the loop before and after it tells too little of it
 _LONG_SAMPLE_SECONDS = 20e-3

@@ -17,7 +17,7 @@ _MOST_WAITING = 0.1
 class CpuDisturbanceMonitor(DisturbanceMonitor):
     """The monitor of a CPU: a block is disturbed if the operating system kept the thread that timed it waiting for its turn.
 
-    Linux counts that time per thread; elsewhere nothing is said. A measurement is disturbed if many of its samples had to
+    Linux counts that time per thread; elsewhere there is no verdict. A measurement is disturbed if many of its samples had to
     share their core.
     """
 

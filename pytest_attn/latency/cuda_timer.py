@@ -166,7 +166,7 @@ class CudaTimer(Timer):
     def _verify_behind_backlog(self, work: Work) -> None:
         """Change the data, call and look at the result, all while the device sleeps, over poisoned free memory.
 
-        A kernel on another stream that does not wait reads the old data; one that is not waited for leaves the poison.
+        A kernel on another stream that does not wait reads the old data; if nobody waits for it, the poison stays.
         """
         import torch
 

@@ -19,7 +19,7 @@ _SAMPLE_MICROSECONDS = 1_000_000
 class DisturbanceMonitor:
     """Watches, by NVML, what disturbs one GPU while it is timed.
 
-    absent_because: why NVML is unavailable, or None. notes: what should be marked, but is no reason to discard.
+    absent_because: why NVML is unavailable, or None. notes: what should be marked, but not discarded.
     """
 
     def __init__(self, gpu: Gpu | None, own: frozenset[int] = frozenset(), absent_because: str | None = None) -> None:
@@ -78,7 +78,7 @@ class DisturbanceMonitor:
         return self._gpu is not None and POWER_CAP in (self._gpu.reasons() or ())
 
     def conditions(self) -> dict[str, int | float | str]:
-        """Return the state of the GPU now, as far as it can be read; the units are in the names (MHz, degrees C, W)."""
+        """Return the state of the GPU now, as far as NVML reports it; the units are in the names (MHz, degrees C, W)."""
         return self._gpu.conditions() if self._gpu else {}
 
     def _foreign_processes(self, since: int) -> list[str]:

@@ -54,7 +54,7 @@ class Fit:
 
     @property
     def slow(self) -> float:
-        """The second slowest value: one slow process of ten is no reason to expect slow ones."""
+        """The second slowest value: one slow process of ten does not make slow ones likely."""
         return sorted(self.values)[-2] if len(self.values) > 2 else max(self.values)
 
     def drift(self, runs: Sequence[Run]) -> dict[str, float]:

@@ -23,12 +23,12 @@ from pytest_attn.verdict import Verdict
 FEWEST_RUNS = 10
 #: probability with which a suite without any slowdown shows a regression
 SUITE_ALPHA = 0.01
-#: one-sided, of the first run: "no slower" is rejected below it, and so is "slower by as much as fails"; see `screen`
+#: one-sided, of the first run: "no slower" is rejected below it, and so is "slower by what fails"; see `screen`
 _SCREEN_ALPHA = 0.02
 _BOUND_ALPHA = 0.05
 #: by how much launching a call may exceed the slowest recorded one: as a factor, and in seconds
 _LAUNCH_RATIO, _LAUNCH_MORE = 2.0, 100e-6
-#: variance of a case of which nothing else is known, with the weight of so many degrees of freedom
+#: variance of a case without other data, with the weight of so many degrees of freedom
 _DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
 
 
@@ -36,7 +36,7 @@ _DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
 class Policy:
     """What counts as slower.
 
-    slowdown: share below which no change fails. floor: seconds, likewise. runs: fresh processes that confirm a suspect.
+    slowdown: share below which no change fails. floor: the same in seconds. runs: fresh processes that confirm a suspect.
     anchors: by how much, as a share, anchors may have moved before nothing can be said. between: how far, as a share (a
     standard deviation), two devices of one name differ in a kernel's time.
     """
@@ -95,7 +95,7 @@ def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
 
 @dataclass(frozen=True)
 class GateContext:
-    """What runs are held against.
+    """What runs are compared with.
 
     recorded, prior: of the baseline. cases: how many the whole suite decides over. agreed: whether the soft keys of the
     machine are those of the recording; where not, the anchors must be, too. is_same_device: whether it is the very device of
@@ -118,8 +118,8 @@ def decide(runs: Sequence[Run], context: GateContext) -> Decision:
 def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
     """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
 
-    They must where the run is slower by as much as can fail, where it is slower for sure and may be by so much, and where it
-    does not pass by itself.
+    They must in three cases: the run is slower by what can fail; it is slower for sure, and may be by so much; it does
+    not pass by itself.
     """
     figures = _figures_of([run], context)
     at_most = figures.change + t_quantile(_SCREEN_ALPHA, figures.degrees) * figures.scatter

@@ -1,4 +1,4 @@
-"""Whether a kernel keeps what it has computed: right on any data, but timed calls are given the same data again.
+"""Whether a kernel caches its results: right on any data, but timed calls are given the same data again.
 
 Its calls then take far longer where the data changed than where it did not. So does a call that other work interrupts, which
 says nothing of the kernel: calls on the same and on changed data take turns, the time that a CPU worked on them must tell them

@@ -1,4 +1,4 @@
-"""What is gated beside the time: accuracy and memory are held against the baseline, too, and small changes that add up."""
+"""What is gated beside the time: accuracy and memory are compared with the baseline, too, and small changes that add up."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -14,8 +16,8 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
     """Return the bytes that a call asks for at its peak, beyond what was held on a CUDA device before.
 
-    What was asked for, not what the allocator handed out: a free block that it has may be up to 1 MiB larger, for each of the
-    tensors, in one process and not in another.
+    What was asked for, not what the allocator handed out. A free block may be up to 1 MiB larger for each of the tensors, in
+    one process and not in another.
     """
     import torch
 
@@ -26,6 +28,28 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     call()
     torch.cuda.synchronize(device)
     return _bytes(device, "peak") - before
+
+
+@dataclass
+class Peak:
+    """The bytes that were held on a device at the peak of some work, beyond what was held before; 0 where none counts them."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def measured_peak(device: torch.device) -> Iterator[Peak]:
+    """Count what the work inside holds at its peak, with all that it frees again."""
+    peak = Peak()
+    if device.type != "cuda":
+        yield peak
+        return
+    import torch
+
+    torch.cuda.reset_peak_memory_stats(device)
+    before = _bytes(device, "current")
+    yield peak
+    peak.bytes = _bytes(device, "peak") - before
 
 
 def _bytes(device: torch.device, when: Literal["current", "peak"]) -> int:

@@ -38,12 +38,12 @@ class Latency:
         memory: bytes that a call asks for at its peak; None on a CPU.
         threads: of a CPU; None on a GPU.
         disturbances: of blocks that stayed disturbed when repeated, of a CPU's core that others shared, or a recorded
-            graph that is lost; such a time is never held against a baseline.
+            graph that is lost. Such a time is never compared with a baseline.
         notes: what else is worth knowing.
         conditions: clocks, temperature and the like while it was taken.
         spent: seconds of wall time that it took.
         cupti: the device's seconds by torch's profiler, where asked for.
-        decision: what holding it against a baseline gave; None where nobody did.
+        decision: what the comparison with a baseline gave; None where nobody did.
     """
 
     workload: str

@@ -125,7 +125,7 @@ def digamma(x: float) -> float:
 
 
 def trigamma(x: float) -> float:
-    """Return the derivative of digamma, for x > 0, likewise."""
+    """Return the derivative of digamma, for x > 0."""
     shift = 0.0
     while x < 8:
         shift += 1 / (x * x)

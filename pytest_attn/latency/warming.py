@@ -15,7 +15,7 @@ from pytest_attn.latency.timer import Timer
 _RAMP_SECONDS = 1.0
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
-#: seconds for which a GPU whose power is capped is given time to have its clock back; one that is capped for good is timed so,
+#: seconds for which a GPU whose power is capped is given time to have its clock back; if it stays capped, it is timed so,
 #: and not given time again
 _RECOVERY_SECONDS = 0.5
 #: seconds of light work meanwhile before NVML is asked again

@@ -30,6 +30,7 @@ _SUGGESTIONS: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     ' (where that is meant, the marker says empty_rows="finite")',
     "NaN without keys": "each of these rows sees no key at all: out must be {exact} there, and is NaN"
     ' (where that is meant, the marker says empty_rows="any")',
+    "not finite without keys": "each of these rows sees no key at all: {tensor} must be finite there",
     "shifted batch": "batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped",
     "heads and rows swapped": "{tensor} has its heads and rows swapped, which no shape shows where these are equal",
     "batch and heads swapped": "{tensor} has its batch entries and heads swapped, which no shape shows where these are equal",

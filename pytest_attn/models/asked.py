@@ -39,9 +39,10 @@ def _itself(result: Any) -> Any:
 class Asked:
     """One call, read from its arguments.
 
-    q: (batch, heads, q_len, head_dim), k, v likewise with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
+    q: (batch, heads, q_len, head_dim), k, v the same with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
     visible: boolean, True = visible, broadcastable to (batch, heads, q_len, kv_len). mask: what is known of it without a
-    tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable likewise. sinks: (heads,).
+    tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks:
+    (heads,).
     alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
     fold: from the layout in which the function takes tensors to that of q. out_of: from what it returns to its tensor out;
     fold_out: from the layout of that to that of q; result_of: from out in the layout of q to what the function returns.

@@ -1,7 +1,7 @@
 """What attention costs of a step: the step is timed with and without it, in turn.
 
-Without: each call hands back, at no cost, what it gave in a first run, forward and backward. All else, and all values, stay as
-they are. So the difference is what a kernel that takes no time would gain, whatever overlaps with what.
+Without: each call hands back, at no cost, what it gave in a first run, forward and backward. Everything else, and all values,
+stay as they are. So the difference is what a kernel that takes no time would gain, whatever overlaps with what.
 """
 
 from __future__ import annotations

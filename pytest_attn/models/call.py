@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -27,10 +28,11 @@ class AttentionCall:
         inputs: the workload with its tensors; dout is the gradient that arrived.
         out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
         subject: what computed it instead; None where the model did.
-        gradients: those that arrived, by name, likewise.
+        gradients: those that arrived, by name, in the same layout.
         has_dout: whether a gradient of out arrived.
         is_again: it was computed once more for a backward pass, as checkpointing does.
         order: the how-manieth of all calls it is.
+        empty_rows: those of out that see no key; None where nobody asked for them.
     """
 
     module: str
@@ -44,6 +46,15 @@ class AttentionCall:
     has_dout: bool = False
     is_again: bool = False
     order: int = 0
+    empty_rows: EmptyRows | None = None
+
+    @property
+    def fills_empty_rows(self) -> bool:
+        """Whether rows that see no key hold something else than 0."""
+        if self.empty_rows is None or not self.empty_rows.are_there:
+            return False
+        out = self.out.to(self.inputs.device)
+        return bool((out != self.empty_rows.blanked(out)).any())
 
     @property
     def workload(self) -> Workload:
@@ -57,12 +68,12 @@ class AttentionCall:
 
     @property
     def k(self) -> torch.Tensor:
-        """Keys, likewise, with kv_heads and kv_len."""
+        """Keys in the same layout, with kv_heads and kv_len."""
         return self.inputs.k
 
     @property
     def v(self) -> torch.Tensor:
-        """Values, likewise, with v_head_dim."""
+        """Values in the same layout, with v_head_dim."""
         return self.inputs.v
 
     @property
@@ -82,7 +93,7 @@ class AttentionCall:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The mask with padding, boolean, True = visible, broadcastable likewise; None where all is visible, or packed."""
+        """The mask with padding, boolean, True = visible, broadcastable; None where all is visible, or packed."""
         from pytest_attn.backends.dense import boolean_mask
 
         return None if self.workload.is_packed else boolean_mask(self.inputs)

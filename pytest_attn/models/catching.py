@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class Net:
     def __init__(self, handler: Handler, tracker: Tracker) -> None:
         self._handler, self._tracker = handler, tracker
         self._is_inside = False
+        self._mode: Any = None
 
     def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands in for a function."""
@@ -109,7 +111,7 @@ class Net:
 
         self._is_inside = True
         try:
-            with torch._C.DisableTorchFunction(), torch.compiler.set_stance("default"):
+            with _set_aside(self._mode), torch.compiler.set_stance("default"), _without_warnings_of_catching():
                 yield
         finally:
             self._is_inside = False
@@ -135,7 +137,38 @@ class Net:
                     net._tracker.note_softmax()
                 return function(*args, **(kwargs or {}))
 
-        return Catching()
+        self._mode = Catching()
+        return self._mode
+
+
+@contextmanager
+def _set_aside(mode: Any) -> Iterator[None]:
+    """Take a mode off the stack of modes, and put it back. Others stay: flex_attention needs its own to look up masks."""
+    from torch import overrides
+
+    stack: Any = overrides
+    above = next((n for n, one in enumerate(reversed(stack._get_current_function_mode_stack())) if one is mode), None)
+    if above is None:  # it runs at the moment, or belongs to another thread
+        yield
+        return
+    later = [stack._pop_mode() for _ in range(above + 1)][:-1]
+    for one in reversed(later):
+        stack._push_mode(one)
+    try:
+        yield
+    finally:
+        later = [stack._pop_mode() for _ in later]
+        for one in (mode, *reversed(later)):
+            stack._push_mode(one)
+
+
+@contextmanager
+def _without_warnings_of_catching() -> Iterator[None]:
+    """Leave out what torch warns of only because calls are caught: a test may take warnings for errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # compiled parts run eagerly
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # our aliases are none
+        yield
 
 
 def _backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.machine import machine_of
@@ -54,8 +55,8 @@ def check_model(
         backward: gradients, too.
         functions: attention of your own, as for `capture`.
         limits: "default" or "strict".
-        scatter: runs with exact attention and random rounding, in units of which `ratios` tell how far outputs, loss and
-            gradients of a model in half precision are from exact; 0 for none.
+        scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
+            outputs, loss and gradients of a model in half precision are from exact.
 
     Returns:
         The comparison of a model that is right.
@@ -91,15 +92,16 @@ def judge_model(
         judged = _Judged(limits)
         recorder: Recorder
         if subject is None:
-            recorder = Recorder(judged.judge, backward, masks)
+            recorder = Recorder(judged.judge, backward, masks, judges=True)
         else:
             recorder = Replacer(subject, machine_of(_device_of(model)), judged.judge, backward)
-        with catching(recorder, model, functions, replaces=subject is not None and is_of_transformers(model)) as tracker:
+        replaces = subject is not None and is_of_transformers(model)
+        with catching(recorder, model, functions, replaces) as tracker, subject.calling() if subject else nullcontext():
             result = run_step(step, model, backward)
         recorder.finish()
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
         ratios = {}
-        if scatter and is_half and not (subject and subject.is_approximate):
+        if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
             options: Any = {"backward": backward, "functions": functions, "runs": scatter}
             ratios = ratios_of(result, model, step, subject, again, **options)
     comparison = ModelComparison(
@@ -111,7 +113,7 @@ def judge_model(
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
-        notes=tuple(filter(None, (note, _about_raised_limits(judged.calls, limits), _about_weights(judged.calls, model)))),
+        notes=tuple(filter(None, (note, *judged.notes(), _about_weights(judged.calls, model)))),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
@@ -121,13 +123,24 @@ class _Judged:
 
     def __init__(self, limits: str) -> None:
         self.calls: list[CallComparison] = []
+        self.fills_empty_rows = False
         self._limits = limits
+
+    def notes(self) -> tuple[str, str]:
+        """Say what cannot be seen, "" for nothing."""
+        filled = (
+            "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not told"
+            if self.fills_empty_rows
+            else ""
+        )
+        return _about_raised_limits(self.calls, self._limits), filled
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""
         is_replaced = call.subject is not None
         facts = call.module, call.label, call.function, call.workload
         found = CallComparison(*facts, None, bool(call.gradients), is_replaced=is_replaced, order=call.order)
+        self.fills_empty_rows |= call.fills_empty_rows
         try:
             comparison = judge_call(call, self._limits)
             self.calls.append(dataclasses.replace(found, comparison=comparison))

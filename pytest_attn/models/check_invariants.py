@@ -23,7 +23,7 @@ def judge_model_invariants(
 
     batch: token ids (batch, tokens), or a mapping with input_ids. causal: whether a token may see only those before it; by
     default what the model's configuration or its class's name says. Raises ValueError for an unknown name and for a mixture of
-    experts, DropoutError for a model that drops at random, TypeError for one that is not of tokens.
+    experts, DropoutError for a model that drops at random, TypeError for a model of anything but tokens.
     """
     names = _chosen(only, skip)
     _refuse_experts(model)

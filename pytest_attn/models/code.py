@@ -18,7 +18,7 @@ _NAMES = 2
 def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
     """Return the distinct workloads of calls as Python, each with the number of its calls and who makes them.
 
-    What is no code, a mask that is a tensor or a function of the model, is left out, with a comment that says so.
+    A mask that is a tensor, or a function of the model, cannot be code: it is left out, with a comment that says so.
     """
     counts: Counter[str] = Counter()
     makers: dict[str, list[str]] = {}

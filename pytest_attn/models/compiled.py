@@ -28,6 +28,15 @@ def compilations() -> Compilations:
     return Compilations(utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values()))
 
 
+def uncompiled(function: object) -> object | None:
+    """Return the function that torch.compile made this one of; None where it did not make it."""
+    try:
+        made_of: object = vars(function).get("_torchdynamo_orig_callable")
+    except Exception:  # has no fields, or stands for something that is not there
+        return None
+    return made_of
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether torch.compile made the model, or a part of it."""
     return any(

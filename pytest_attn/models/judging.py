@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.compare import compare_all
-from pytest_attn.correctness.comparison import Comparison, Mismatch
+from pytest_attn.correctness.comparison import Comparison, Mismatch, Suggestion
 from pytest_attn.correctness.confirm import Returned, WholeCase
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.diagnose import explain
@@ -20,8 +20,9 @@ DISTRIBUTION = "of the model"
 def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     """Compare a call with exact attention.
 
-    Gradients are compared where they arrived. A subject that quantizes is held to what it makes of q, k and v. Raises
-    ContractError for a result that cannot be compared.
+    Gradients are compared where they arrived. A subject that quantizes is held to what it makes of q, k and v. Rows that see
+    no key must be finite: libraries return there what they like, and no loss may depend on it. Raises ContractError for a
+    result that cannot be compared.
     """
     inputs, workload = call.complete_inputs(), call.workload
     subject = call.subject
@@ -36,6 +37,8 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
         expected = getattr(inputs, "out" if name == "out" else name[1:], None)
         if expected is not None and tensor.shape != expected.shape:
             raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected.shape)}")
+    if call.empty_rows is not None:
+        tensors = call.empty_rows.forget(tensors)
     both = limits_named(limits)
     rows = tuple(compare_all(DISTRIBUTION, tensors, reference, workload, both))
     rows = with_honest_limits(rows, tensors, reference, inputs)
@@ -44,6 +47,13 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     if failed is not None:
         case = WholeCase(workload, [Returned(DISTRIBUTION, reference, tensors)], rows, both)
         location, suggestions = explain(failed, tensors[failed.name], reference, case)
-        mismatch = Mismatch(failed, location, tuple(suggestions))
+        mismatch = Mismatch(failed, location, tuple(map(_in_a_model, suggestions)))
     name = call.function if subject is None else subject.name
-    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch)
+    sampled = reference.sampled
+    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, sampled=sampled)
+
+
+def _in_a_model(suggestion: Suggestion) -> Suggestion:
+    """Say of rows that see no key what holds in a model: its marker has no empty_rows."""
+    is_about_empty_rows = suggestion.kind in ("no key", "NaN without keys")
+    return suggestion._replace(kind="not finite without keys") if is_about_empty_rows else suggestion

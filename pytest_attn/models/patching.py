@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.models.compiled import uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +50,15 @@ def _held_by(owner: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Iterat
 
 
 def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:
-    function = value.__func__ if type(value) is staticmethod else value
-    if id(function) in wrappers:
-        return wrappers[id(function)]
-    if not callable(function) or issubclass(type(function), type):
+    """Return what wraps a value, None where it is none of the functions; hundreds of thousands are asked for."""
+    if id(value) in wrappers:
+        return wrappers[id(value)]
+    kind = type(value)
+    if kind is staticmethod:
+        return _wrapper_of(value.__func__, wrappers)
+    if kind is not FunctionType or not value.__dict__:
         return None
-    try:
-        compiled_from = vars(function).get("_torchdynamo_orig_callable")
-    except Exception:  # has no fields, or stands for something that is not there
-        return None
+    compiled_from = uncompiled(value)
     return None if compiled_from is None else wrappers.get(id(compiled_from))
 
 

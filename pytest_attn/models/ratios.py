@@ -18,7 +18,7 @@ from pytest_attn.models.asked import UnreadableError, inputs_of
 from pytest_attn.models.catching import Caught, catching
 from pytest_attn.models.exact import Scatter, exact_attention
 from pytest_attn.models.interfaces import is_of_transformers
-from pytest_attn.models.recording import alias
+from pytest_attn.models.recording import alias, precision_of
 from pytest_attn.models.step import StepResult, run_step
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Exact:
         self._registry = Registry()
 
     def handle(self, caught: Caught) -> Any:
-        """Return exact attention in the place of a call; one that is not read is the model's own."""
+        """Return exact attention in the place of a call; an unread call stays the model's own."""
         caught = caught.with_tensors(*map(alias, caught.tensors))
         try:
             asked = caught.read()
@@ -54,8 +54,8 @@ class Exact:
         name = str(device)
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)
-        rounds_like = self._subject or (self._registry[caught.profile] if caught.profile else None)
-        profile = "flash" if rounds_like is None else rounds_like.precision_on(device.type)
+        kind = device.type
+        profile = self._subject.precision_on(kind) if self._subject else precision_of(caught, self._registry, kind)
         return Scatter(precision_named(profile), self._generators[name])
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, Window
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskModMask, Window
 from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-#: more documents than this are no documents, but a pattern
+#: more documents than this are taken for a pattern
 _MOST_DOCUMENTS = 4096
 
 
@@ -25,6 +28,60 @@ class StoredMask:
     def __call__(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
         """Return the tensor."""
         return self.visible.to(device)
+
+
+def asks_the_same(one: Workload, other: Workload) -> bool:
+    """Whether two workloads are equal: with functions that do the same, and masks whose tensors are equal.
+
+    Each layer of a model may make its own function, or its own tensor, and mean the same.
+    """
+    if replace(one, mask=None, score_mod=None) != replace(other, mask=None, score_mod=None):
+        return False
+    if not _does_the_same(one.score_mod, other.score_mod):
+        return False
+    here, there = one.mask, other.mask
+    if isinstance(here, BooleanMask) and isinstance(there, BooleanMask):
+        return _makes_the_same(here.factory, there.factory)
+    if isinstance(here, MaskModMask) and isinstance(there, MaskModMask):
+        return _does_the_same(here.fn, there.fn)
+    return bool(here == there)
+
+
+def _makes_the_same(one: Any, other: Any) -> bool:
+    if isinstance(one, StoredMask) and isinstance(other, StoredMask):
+        here, there = one.visible, other.visible
+        return here.device == there.device and here.shape == there.shape and bool((here == there).all())
+    return one is other
+
+
+def _does_the_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one, or made twice by the same lines around the same objects."""
+    if one is other:
+        return True
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)) or vars(one) or vars(other):
+        return False
+    if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
+        return False
+    return all(
+        len(here) == len(there) and all(_is_same(a, b) for a, b in zip(here, there, strict=True))
+        for here, there in zip(_holds(one), _holds(other), strict=True)
+    )
+
+
+def _holds(function: FunctionType) -> tuple[tuple[Any, ...], ...]:
+    cells = function.__closure__ or ()
+    try:
+        closed = tuple(cell.cell_contents for cell in cells)
+    except ValueError:  # a cell that is not filled yet
+        closed = tuple(cells)
+    keywords = sorted((function.__kwdefaults__ or {}).items())
+    return closed, function.__defaults__ or (), tuple(value for pair in keywords for value in pair)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or _does_the_same(one, other):
+        return True
+    return type(one) is type(other) and isinstance(one, int | float | str) and one == other
 
 
 def recognize(visible: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask | None, tuple[int, ...] | None]:

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
+from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the_same, with_mask
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
+from pytest_attn.models.compiled import uncompiled
+from pytest_attn.models.entry_points import FLEX
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -38,11 +42,21 @@ class Computed(NamedTuple):
     subject: Subject | None
 
 
+def precision_of(caught: Caught, registry: Registry, kind: str) -> str | Precision:
+    """Return the precision profile of the function that a model called, on a kind of device."""
+    import torch
+
+    if caught.entry is FLEX and uncompiled(caught.original) is None:
+        return uncompiled_flex_precision(torch.__version__)
+    return registry[caught.profile].precision_on(kind) if caught.profile else "flash"
+
+
 class Recorder:
     """Handles calls as the model makes them: as it is, and with copies of all tensors.
 
     done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
-    masks: what each call may see, by module and number, where that is known better than from the call itself.
+    masks: what each call may see, by module and number, where that is known better than from the call itself. judges: calls
+    are to be judged, so no gradient of out arrives in rows that see no key: what these hold is the function's own affair.
     """
 
     def __init__(
@@ -51,6 +65,7 @@ class Recorder:
         backward: bool = True,
         masks: dict[tuple[str, int], torch.Tensor] | None = None,
         kept_bytes: int = KEPT_BYTES,
+        judges: bool = False,
     ) -> None:
         self.unread_calls: list[Unread] = []
         #: is given each call as it is made
@@ -58,7 +73,7 @@ class Recorder:
         self._done, self._backward, self._masks = done, backward, masks or {}
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
-        self._kept, self._kept_bytes = 0, kept_bytes
+        self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
         self._registry = Registry()
 
     def unread(self, module: str, function: str, reason: str) -> None:
@@ -86,6 +101,7 @@ class Recorder:
         out = self._keep(asked.fold_out(raw.detach()))
         call = AttentionCall(caught.module, number, caught.function, precision, pristine, out, subject)
         call.is_again, call.order = caught.is_again, self._numbers.total()
+        call.empty_rows = EmptyRows(inputs, "finite") if self._judges else None
         if not caught.is_again:
             self.made(call)
         expected = {name for name, t in zip(("dq", "dk", "dv"), aliases, strict=True) if t.requires_grad}
@@ -98,7 +114,7 @@ class Recorder:
     def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
         del asked
-        return Computed(caught.compute(), self._profile(caught.profile, inputs.device.type), None)
+        return Computed(caught.compute(), precision_of(caught, self._registry, inputs.device.type), None)
 
     def finish(self) -> None:
         """Hand on the calls whose gradients did not all arrive."""
@@ -119,9 +135,6 @@ class Recorder:
         if visible is None or visible.shape[-2:] != (asked.q.shape[-2], asked.k.shape[-2]):
             return asked
         return asked if says_the_same(asked, visible) else with_mask(asked, visible)
-
-    def _profile(self, backend: str, kind: str) -> str | Precision:
-        return self._registry[backend].precision_on(kind) if backend else "flash"
 
     def _copies(self, inputs: Inputs) -> Inputs:
         import torch
@@ -151,6 +164,8 @@ class Recorder:
 
             return hook
 
+        if call.empty_rows is not None and call.empty_rows.are_there:
+            raw.register_hook(_blanking(call.empty_rows, asked, raw))
         raw.register_hook(arrives("dout", asked.fold_out))
         for name, alias in zip(("dq", "dk", "dv"), aliases, strict=True):
             if name in expected:
@@ -166,6 +181,16 @@ class Recorder:
             return  # the first one has been judged, or will be
         with torch.no_grad():
             self._done(call)
+
+
+def _blanking(rows: EmptyRows, asked: Asked, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what puts 0 into these rows of the gradient of out, in the layout in which the function returns that."""
+    import torch
+
+    counts = torch.ones(out.shape, dtype=torch.bool, device=out.device)
+    native = asked.fold_out(counts)  # a view
+    native.copy_(rows.blanked(native))
+    return lambda gradient: gradient.masked_fill(~counts, 0)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

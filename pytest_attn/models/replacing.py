@@ -15,10 +15,10 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.models.asked import Asked, UnreadableError
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
+from pytest_attn.models.recognition import asks_the_same
 from pytest_attn.models.recording import Computed, Recorder, Unread
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask
 from pytest_attn.workloads.workload import Workload
 
 
@@ -39,10 +39,10 @@ class Replacer(Recorder):
     def __init__(
         self, subject: Subject, machine: Machine, done: Callable[[AttentionCall], None], backward: bool = True
     ) -> None:
-        super().__init__(done, backward)
+        super().__init__(done, backward, judges=True)
         self.refused: list[Unread] = []
         self._subject, self._machine = subject, machine
-        self._prepared: dict[tuple[Workload, bool], AttentionFn] = {}
+        self._prepared: list[tuple[Workload, bool, AttentionFn]] = []
 
     def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
         """Return what the subject makes of a call, as the model takes it."""
@@ -74,11 +74,12 @@ class Replacer(Recorder):
         return check_contract(result, names, expected, workload, "thd" if workload.is_packed else "bhsd")[0]
 
     def _kernel(self, inputs: Inputs, backward: bool) -> AttentionFn:
-        """Prepare the subject, once for all calls whose workload says everything."""
+        """Prepare the subject, once for all calls that ask the same: some compile for every one that they prepare."""
         w = inputs.workload
-        has_tensors = w.bias or w.sinks or w.alibi or w.is_packed or isinstance(w.mask, BooleanMask)
-        if has_tensors:
+        if w.bias or w.sinks or w.alibi or w.is_packed:
             return self._subject.prepare(inputs, backward)
-        if (w, backward) not in self._prepared:
-            self._prepared[w, backward] = self._subject.prepare(inputs, backward)
-        return self._prepared[w, backward]
+        for known, is_backward, kernel in self._prepared:
+            if is_backward == backward and asks_the_same(known, w):
+                return kernel
+        self._prepared.append((w, backward, self._subject.prepare(inputs, backward)))
+        return self._prepared[-1][-1]

@@ -1,4 +1,4 @@
-"""What must hold of a model of tokens whatever its weights: no reference is asked, the model is held against itself.
+"""What must hold of a model of tokens whatever its weights: no reference is asked, the model is compared with itself.
 
 Where the same sums run over the same shapes, rows must be bit-equal; where shapes differ, a row may move as far as honest
 rounding does (`TokenModel.scatter`).

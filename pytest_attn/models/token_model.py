@@ -87,8 +87,8 @@ class TokenModel:
     def scatter(self) -> float:
         """Return the typical distance of a row from itself under honest rounding.
 
-        The root mean square over rows and runs, in which the output of every innermost module is moved at random by up to a
-        unit in the last place: what another order of sums, or another kernel, does to it.
+        The root mean square over rows and runs. In each run the output of every innermost module moves at random by up to a
+        unit in the last place. Another order of sums, or another kernel, would move it so.
         """
         exact = self.rows(self.ids).double()
         total = 0.0

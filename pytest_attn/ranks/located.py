@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_SCORES = 1 << 22
 #: which part of the deviation, by its norm, an explanation may leave
 _LEFT = 0.1
-#: how many different mistakes of ranks are told
+#: how many different mistakes of ranks are reported at most
 _SHOWN = 4
 
 

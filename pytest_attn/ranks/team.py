@@ -29,7 +29,8 @@ class RanksLostError(DeadlineError):
 class Team(ABC):
     """Ranks with a callable each. Whole tensors go in, in the test's layout; each rank's shards come back, by rank.
 
-    Raises RankRaisedError where the callable raised, ContractError where what it returned is no result, RanksLostError.
+    Raises RankRaisedError where the callable raised, ContractError where it returned something else than a result,
+    RanksLostError.
     """
 
     @abstractmethod

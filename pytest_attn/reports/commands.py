@@ -1,4 +1,4 @@
-"""`python -m pytest_attn report | rank | summary | durations FILE.jsonl ...`: made from files of --attn-json alone."""
+"""`python -m pytest_attn report | rank | summary | durations FILE.jsonl ...`: from .jsonl files of a run alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pytest_attn.reports.records import Record, read_records
 
 def add_commands(parser: argparse.ArgumentParser) -> Any:
     """Declare the commands, and return where others are added; `run_command` runs the one that was given."""
-    commands = parser.add_subparsers(title="commands; the first five take files of --attn-json", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands; the first five take .jsonl files of --attn-output", metavar="COMMAND")
     for name, (run, words) in _COMMANDS.items():
         command = commands.add_parser(name, help=words, description=words)
-        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-json=FILE.jsonl wrote")
+        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
         command.set_defaults(run=run, error=command.error)
         if run is _report:
             command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
@@ -31,17 +31,17 @@ def add_commands(parser: argparse.ArgumentParser) -> Any:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Run a command; return 0. What is no such file, or cannot be written, is a usage error: exit 2, in words."""
+    """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
     try:
         given.run(read_records(*given.files), given)
     except BrokenPipeError:
         raise
     except FileNotFoundError as error:
-        given.error(f"there is no {error.filename}; pytest --attn-json={error.filename} writes it")
+        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
     except (OSError, ValueError) as error:
         given.error(str(error))
     except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
-        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-json write them?")
+        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-output write them?")
     return 0
 
 
@@ -84,8 +84,8 @@ def _durations(records: Sequence[Record], given: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
-    "report": (_report, "Write the page of --attn-report."),
+    "report": (_report, "Write the page that --attn-output=FILE.html writes."),
     "rank": (_rank, "Print which backend is fastest and right, as --attn-rank does."),
-    "summary": (_summary, "Print the summary of --attn-summary, in Markdown."),
+    "summary": (_summary, "Print the summary that --attn-output=FILE.md writes."),
     "durations": (_durations, "Write how long each test took, for --attn-shard-durations: STEM-DIGEST.json."),
 }

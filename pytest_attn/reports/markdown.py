@@ -1,4 +1,4 @@
-"""The summary in Markdown: of --attn-summary, and of a job of GitHub Actions."""
+"""The summary in Markdown: of --attn-output=FILE.md, and of a job of GitHub Actions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def run_merge(given: argparse.Namespace) -> int:
     try:
         parts = sorted((part for path in given.files for part in scan(path)), key=lambda part: part.number)
     except FileNotFoundError as error:
-        given.error(f"there is no {error.filename}; pytest --attn-json={error.filename} writes it")
+        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
     except OSError as error:
         given.error(str(error))
     found = problems(parts)
@@ -68,7 +68,7 @@ def _require_possible(given: argparse.Namespace) -> None:
 
 
 def _write(path: str, parts: Sequence[PartFile]) -> None:
-    """Write what OUT is to be, whole or not at all."""
+    """Write OUT atomically."""
     if path.endswith(".jsonl"):
         with written_atomically(path) as file:
             for line in _lines(parts):

@@ -43,7 +43,7 @@ class Standing:
 
     @property
     def ahead(self) -> float | None:
-        """How many times as long the first takes that is no tie; None where there is none."""
+        """How many times as long the first takes that does not tie; None where there is none."""
         return self.times_as_long(self.slower[0]) if self.slower else None
 
     def times_as_long(self, other: Candidate) -> float:
@@ -115,7 +115,7 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
     """Rank every backend that was checked and timed. tuned: only this backend and its configurations.
 
     One process is one value: of a backend that several tests measured on one line, the middle measurement counts. Callables
-    are told apart by their tests. A record of another device, torch or shape belongs to another line.
+    are distinguished by their tests. A record of another device, torch or shape belongs to another line.
     """
     kept = [r for r in records if not tuned or split(r["subject"])[0] == tuned]
     latencies = [r for r in kept if r["question"] == "latency"]

@@ -1,4 +1,4 @@
-"""The record of one judgment: its fields, and the file of --attn-json, one JSON object per line.
+"""The record of one judgment: its fields, and a .jsonl file, one JSON object per line.
 
 A line is whole or not there: it is written in one piece as soon as its test is done. Numbers that JSON has no word for are
 the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again when read.
@@ -17,14 +17,14 @@ from pytest_attn.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
-#: the field of a line that is no record, but says of which part of a run the records are (reports/parts.py)
+#: the field of a line that says of which part of a run the records are, and is not a record itself (reports/parts.py)
 PART = "part"
 
 
 class Record(TypedDict):
     """One judgment, of builtin types only, so that it travels from an xdist worker on a test report.
 
-    This is the one definition of a record, each field with its meaning: the lines of --attn-json, what reports read, and the
+    This is the one definition of a record, each field with its meaning: the lines of a .jsonl file, what reports read, and the
     table of the documentation follow it.
     """
 
@@ -76,6 +76,10 @@ class Record(TypedDict):
         " and should not be, or should be and are not)",
     ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
+    sampled: Annotated[
+        dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"
+    ]
+    memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
     is_approximate: Annotated[bool, "whether the kernel quantises, and was held to its quantised inputs"]
     compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]
     graph_breaks: Annotated[int, "of torch.compile"]
@@ -152,9 +156,9 @@ def latency_of(record: Record) -> dict[str, Any]:
 
 
 def verdict_of(record: Record) -> Verdict | None:
-    """Return the verdict of a record as a report shows it; None for one that is newer than this version.
+    """Return the verdict of a record as a report shows it; None if it is newer than this version.
 
-    JSON's "passed" is told apart: an approximate kernel, a time, and a known defect that did not show.
+    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show.
     """
     verdict = Verdict.named(record["verdict"])
     if verdict is not Verdict.PASSED:
@@ -167,7 +171,7 @@ def verdict_of(record: Record) -> Verdict | None:
 
 
 class RecordWriter:
-    """Writes the file of --attn-json. The file of an earlier run is replaced when the first record comes."""
+    """Writes a .jsonl file of --attn-output. The file of an earlier run is replaced when the first record comes."""
 
     def __init__(self, path: str, with_samples: bool = False) -> None:
         self.path, self.with_samples = Path(path), with_samples
@@ -202,17 +206,19 @@ def to_line(record: Record, with_samples: bool = False) -> str:
 
 
 def read_records(*paths: str | Path) -> list[Record]:
-    """Return the records of one or more files of --attn-json, in their order; fields that a file lacks are empty.
+    """Return the records of one or more .jsonl files of --attn-output, in their order; fields that a file lacks are empty.
 
     Lines that say which part of a run this is are left out, and so is the last line of a run that was killed, which may be
-    cut short. Raises ValueError, with file and line, for anything else that is no record, or is of a newer schema.
+    cut short. Raises ValueError, with file and line, for any other line that is not a record, or is of a newer schema.
     """
     found = []
     for path in paths:
         try:
             lines = Path(path).read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: is not UTF-8 ({error.reason}); expected a file that --attn-json wrote") from None
+            raise ValueError(
+                f"{path}: is not UTF-8 ({error.reason}); expected a .jsonl file that --attn-output wrote"
+            ) from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 is_cut = number == len(lines) and line.startswith("{")  # every whole line ends with a newline
@@ -230,9 +236,11 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     except (ValueError, RecursionError) as error:
         if is_cut:
             return None
-        raise ValueError(f"{where}: is not JSON ({error}); expected a line that --attn-json wrote") from None
+        raise ValueError(
+            f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote"
+        ) from None
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ValueError(f'{where}: has no "schema"; expected a line that --attn-json wrote')
+        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
     if record["schema"] > SCHEMA:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
     if PART in record and "question" not in record:
@@ -240,7 +248,7 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     for name, kind, _ in FIELDS:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
-            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line that --attn-json wrote?")
+            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
     known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
     return cast(Record, {**_empty(), **known, **_of_older_lines(record)})
 

@@ -1,4 +1,4 @@
-"""The table of --attn-support: which backend passed, refused or failed which group of workloads."""
+"""The table of --attn-output=FILE.support.md: which backend passed, refused or failed which group of workloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pytest_attn.reports.records import Record
 from pytest_attn.verdict import Cause, Verdict
 
-#: how a cell says what became of its cases, the gravest first; a skip is a refusal here
+#: how a cell says what happened to its cases, the gravest first; a skip is a refusal here
 _SHOWN = (Verdict.MISMATCH, Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.PASSED, Verdict.SKIPPED)
 _MISSING = Cause.NOT_HERE.value
 _WORDS = {verdict: verdict.word for verdict in _SHOWN} | {Verdict.SKIPPED: "refused"}

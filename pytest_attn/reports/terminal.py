@@ -17,7 +17,7 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 _MOST_OBSTACLES = 20
 #: of these, --attn-save-failures keeps the tensors
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
-#: outputs and gradients of a model that are told, those furthest from exact first
+#: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
 #: how a terminal shows the tone of a verdict
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
@@ -54,7 +54,7 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
         (
             r["verdict"] + (" approximate" if r["is_approximate"] else ""),
             r["subject"],
-            r["workload"] + (" (sampled)" if r["is_sampled"] else ""),
+            r["workload"] + _sampled(r),
             "backward" if r["backward"] else "forward",
             f"{r['tensor']}/{r['distribution']}",
             *_levels(r),
@@ -64,6 +64,14 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
     for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
         is_wrong = number > 0 and ran[number - 1]["verdict"] == Verdict.MISMATCH
         yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
+
+
+def _sampled(record: Record) -> str:
+    """Say how many rows, and keys, of how many were compared, where only some were."""
+    if not record["is_sampled"]:
+        return ""
+    counts = "; ".join(f"{some:,} of {every:,} {name}" for name, (some, every) in record["sampled"].items())
+    return f" (sampled: {counts})" if counts else " (sampled)"
 
 
 def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:

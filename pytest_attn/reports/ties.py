@@ -3,14 +3,14 @@
 Samples within a process agree far better than processes do (docs/results/latency-h200.md), so an interval of samples says
 little of the next process. Where both backends have baselines of at least ten processes from the same day, these are compared
 by ranks (Mann and Whitney 1947, exact). Elsewhere each has the one value of this run; how it would scatter over processes is
-assumed (`BETWEEN_PROCESSES`), its interval is added, and the difference of the logarithms is held against Student's t.
+assumed (`BETWEEN_PROCESSES`), its interval is added, and the difference of the logarithms is compared with Student's t.
 
 The backends that are not slower than the fastest for certain are its ties. The level is 5 % divided by the number of rivals,
 so the backend that is fastest in truth is missing from the fastest and its ties in at most 5 % of the lines, however many
 compete (subset selection, Gupta 1965, with Bonferroni's bound, which needs no equal variances).
 
 Simulated with the scatter of earlier baselines of an H200 (up to 2.2 %) and all backends equally fast, it is missing in 2 to
-3 % of the lines with one process each, in 3 to 5 % with ten. Of two backends 3 % apart the slower is told in 96 % of the
+3 % of the lines with one process each, in 3 to 5 % with ten. Of two backends 3 % apart the slower is found in 96 % of the
 lines, of five in 84 %, of twenty 5 % apart in 94 %; with ten processes 1 % apart in 93, 88 and 78 %. On a CPU it takes 20 to
 30 %.
 """

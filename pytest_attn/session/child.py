@@ -10,21 +10,21 @@ from typing import Any
 
 #: set in a fresh process: the file that its times go to
 RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
-#: set in a fresh process: the processes that wait for it, whose GPU contexts are no disturbance
+#: set in a fresh process: the processes that wait for it, whose GPU contexts do not count as a disturbance
 OWN_VARIABLE = "PYTEST_ATTN_OWN"
 #: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
 MODES_VARIABLE = "PYTEST_ATTN_MODES"
 
 
 class Child:
-    """What this process was told by the one that waits for it."""
+    """What this process got from the one that waits for it."""
 
     def __init__(self, runs: Path, modes: Mapping[str, str]) -> None:
         self._runs, self._modes = runs, modes
 
     @classmethod
     def of_this_process(cls) -> Child | None:
-        """Return what this process was told, None where nobody waits for it."""
+        """Return what this process got, None where nobody waits for it."""
         runs, modes = os.environ.get(RUNS_VARIABLE), os.environ.get(MODES_VARIABLE)
         if runs is None:
             return None

@@ -108,7 +108,7 @@ def _require_unique(cases: list[CaseParameter], ids: list[str]) -> None:
 
 
 def deselect_unselected(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the items that stand for tests of which nothing was selected."""
+    """Deselect the items that stand for tests without selected cases."""
     unselected = [item for item in items if is_unselected(item)]
     if unselected:
         config.hook.pytest_deselected(items=unselected)

@@ -1,7 +1,7 @@
 """How long a test will take: as in an earlier run where a file says so, or else an estimate from its workload.
 
 Every host must come to the same number, so nothing here asks the machine, its caches or its clock, and every number is whole.
-The estimates only make parts alike: one that is far off makes a part take longer, and loses nothing.
+The estimates only make parts alike: a poor one makes a part take longer, and loses nothing.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _compiling(backend: str) -> int:
 def known_durations(path: Path) -> dict[str, int]:
     """Return the microseconds that a file of `python -m pytest_attn durations` has, by the ids of tests.
 
-    Raises ValueError where it is no such file, or not the one that its name promises: hosts that read different ones under
-    one name would divide the tests in different ways.
+    Raises ValueError where the file is not one of costs, or not the one that its name promises. Hosts that read different
+    files under one name would divide the tests in different ways.
     """
     try:
         text = path.read_text(encoding="utf-8")

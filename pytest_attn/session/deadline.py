@@ -22,9 +22,9 @@ class DeadlineError(BaseException):
 class Deadline:
     """Stops what takes longer than `seconds`; 0 waits forever.
 
-    Python code is interrupted at once, by an exception. Where it does not come back to the interpreter (a kernel that
-    spins) no exception can reach it: the process ends `GRACE` seconds later, with the case's name and every thread's stack
-    on the stderr of the time when this object was made, before pytest captures it.
+    Python code is interrupted at once, by an exception. A kernel that spins is stuck outside Python, where
+    no exception can reach it. Then the process ends `GRACE` seconds later, with the case's name and every thread's stack.
+    These go to the stderr of the time when this object was made, before pytest captures it.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -59,7 +59,7 @@ def _place_of(worker: dict[str, Any]) -> tuple[int, int]:
 def place_on_host(mine: Any, specs: Sequence[Any]) -> list[int]:
     """Return which worker of its host one of xdist's workers is, from 0, and how many that host has.
 
-    mine, specs: execnet's specifications of this worker and of all. One that is started again keeps its specification.
+    mine, specs: execnet's specifications of this worker and of all. A restarted worker keeps its specification.
     """
     neighbours = [spec for spec in specs if _host_of(spec) == _host_of(mine)]
     place = next((index for index, spec in enumerate(neighbours) if spec is mine or spec.id == mine.id), 0)

@@ -1,8 +1,8 @@
 """The server of fresh processes: it has imported torch and has done nothing with it, and each fresh process is a fork of it.
 
 `python -m pytest_attn.session.fork_server FD`; session/served.py starts it and talks to it over the socket FD, in lines of
-JSON. It is told what to import; then, for each fresh process, its command line, environment and folder. It waits for each,
-unless it is told to leave it, as the ranks of ranks/launching.py, which run beside one another.
+JSON. It gets what to import; then, for each fresh process, its command line, environment and folder. It waits for each,
+except for the ranks of ranks/launching.py, which run beside one another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Channel:
                 ready = select.select(either, [], [], _LOOK_SECONDS)[0]
                 if watched in ready:
                     return False
-                if ready or os.getppid() != self._parent:  # nothing is said meanwhile: the other end is closed
+                if ready or os.getppid() != self._parent:  # no answer meanwhile: the other end is closed
                     return True
         finally:
             os.close(watched)
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Import what fresh processes will, as far as it can be imported."""
+    """Import what fresh processes will, as far as that can be imported."""
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)

@@ -66,13 +66,13 @@ def is_case(item: pytest.Item) -> bool:
 
 
 def parameter_of(item: pytest.Item) -> CaseParameter | None:
-    """Return the case of an item; None where it has none, or only stands for a test of which nothing was selected."""
+    """Return the case of an item; None where it has none, or only stands for a test without selected cases."""
     found: CaseParameter | None = item.callspec.params[PARAMETER] if is_case(item) else None  # type: ignore[attr-defined]
     return found
 
 
 def is_unselected(item: pytest.Item) -> bool:
-    """Whether the item only stands for a test of which nothing was selected."""
+    """Whether the item only stands for a test without selected cases."""
     return is_case(item) and parameter_of(item) is None
 
 

@@ -1,4 +1,4 @@
-"""The file of --attn-json, written as the run goes."""
+"""The .jsonl file of --attn-output, written as the run goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pytest_attn.reports.records import Record, RecordWriter
 
 
 class JsonLines:
-    """The file of --attn-json, in the process that collects the records. Where it cannot be written, the run goes on."""
+    """The file, in the process that collects the records. If it cannot be written, the run goes on."""
 
     def __init__(self, path: str, with_samples: bool) -> None:
         self.problem = ""
@@ -19,7 +19,7 @@ class JsonLines:
         self._attempt(lambda: self._writer.write(records))
 
     def write_lines(self, lines: Iterable[str]) -> None:
-        """Append lines that are no records in the same way."""
+        """Append lines other than records in the same way."""
         self._attempt(lambda: self._writer.write_lines(lines))
 
     def close(self) -> None:
@@ -31,4 +31,4 @@ class JsonLines:
             try:
                 action()
             except OSError as error:
-                self.problem = f"--attn-json: cannot write {self.path}: {error}"
+                self.problem = f"--attn-output: cannot write {self.path}: {error}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Mutants(SelectedKernels):
-    """The faulty kernels of one run, and what became of them. Each keeps its state from case to case, as a real one does."""
+    """The faulty kernels of one run, and what happened to them. Each keeps its state from case to case, as a real one does."""
 
     untimed_because = "--attn-mutants"
     are_tested = False
@@ -71,9 +71,9 @@ class Mutants(SelectedKernels):
         return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else ""
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Make a killed mutant a passed test, and put what became of it on the report; the honest kernel must pass by itself.
+        """Make a killed mutant a passed test, and note its fate on the report; the honest kernel must pass by itself.
 
-        A mutant that survives is no failed test either: another workload, or another test, may kill it. A test that ends
+        A mutant that survives does not fail its test either: another workload, or another test, may kill it. A test that ends
         itself with a skip, as attn.measure does here after its check, has let it survive.
         """
         parameter = parameter_of(item)

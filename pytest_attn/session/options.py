@@ -113,7 +113,7 @@ def dtypes(text: str) -> tuple[str, ...]:
 def device(text: str) -> str:
     """Return the name of a device, or "auto"."""
     if text == "auto":
-        return text  # likewise
+        return text  # import-free, too
     from pytest_attn.backends.machine import is_device_name
 
     if not is_device_name(text):
@@ -124,7 +124,7 @@ def device(text: str) -> str:
 def limits(text: str) -> str:
     """Return the name of a set of limits."""
     if text == "default":
-        return text  # likewise
+        return text  # import-free, too
     from pytest_attn.correctness.limits import LIMITS
 
     if text not in LIMITS:

@@ -19,16 +19,16 @@ from pytest_attn.verdict import Verdict
 
 
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
-    """Have records written to the file of --attn-json, unless another process writes it."""
+    """Have records written to the .jsonl file of --attn-output, unless another process writes it."""
     if session.settings.json is not None and not hasattr(config, "workerinput"):
         session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples), session.part)
 
 
 def write_summaries(session: AttentionSession, reporter: Any) -> None:
-    """Write --attn-summary; in a job of GitHub Actions also its annotations, and its summary."""
+    """Write the .md file of --attn-output; in a job of GitHub Actions also its annotations, and its summary."""
     in_a_job = os.environ.get("GITHUB_ACTIONS") == "true"
     if session.settings.summary:
-        write_whole("--attn-summary", session.settings.summary, lambda: markdown_summary(session.results.records), reporter)
+        write_whole("--attn-output", session.settings.summary, lambda: markdown_summary(session.results.records), reporter)
     if in_a_job and session.results.records:
         for command in workflow_commands(session.results.records):
             reporter.write_line(command)
@@ -52,7 +52,7 @@ def place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
 
 
 def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
-    """Write the page of --attn-support, whole or not at all, in the order of registry and catalog."""
+    """Write the .support.md file of --attn-output atomically, in the order of registry and catalog."""
     from pytest_attn.backends.listing import status_of
     from pytest_attn.reports.support import support_page
 
@@ -72,27 +72,27 @@ def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
     versions = [f"{backend.name} {status_of(backend, machine)[1]}" for backend in backends]
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
-    write_whole("--attn-support", path, lambda: support_page(records, groups, title), reporter)
+    write_whole("--attn-output", path, lambda: support_page(records, groups, title), reporter)
 
 
 def require_report_libraries() -> None:
-    """Raise pytest.UsageError where what draws the charts of --attn-report is not installed."""
+    """Raise pytest.UsageError where what draws the charts of a report is not installed."""
     from pytest_attn.reports.html.page import INSTALL, missing_libraries
 
     if missing := missing_libraries():
-        raise pytest.UsageError(f"--attn-report: needs {' and '.join(missing)}; {INSTALL}")
+        raise pytest.UsageError(f"--attn-output=FILE.html: needs {' and '.join(missing)}; {INSTALL}")
 
 
 def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
-    """Write the page of --attn-report, whole or not at all, with backends in the order of the registry."""
+    """Write the .html file of --attn-output atomically, with backends in the order of the registry."""
     from pytest_attn.reports.html.page import report_page
 
     records = sorted(session.results.records, key=place_of(session))
-    write_whole("--attn-report", path, lambda: report_page(records), reporter)
+    write_whole("--attn-output", path, lambda: report_page(records), reporter)
 
 
 def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) -> None:
-    """Write a file whole or not at all; say that it is written, or why not, and go on."""
+    """Write a file atomically; say that it is written, or why not, and go on."""
     try:
         files.write_atomically(path, text())
         reporter.write_line(f"{flag}: written to {path}")

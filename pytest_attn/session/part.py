@@ -23,7 +23,7 @@ from pytest_attn.session.machines import Machines
 from pytest_attn.session.settings import Settings
 from pytest_attn.version import __version__
 
-#: under which a worker of xdist tells the controller what it knows, and is told its part
+#: under which a worker of xdist tells the controller what it knows, and gets its part
 OF_WORKER = "attn_part"
 _SKIPS_FILES = "lfplugin-collwrapper"  # of --lf: leaves out files by this machine's cache, while it collects
 

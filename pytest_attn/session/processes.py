@@ -93,7 +93,7 @@ def prepare_fresh_runs(config: pytest.Config) -> None:
 
 
 def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
-    """Return a case's undisturbed runs, at most so many, one of each process: a second one in the same is no second value."""
+    """Return a case's undisturbed runs, at most so many, one of each process: a second run of one process adds no value."""
     mine = {run["process"]: run for run in reversed(runs) if run["key"] == key and not run["disturbances"]}
     return [mine[process] for process in sorted(mine)][:processes]
 

@@ -27,7 +27,7 @@ _CACHE_KEY = "attn/seconds"
 class PassingText:
     """A text behind what pytest has printed, or on the line below where there is no room.
 
-    Nothing is shown where the output is no terminal, in an xdist worker, in a process that another one waits for, and under
+    Nothing is shown where the output goes to a file, in an xdist worker, in a process that another one waits for, and under
     -s, where tests print for themselves.
     """
 
@@ -81,7 +81,7 @@ class PassingText:
             self._terminal = None
 
     def _width(self) -> int:
-        """Ask the terminal itself: pytest asks a file while a test runs, and is told 80."""
+        """Ask the terminal itself: pytest asks a file while a test runs, and gets 80."""
         return terminal_width(1 if self._terminal is None else self._terminal)
 
     def _write(self, text: str) -> None:

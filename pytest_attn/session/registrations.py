@@ -32,7 +32,7 @@ class Registrations:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The workloads, likewise."""
+        """The workloads, with those of conftest.py."""
         from pytest_attn.workloads.catalog import builtin_catalog
 
         catalog = builtin_catalog()

@@ -18,13 +18,13 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.mutants: list[dict[str, Any]] = []  # what became of each faulty kernel in each case
+        self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
         self._part: Part | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 
     def write_to(self, lines: JsonLines, part: Part | None = None) -> None:
-        """Also write each record to the file of --attn-json, as it comes; first and last what part of a run this is."""
+        """Also write each record to a .jsonl file, as it comes; first and last what part of a run this is."""
         self._lines, self._part = lines, part
 
     def pytest_sessionstart(self) -> None:
@@ -53,7 +53,7 @@ class Results:
             self.mutants.append(found)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        """Finish the file of --attn-json."""
+        """Finish the .jsonl file of --attn-output."""
         if self._lines is not None:
             self._lines.write(self._held)
             if self._part is not None:
@@ -62,4 +62,4 @@ class Results:
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)
             else:
-                terminalreporter.write_line(f"--attn-json: written to {self._lines.path}")
+                terminalreporter.write_line(f"--attn-output: written to {self._lines.path}")

@@ -10,7 +10,7 @@ from pytest_attn.session.registrations import Registrations
 from pytest_attn.session.settings import Settings
 from pytest_attn.workloads.workload import Workload
 
-#: groups that a test without named workloads runs: on a CPU the small ones, on a GPU the whole catalog
+#: groups that a test without named workloads runs: on a CPU the small ones, on a GPU all but those on request
 CPU_GROUPS = ("smoke", "edges", "features")
 
 
@@ -29,7 +29,7 @@ class Selection:
             workloads = [w for w in catalog.select("all") if w.name in selected]
         else:
             is_cpu = self._machines.device(mark.device).type == "cpu"
-            workloads = [w for group in (CPU_GROUPS if is_cpu else ("all",)) for w in catalog.select(group)]
+            workloads = [w for group in CPU_GROUPS for w in catalog.select(group)] if is_cpu else catalog.default
         wanted = self._settings.dtypes
         dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
         if mark.dtypes or wanted:
@@ -68,7 +68,7 @@ class Selection:
             for token in tokens
             for w in catalog.select(token.removeprefix("-"))
         )
-        return set(choose(expanded, everything, everything))
+        return set(choose(expanded, everything, [w.name for w in catalog.default if w.name]))
 
 
 def choose(tokens: tuple[str, ...], everything: list[str], default: list[str]) -> list[str]:

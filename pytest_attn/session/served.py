@@ -19,7 +19,7 @@ import pytest
 
 from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
 
-#: what each fresh process is told for itself
+#: what each fresh process gets for itself
 _OF_ONE_PROCESS = (MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE)
 #: what no server imports ahead
 _LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")

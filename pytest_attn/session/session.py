@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class AttentionSession:
     """The state of one run, each part of which is changed by its own methods only.
 
-    Every start of pytest makes one, so it holds nothing yet: backends and workloads are registered when a test first
+    Every start of pytest makes one, so it holds nothing yet. Backends and workloads are registered when a test first
     needs them, and torch is imported when a device is first asked for.
     """
 
@@ -42,7 +42,7 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
-        #: what a fresh process was told by the one that waits for it, None in all others
+        #: what a fresh process got from the one that waits for it, None in all others
         self.child = Child.of_this_process()
         #: of --attn-shard, None where all tests run here
         self.part: Part | None = None

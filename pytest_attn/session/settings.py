@@ -123,7 +123,7 @@ class Settings:
     cupti: bool = switch("Print beside each p50 what torch's profiler (CUPTI) says of the same call", in_child=False)
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
     mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
-    json_samples: bool = switch("Put every sample of each latency into the lines of --attn-json", in_child=False)
+    json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
     rank: bool = switch(
         "Print for each workload which backend is fastest and right, and which cannot be told from it", in_child=False
     )
@@ -135,10 +135,10 @@ class Settings:
         " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
         "output",
     )
-    support: str | None = output("Write which backend passed, refused or failed which group of workloads, as a table", ".md")
-    json: str | None = output("Write a JSON object per line and judgment, as the run goes", ".jsonl")
-    report: str | None = output("Write one page that opens offline: verdicts, latencies, errors, roofline, history", ".html")
-    summary: str | None = output("Write a summary in Markdown, as GitHub Actions gets it by itself", ".md")
+    support: str | None = output("As --attn-output FILE.support.md: the table of backends and workloads", ".md")
+    json: str | None = output("As --attn-output FILE.jsonl: an object per line and judgment, as the run goes", ".jsonl")
+    report: str | None = output("As --attn-output FILE.html: one page that opens offline", ".html")
+    summary: str | None = output("As --attn-output FILE.md: a summary in Markdown, as GitHub Actions gets it by itself", ".md")
     save_failures: str | None = action(
         "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
         "DIR",

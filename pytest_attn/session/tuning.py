@@ -82,7 +82,7 @@ class TuneProgress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
-        """Likewise."""
+        """Make room for a failure's letter."""
         self._line.clear()
 
     @pytest.hookimpl(trylast=True)

@@ -11,7 +11,7 @@ Example::
     def test_mine(workload):
         check(lambda q, k, v: my_attention(q, k, v, causal=workload.mask is not None), workload)
 
-`pytest --attn-fuzz 100` draws for every marked test without a line of this. Needs `pip install pytest-attn[fuzz]`.
+`pytest --attn-fuzz 100` draws for every marked test without a line of this. Needs `pip install "pytest-attn[fuzz]"`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("pytest_attn.strategies needs Hypothesis: pip install pytest-attn[fuzz]") from error
+    raise ImportError('pytest_attn.strategies needs Hypothesis: pip install "pytest-attn[fuzz]"') from error
 
 from pytest_attn.strategies.draws import drawn
 from pytest_attn.strategies.lengths import MAX_BATCH
@@ -68,7 +68,7 @@ def workloads(
     layouts: out of LAYOUT_KINDS; all but "packed pages" where none is said. features: out of FEATURES.
     max_rows: the longest q_len and kv_len.
     head_dims: of keys and values alike, or a pair (head_dim, v_head_dim).
-    page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient, which is paged keys.
+    page_sizes: numbers of tokens, or `Pages`. backward: leave out what has no gradient: a paged KV cache.
     fixed: a value that every draw has, for q_len, pad, softcap, scale, bias, alibi, sinks, score_mod, head_groups or
     bias_before_softcap, e.g. softcap=20.0.
 

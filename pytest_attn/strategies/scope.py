@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, as_mask
 from pytest_attn.workloads.pages import Pages
 
-#: kinds of masks, the simplest first; None is no mask
+#: kinds of masks, the simplest first; None: without a mask
 MASK_KINDS = (None, "causal", "causal-bottom-right", "window", "documents", "neighborhood", "boolean", "mask_mod")
 #: where queries and keys lie: all lengths alike, keys padded, sequences end to end, keys in pages, those of packed queries too
 LAYOUT_KINDS = ("plain", "padded", "packed", "paged", "packed pages")
@@ -103,6 +103,6 @@ def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> Non
 
 
 def require_counts(name: str, values: Sequence[int]) -> None:
-    """Raise ValueError where there is no value, or one that is no whole number >= 1."""
+    """Raise ValueError where there is no value, or a value is not a whole number >= 1."""
     if not values or any(not isinstance(value, int) or value < 1 for value in values):
         raise ValueError(f"workloads(): {name} must be whole numbers >= 1, got {values!r}")

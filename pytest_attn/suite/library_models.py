@@ -20,6 +20,7 @@ _SMALL = {
     "head_dim": 16,
 }
 _WINDOW = {"sliding_window": 16}
+_ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: by name: class, what it has besides, implementation
 _LANGUAGE: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
@@ -27,6 +28,11 @@ _LANGUAGE: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "qwen3": ("Qwen3", {}, "sdpa"),
     "mistral": ("Mistral", _WINDOW, "sdpa"),
     "gemma2": ("Gemma2", {**_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0}, "eager"),
+    "gemma3": (
+        "Gemma3",
+        {**_WINDOW, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING, "num_hidden_layers": 3},
+        "sdpa",
+    ),
     "gpt-oss": ("GptOss", {**_WINDOW, **_EXPERTS}, "eager"),
 }
 Step = Callable[[], Any]
@@ -35,9 +41,8 @@ Step = Callable[[], Any]
 def library_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
     """Return a model and its step; skips the test where the library is not installed."""
     torch.manual_seed(0)
-    made = {"timm-vit": _timm, "flux": _flux, "modernbert": _modernbert, "siglip": _siglip, "whisper": _whisper}
-    model, step = made[name](device, dtype) if name in made else _language(name, device, dtype)
-    return model, step
+    made = _OTHERS.get(name)
+    return _language(name, device, dtype) if made is None else made(device, dtype)
 
 
 def language_model(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -67,7 +72,8 @@ def _sharpened(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def _language(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
     transformers = _library("transformers")
     kind, options, implementation = _LANGUAGE[name]
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, "attn_implementation": implementation})
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config_class(**{**_SMALL, **options, "attn_implementation": implementation})
     model = _sharpened(getattr(transformers, f"{kind}ForCausalLM")(config), device, dtype)
     ids = token_ids(device)
     return model, lambda: model(input_ids=ids, labels=ids, use_cache=False)
@@ -138,5 +144,33 @@ def _flux(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
     return model, lambda: model(**batch).sample.float().square().mean()
 
 
+def _wan(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
+    """Two blocks over a video: each attends to itself, and to a text."""
+    diffusers = _library("diffusers")
+    if not hasattr(diffusers, "WanTransformer3DModel"):
+        pytest.skip("diffusers is older than its Wan")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+    more = {"text_dim": 32, "freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 32}
+    model = _sharpened(diffusers.WanTransformer3DModel(**sizes, **more), device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "hidden_states": torch.randn(1, 4, 3, 12, 12, generator=generator).to(device, dtype),
+        "encoder_hidden_states": torch.randn(1, 20, 32, generator=generator).to(device, dtype),
+        "timestep": torch.ones(1, device=device, dtype=torch.long),
+    }
+    return model, lambda: model(**batch).sample.float().square().mean()
+
+
 def _images(side: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+#: by name: those that take no tokens
+_OTHERS: Mapping[str, Callable[[torch.device, torch.dtype], tuple[nn.Module, Step]]] = {
+    "timm-vit": _timm,
+    "flux": _flux,
+    "wan": _wan,
+    "modernbert": _modernbert,
+    "siglip": _siglip,
+    "whisper": _whisper,
+}

@@ -15,9 +15,12 @@ from pytest_attn import AttentionModel, Backend
 if TYPE_CHECKING:
     import torch
 
-LIBRARY = ("llama", "qwen3", "mistral", "gemma2", "gpt-oss", "modernbert", "siglip", "whisper", "timm-vit", "flux")
+#: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
+pytestmark = pytest.mark.filterwarnings("default")
+_LANGUAGE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
+LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit", "flux", "wan")
 #: whose rows can be compared; a mixture of experts cannot
-TOKENS = ("llama", "qwen3", "mistral", "gemma2")
+TOKENS = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 
 
 @pytest.mark.attention_model

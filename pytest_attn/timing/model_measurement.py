@@ -65,7 +65,7 @@ class ModelMeasurement(Measurement):
         return "; ".join([size, *dict.fromkeys(self.asks)])
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the model's name, and what is told of the step."""
+        """Return the model's name, and what is reported of the step."""
         return {"model": type(self.model).__name__, "step": {"optimizer": self._optimizer_name, **self.found}}
 
     def _take(self, mode: Mode | None) -> Latency:

@@ -83,8 +83,8 @@ def record_samples(request: pytest.FixtureRequest, samples: Sequence[float], fac
 def attn_benchmark_recorder(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return record(samples, **facts), which gives pytest-benchmark the seconds per call that a test measured itself.
 
-    It raises ValueError unless samples are finite numbers >= 0, and RuntimeError where the test's one row is taken; both
-    also where pytest-benchmark is absent or disabled, in which case it records nothing.
+    It raises ValueError unless samples are finite numbers >= 0, and RuntimeError where the test's one row is taken. It does so
+    even if pytest-benchmark is absent or disabled, in which case it records nothing.
     """
 
     def record(samples: Sequence[float], /, **facts: Any) -> None:
@@ -114,7 +114,7 @@ def mark_measured(config: pytest.Config, items: list[pytest.Item]) -> None:
 class _OwnNames:
     """Takes the name back once it was seen.
 
-    With it pytest would set `benchmark` up before the test: with another clock, and in vain where the test ends before it
+    With it pytest would set `benchmark` up before the test: with another clock, and for nothing where the test ends before it
     measures, of which pytest-benchmark warns.
     """
 
@@ -170,7 +170,7 @@ def _is_unused(benchmark: object) -> bool:
 
 
 def _seconds(samples: Sequence[float]) -> list[float]:
-    """Return samples as a list; raises ValueError where they are no durations in seconds."""
+    """Return samples as a list; raises ValueError unless they are durations in seconds."""
     try:
         values = list(samples)
     except TypeError:

@@ -21,8 +21,7 @@ def times(tensor: Tensor, factor: float) -> Tensor:
 
 def mirrored(tensor: Tensor) -> Tensor:
     """Return the tensor with the elements of its last dimension in reverse."""
-    last = tensor.shape[-1]
-    return tensor.flip(-1) if not is_quantized(tensor) else tensor[..., [last - 1 - at for at in range(last)]]
+    return tensor.flip(-1) if not is_quantized(tensor) else _bytes(tensor).flip(-1).view(tensor.dtype)
 
 
 def beside(tensor: Tensor, step: int) -> Tensor:
@@ -44,7 +43,21 @@ def filled(tensor: Tensor, where: Tensor, value: float) -> Tensor:
 
     if not is_quantized(tensor):
         return tensor.masked_fill(where, value)
-    return torch.where(where, torch.full_like(tensor, value), tensor)
+    return exchanged(tensor, where, torch.full_like(tensor, value))
+
+
+def exchanged(tensor: Tensor, where: Tensor, other: Tensor) -> Tensor:
+    """Return a copy with the elements of another tensor wherever `where`, boolean and broadcastable, is True."""
+    if not is_quantized(tensor):
+        return other.where(where, tensor)
+    return _bytes(other).where(where, _bytes(tensor)).view(tensor.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the same memory as bytes: torch 2.6 neither selects nor reorders elements of fp8 on a CPU."""
+    import torch
+
+    return tensor.view(torch.uint8)
 
 
 def poison_of(tensor: Tensor) -> float:

@@ -100,7 +100,7 @@ def split_cache(inputs: Inputs, k: Tensor, v: Tensor, layout: str = "bhsd", appe
     Args:
         inputs: whose workload has `cached`; its own k and v are not read.
         k: keys as a kernel is given them, (batch, kv_heads, kv_len, head_dim) in "bhsd".
-        v: values, likewise.
+        v: values, laid out as k.
         layout: "bhsd", "bshd" or "thd", as q is.
         appends: whether the kernel writes the new keys and values into the cache.
 

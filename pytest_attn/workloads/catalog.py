@@ -10,6 +10,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pytest_attn.workloads.long import long_workloads
 from pytest_attn.workloads.models import model_workloads
 from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.small import small_workloads
@@ -18,11 +19,12 @@ from pytest_attn.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Entry:
-    """A workload with its group and the place its shape comes from."""
+    """A workload with its group and the place its shape comes from. on_request: run only where it is named."""
 
     workload: Workload
     group: str
     source: str
+    on_request: bool = False
 
 
 class Catalog:
@@ -32,8 +34,18 @@ class Catalog:
         self._entries: dict[str, Entry] = {}
         self._aliases: dict[str, str] = {}
 
-    def add(self, workload: Workload, group: str | None = None, source: str = "", alias: str | None = None) -> None:
-        """Add a named workload; raise ValueError where it has no name or another workload bears it already."""
+    def add(
+        self,
+        workload: Workload,
+        group: str | None = None,
+        source: str = "",
+        alias: str | None = None,
+        on_request: bool = False,
+    ) -> None:
+        """Add a named workload; raise ValueError where it has no name or another workload bears it already.
+
+        on_request: leave it to those who name it, or say "all".
+        """
         name = workload.name
         if name is None:
             raise ValueError(f"catalog: {workload.id} has no name; say Workload(..., name='...')")
@@ -42,7 +54,7 @@ class Catalog:
                 f"catalog: two different workloads are named {name!r}: {self._entries[name].workload.shape_id}"
                 f" and {workload.shape_id}; rename one"
             )
-        self._entries[name] = Entry(workload, group or name, source)
+        self._entries[name] = Entry(workload, group or name, source, on_request)
         if alias:
             self._aliases[alias] = name
 
@@ -51,6 +63,11 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def default(self) -> list[Workload]:
+        """The workloads that run where none is named, and the device is a GPU."""
+        return [entry.workload for entry in self if not entry.on_request]
 
     def group_of(self, name: str | None) -> str:
         """Return the group of a workload's name, "" where it is not in the catalog."""
@@ -89,9 +106,9 @@ def _matches(pattern: str, entry: Entry) -> bool:
 def builtin_catalog() -> Catalog:
     """Return a new catalog with every built-in workload."""
     catalog = Catalog()
-    for group in (*small_workloads(), *model_workloads()):
+    for group in (*small_workloads(), *model_workloads(), *long_workloads()):
         for workload in group.workloads:
-            catalog.add(workload, group.name, group.source, _alias(workload, group.name))
+            catalog.add(workload, group.name, group.source, _alias(workload, group.name), group.on_request)
     return catalog
 
 

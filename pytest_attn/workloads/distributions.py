@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.workloads.generator import Draw
 from pytest_attn.workloads.heads import key_heads
+from pytest_attn.workloads.needles import LongNeedles
+from pytest_attn.workloads.positions import is_long
 from pytest_attn.workloads.visibility import interval
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
 
+#: elements of q that are aimed together
+_NEEDLE_ELEMENTS = 1 << 24
 Shape: TypeAlias = tuple[int, ...]
 QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 
@@ -108,6 +112,9 @@ def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     q_start = k_start = 0
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
         lane = 0 if w.is_packed else batch
+        if is_long(q_len, kv_len) and not w.is_packed:
+            _plant_long(w, q[lane, :, :q_len], k[lane, :, :kv_len])
+            continue
         rows = torch.arange(0, q_len, 2)
         targets = torch.tensor([_needle_target(w, int(row), q_len, kv_len) for row in rows])
         rows, targets = rows[targets >= 0], targets[targets >= 0]
@@ -119,6 +126,23 @@ def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
             q[lane, :, at] = (aimed + 0.25 * q[lane, :, at].double()).to(q.dtype)
         if w.is_packed:
             q_start, k_start = q_start + q_len, k_start + kv_len
+
+
+def _plant_long(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Point the queries of a long sequence at keys. q: (heads, q_len, dim), k: (kv_heads, kv_len, dim)."""
+    import torch
+
+    q_len, kv_len = q.shape[1], k.shape[1]
+    needles, height = LongNeedles(w, q_len, kv_len), math.log(kv_len + 1) + 1
+    of_head = torch.tensor(key_heads(w), device=k.device)[:, None]
+    for rows in torch.arange(q_len).tensor_split(-(-q_len * w.heads * w.head_dim // _NEEDLE_ELEMENTS)):
+        targets = needles.targets(rows)
+        some = (targets >= 0).any(0)
+        rows, targets = rows[some].to(q.device), targets[:, some].to(q.device)
+        keys = k[of_head, targets.clamp(min=0)].double()
+        aimed = keys.mul_(height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
+        own = q[:, rows]
+        q[:, rows] = torch.where(targets[..., None] >= 0, aimed.add_(own.double(), alpha=0.25).to(q.dtype), own)
 
 
 def _needle_target(w: Workload, row: int, q_len: int, kv_len: int) -> int:

@@ -10,7 +10,7 @@ import zlib
 
 #: dtype names -> (short name for ids, bytes per element)
 DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
-#: dtypes of quantized tensors, which come with descales, likewise
+#: dtypes of quantized tensors, which come with descales, too
 QUANTIZED_DTYPES = {"float8_e4m3fn": ("fp8", 1), "int8": ("int8", 1)}
 #: what one descale is of
 DESCALES = ("tensor", "head", "token")
@@ -60,7 +60,7 @@ def settled_quantization(dtype: str, kv_dtype: object, descales: object) -> tupl
 
 
 def require_count(field: str, value: object) -> None:
-    """Refuse what is no whole number >= 1."""
+    """Refuse anything but a whole number >= 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"Workload: {field} must be a whole number >= 1, got {value!r}")
 
@@ -72,13 +72,13 @@ def require_flag(field: str, value: object) -> None:
 
 
 def require_one_of(field: str, value: object, known: tuple[object, ...]) -> None:
-    """Refuse what is not one of the known values; True and False are no numbers."""
+    """Refuse what is not one of the known values; True and False do not count as numbers."""
     if not any(value is one or (isinstance(value, str) and value == one) for one in known):
         raise ValueError(f"Workload: {field} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def require_dropout(value: object, is_packed: bool) -> None:
-    """Refuse what is no probability below 1, and any for packed sequences."""
+    """Refuse anything but a probability below 1, and any for packed sequences."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"Workload: dropout must be a number from 0 to below 1, got {value!r}")
     if value and is_packed:

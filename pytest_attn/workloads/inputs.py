@@ -28,8 +28,8 @@ class Inputs:
         workload: what is asked.
         device: where the tensors are.
         q: queries, of the workload's dtype.
-        k: keys, likewise, or of its kv_dtype; a page pool where the workload has kv_pages.
-        v: values, likewise; a view of k where the workload has v_in_k.
+        k: keys in the same layout, or of its kv_dtype; a page pool where the workload has kv_pages.
+        v: values in the same layout; a view of k where the workload has v_in_k.
         dout: the gradient of out, of the dtype of out.
         bias: broadcasts to (batch, heads, q_len, kv_len), of the dtype of out.
         sinks: (heads,), of the dtype of out, or of their own.
@@ -99,7 +99,11 @@ class Inputs:
 
 
 def draw_inputs(
-    workload: Workload, distribution: str = "structured", seed: int = 0, device: torch.device | str = "cpu"
+    workload: Workload,
+    distribution: str = "structured",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    with_dout: bool = True,
 ) -> Inputs:
     """Draw the tensors of a workload: the same on every device and in every process.
 
@@ -108,6 +112,7 @@ def draw_inputs(
         distribution: a name of docs/reference/workloads.md.
         seed: of the generator.
         device: where the tensors are put.
+        with_dout: False leaves dout out, where a long workload has no backward pass: zeros that take no memory.
 
     Returns:
         The tensors, in the workload's native layout and dtype.
@@ -126,7 +131,8 @@ def draw_inputs(
     q, k, v = draw_qkv(distribution, draw, w, (*dense_q, w.head_dim), (*dense_k, w.head_dim), (*dense_k, w.v_head_dim))
     if w.v_in_k:
         v = k[..., : w.v_head_dim]
-    dout = draw.normal("dout", (*dense_q, w.v_head_dim))
+    of_out = (*dense_q, w.v_head_dim)
+    dout = draw.normal("dout", of_out) if with_dout else q.new_zeros(()).expand(of_out)
     extra = _auxiliary(draw, w, device)
     if w.kv_pages:
         k, v = (pool_of(t, extra["page_table"], w, draw, name) for name, t in (("k", k), ("v", v)))

@@ -50,7 +50,7 @@ class Window:
         right: how many keys after p are seen; None leaves that side open.
 
     Raises:
-        ValueError: a side is no number of keys >= 0.
+        ValueError: a side is not a number of keys >= 0.
     """
 
     left: int | None = None
@@ -77,7 +77,7 @@ class Document:
         causal: whether a token also sees nothing after itself.
 
     Raises:
-        ValueError: a length is no whole number >= 1.
+        ValueError: a length is not a whole number >= 1.
     """
 
     lengths: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Paged keys and values: where the tokens of a sequence lie in a pool, and how the pool lies in memory."""
+"""A paged KV cache: where the tokens of a sequence lie in a pool, and how the pool lies in memory."""
 
 from __future__ import annotations
 

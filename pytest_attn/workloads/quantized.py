@@ -27,10 +27,10 @@ _FIRST = {"q": 0, "k": 6, "v": 13}
 
 
 class Descales(NamedTuple):
-    """What q, k and v are multiplied by to give their values: float32 tensors, None for one that is not quantized.
+    """What q, k and v are multiplied by to give their values: float32 tensors, None for a tensor in its own values.
 
-    Per tensor (); per head (batch, kv_heads), that of q too; per token (batch, heads, q_len) and (batch, kv_heads, kv_len),
-    those of k and v in pools (pages, page size, kv_heads) where the workload has kv_pages.
+    Per tensor (); per head (batch, kv_heads), that of q too; per token (batch, heads, q_len) and (batch, kv_heads, kv_len).
+    If the workload has kv_pages, those of k and v per token lie in pools (pages, page size, kv_heads).
     """
 
     q: torch.Tensor | None

@@ -87,7 +87,7 @@ def pages_in_use(w: Any) -> int:
 
 
 def check_padding(w: Any) -> None:
-    """Raise ValueError where a Workload's `pad` is no side, or there is nothing dense to pad."""
+    """Raise ValueError where a Workload's `pad` is not a side, or there is nothing dense to pad."""
     if w.pad not in SIDES:
         raise ValueError(f"Workload: pad must be one of {', '.join(SIDES)}, got {w.pad!r}")
     if w.pad == "left" and (w.kv_lens is None or w.q_lens is not None or w.kv_pages is not None or w.cached is not None):

@@ -93,7 +93,7 @@ class Sharding:
 
     @cached_property
     def keys(self) -> list[torch.Tensor]:
-        """For each rank its positions among the keys, likewise."""
+        """For each rank its positions among the keys."""
         w = self.workload
         return self._split(w.kv_lens if w.q_lens and w.kv_lens else (w.kv_len,))
 

@@ -156,6 +156,30 @@ def interval(mask: Mask | None, row: int, q_len: int, kv_len: int) -> tuple[int,
     return None
 
 
+def has_intervals(mask: Mask | None) -> bool:
+    """Whether what each row sees is an interval of keys."""
+    return mask is None or isinstance(mask, Causal | Window | Document)
+
+
+def intervals(mask: Mask | None, rows: torch.Tensor, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `interval` says of each of these rows (n,), int64; of a mask that it does not describe, all keys."""
+    import torch
+
+    nothing, everything = torch.zeros_like(rows), torch.full_like(rows, kv_len)
+    if isinstance(mask, Causal | Window):
+        left, right, top_left = band_of(mask)
+        position = rows if top_left else rows + kv_len - q_len
+        start = nothing if left is None else (position - left).clamp(0, kv_len)
+        end = everything if right is None else (position + right + 1).clamp(max=kv_len)
+        return start, end.maximum(start)
+    if isinstance(mask, Document):
+        ends = torch.tensor(mask.lengths, device=rows.device).cumsum(0)
+        last = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+        start = ends[last] - torch.tensor(mask.lengths, device=rows.device)[last]
+        return start, rows + 1 if mask.causal else ends[last]
+    return nothing, everything
+
+
 def visible_pairs(mask: Mask | None, q_len: int, kv_len: int) -> int:
     """Count the (query, key) pairs that `mask` leaves visible in one head; a mask given by a function counts as full."""
     if mask is None or isinstance(mask, BooleanMask | MaskModMask):
@@ -164,12 +188,19 @@ def visible_pairs(mask: Mask | None, q_len: int, kv_len: int) -> int:
         return sum(n * (n + 1) // 2 if mask.causal else n * n for n in mask.lengths)
     if isinstance(mask, Neighborhood):
         return _neighborhood_pairs(mask)
-    total = 0
-    for row in range(q_len):
-        span = interval(mask, row, q_len, kv_len)
-        assert span is not None
-        total += span[1] - span[0]
-    return total
+    left, right, top_left = band_of(mask)
+    shift = 0 if top_left else kv_len - q_len
+    ends = q_len * kv_len if right is None else _clamped_sum(shift + right + 1, q_len, kv_len)
+    starts = 0 if left is None else _clamped_sum(shift - left, q_len, kv_len)
+    return max(0, ends - starts)
+
+
+def _clamped_sum(shift: int, count: int, most: int) -> int:
+    """Return the sum of min(max(i + shift, 0), most) over i = 0 ... count - 1."""
+    first, last = max(0, -shift), min(count, most - shift)  # between these it grows by one
+    growing = max(0, last - first)
+    full = count - max(first, last, 0) if first < count else 0
+    return growing * (first + shift) + growing * (growing - 1) // 2 + max(0, full) * most
 
 
 def _neighborhood_pairs(mask: Neighborhood) -> int:

@@ -46,9 +46,9 @@ LAYOUTS = ("bhsd", "bshd", "thd")
 class Workload:
     """One attention problem: out = softmax(score) @ v, with score_ij = mods(scale * q_i . k_j) where the mask lets j be seen.
 
-    The order of the score's steps is fixed: scale, softcap (cap * tanh(score / cap)), bias, ALiBi
-    (-slope_h * |i + kv_len - q_len - j|, slope_h = 2 ** (-8 (h + 1) / heads)), score_mod, mask; a sink is one more logit
-    per head in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
+    The order of the score's steps is fixed: scale, softcap, bias, ALiBi, score_mod, mask. Softcap is cap * tanh(score / cap).
+    ALiBi is -slope_h * |i + kv_len - q_len - j| with slope_h = 2 ** (-8 (h + 1) / heads). A sink is one more logit per head
+    in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
     `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` has
     sinks of that dtype, whatever the workload's.
 

@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 import types
 
@@ -108,6 +109,15 @@ def test_sdpa_gets_exactly_one_kernel_and_the_choice_is_restored():
     kernel(inputs.q, inputs.k, inputs.v)
     assert (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
     assert SDPBackend.MATH
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_the_cpu_kernel_of_sdpa_refuses_gqa_where_torch_does(monkeypatch, takes_groups):
+    monkeypatch.setattr("pytest_attn.backends.adapters.sdpa._cpu_kernel_takes_groups", lambda: takes_groups)
+    machine = dataclasses.replace(CPU, torch_version="2.6.0+cpu")
+    said = Registry()["sdpa_flash"].unsupported_because(Workload(8, heads=4, kv_heads=2), machine)
+    reason = "does not support grouped-query attention (GQA) on a CPU in torch 2.6.0+cpu"
+    assert said == ([] if takes_groups else [reason])
 
 
 @pytest.mark.parametrize("name", ["sdpa+compile", "eager+compile", "math+compile"])

@@ -163,6 +163,7 @@ def test_flex_hands_its_options_to_torch(monkeypatch):
     from pytest_attn.backends.adapters import flex
 
     given = []
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
     monkeypatch.setattr(flex, "_uncompiled", lambda inputs, options, rows: given.append(options))
     monkeypatch.setattr(flex, "compile_kernel", lambda kernel, max_autotune: kernel)
     inputs = SimpleNamespace(workload=W, device=torch.device("cuda"), sinks=None)

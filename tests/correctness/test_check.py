@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Backend, Workload
 from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
+from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
@@ -162,8 +163,10 @@ def test_the_cache_keeps_to_its_limit():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_honest_kernels_raise_no_false_alarm(distribution, dtype):
     for workload in (CAUSAL.replace(dtype=dtype), FULL.replace(dtype=dtype), CROSS.replace(dtype=dtype)):
-        for name in ("math", "sdpa_flash"):
-            comparison = judge(Registry()[name], spec_of(workload, inputs=(distribution,), backward=True), ReferenceCache())
+        for backend in map(Registry().__getitem__, ("math", "sdpa_flash")):
+            if backend.name != "math" and backend.unsupported_because(workload, machine_of(torch.device("cpu")), True):
+                continue  # the CPU kernel of torch 2.6 has no GQA
+            comparison = judge(backend, spec_of(workload, inputs=(distribution,), backward=True), ReferenceCache())
             assert comparison.passed, describe(comparison)
 
 

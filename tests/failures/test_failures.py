@@ -6,6 +6,7 @@ import math
 import random
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -160,7 +161,7 @@ def test_a_mask_whose_function_cannot_be_imported_comes_back_as_its_tensor():
     assert isinstance(back.mask, BooleanMask)
     at = torch.meshgrid(*(torch.arange(n) for n in (1, 2, 16, 16)), indexing="ij")
     assert torch.equal(dataclasses.replace(inputs, workload=back).mask_mod()(*at), inputs.mask_mod()(*at))
-    with pytest.raises(UnknownFunctionError, match=r"lambda-\w+ of test_failures cannot be imported here"):
+    with pytest.raises(UnknownFunctionError, match=rf"lambda-\w+ of {__name__} cannot be imported here"):
         through_json(near)
 
 
@@ -317,7 +318,7 @@ def test_a_score_mod_that_is_lost_leaves_the_tensors(tmp_path):
     assert failure.workload is None
     assert failure.workload_id == workload.id
     assert failure.tensors["reference.out"].shape == (1, 2, 16, 64)
-    with pytest.raises(ValueError, match=r"cannot be rebuilt, only its tensors are there: lambda-\w+ of test_failures"):
+    with pytest.raises(ValueError, match=rf"cannot be rebuilt, only its tensors are there: lambda-\w+ of {__name__}"):
         failure.check("math")
 
 
@@ -377,7 +378,7 @@ def test_only_what_a_module_has_under_its_name_is_imported():
         return q
 
     assert kernel_of(on_module_level, "f", "t").lines[0] == f"from {__name__} import on_module_level"
-    assert import_root(on_module_level) == str(__import__("pathlib").Path(__file__).parent)
+    assert import_root(on_module_level) == str(Path(__file__).parents[__name__.count(".")])
     assert (
         kernel_of(local, "local", "t").missing
         == f"the callable of (q, k, v) that t checked (local, {__file__}:{local.__code__.co_firstlineno})"

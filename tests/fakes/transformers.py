@@ -62,7 +62,10 @@ def flex_attention_forward(
     if query.shape[1] & (query.shape[1] - 1):
         key, value = (repeat_kv(t, query.shape[1] // key.shape[1]) for t in (key, value))
         enable_gqa = False
-    out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, enable_gqa=enable_gqa, scale=scaling)
+    # transformers compiles it, and the compiled kernel has scores in float32, as no release before torch 2.10 has without
+    q, k, v = (t.float() for t in (query, key, value))
+    out = flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=enable_gqa, scale=scaling)
+    out = out.to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -212,7 +212,7 @@ def test_offsets_that_wrap_round_are_seen(monkeypatch):
     monkeypatch.setattr("pytest_attn.invariants.offsets._FAR", 1 << 17)
     monkeypatch.setattr("pytest_attn.invariants.offsets.Offsets.inapplicable_because", lambda *_: None)
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
-    assert finding.evidence.startswith("k spread over more than 2^31 elements: out[0, 0, 0, 0] = ")
+    assert finding.evidence.startswith("k spread over more than 2^31 elements along dimension 2: out[0, 0, 0, 0] = ")
     assert ask(HONEST.backend(), PLAIN, "offsets").passed
 
 

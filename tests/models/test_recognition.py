@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from pytest_attn.models.recognition import recognize, split_additive
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Window
+from pytest_attn.models.recognition import StoredMask, asks_the_same, recognize, split_additive
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Window
 from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import Workload
 
 STRUCTURED = [
     (Causal(), 20, 20),
@@ -78,3 +79,48 @@ def test_a_row_that_is_hidden_by_finite_numbers_only_is_kept_as_a_sum():
     mask = torch.full((1, 1, 2, 2), torch.finfo(torch.float32).min)
 
     assert split_additive(mask) == (None, mask)
+
+
+def capped(by, than=0.0, sign=1):
+    return lambda score, b, h, q, kv, factor=sign: by * torch.tanh(score / by) * factor + than
+
+
+def stored(visible):
+    return Workload(2, batch=2, mask=BooleanMask(StoredMask(visible)))
+
+
+SEEN = torch.tensor([[[[True, False], [True, True]]]])
+A_TENSOR = torch.zeros(2)
+SAME = {
+    "equal": (Workload(8, mask="causal"), Workload(8, mask="causal"), True),
+    "longer": (Workload(8), Workload(9), False),
+    "another mask": (Workload(8, mask="causal"), Workload(8, mask=Window(3, 0)), False),
+    "equal tensors": (stored(SEEN), stored(SEEN.clone()), True),
+    "other tensors": (stored(SEEN), stored(~SEEN), False),
+    "a tensor per sequence": (stored(SEEN), stored(SEEN.repeat(2, 1, 1, 1)), False),
+    "a tensor and none": (stored(SEEN), Workload(2, batch=2), False),
+    "the same lines": (Workload(8, score_mod=capped(20.0)), Workload(8, score_mod=capped(20.0)), True),
+    "around another number": (Workload(8, score_mod=capped(20.0)), Workload(8, score_mod=capped(30.0)), False),
+    "around one tensor": (Workload(8, score_mod=capped(2, A_TENSOR)), Workload(8, score_mod=capped(2, A_TENSOR)), True),
+    "around two tensors": (
+        Workload(8, score_mod=capped(2, A_TENSOR)),
+        Workload(8, score_mod=capped(2, A_TENSOR.clone())),
+        False,
+    ),
+    "with another default": (Workload(8, score_mod=capped(2)), Workload(8, score_mod=capped(2, sign=-1)), False),
+    "other lines": (Workload(8, score_mod=capped(2)), Workload(8, score_mod=lambda score, b, h, q, kv: score), False),
+    "one function and none": (Workload(8, score_mod=capped(2)), Workload(8), False),
+    "a mask_mod": (
+        Workload(8, mask=MaskModMask(lambda b, h, q, kv: q >= kv)),
+        Workload(8, mask=MaskModMask(lambda b, h, q, kv: q > kv)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_workloads_ask_the_same_if_their_functions_and_tensors_do(name):
+    one, other, same = SAME[name]
+
+    assert asks_the_same(one, other) == same
+    assert asks_the_same(other, one) == same

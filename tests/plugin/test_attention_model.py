@@ -232,3 +232,34 @@ def test_it(attn_model, causal):
         ("invariants", "held", "", "Tokens"),
         ("invariants", "broken", "future", "Tokens"),
     }
+
+
+def test_warnings_of_libraries_fail_no_model_of_the_suite(pytester):
+    pytester.makeconftest(
+        """
+import warnings
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def old_library(monkeypatch):
+    from pytest_attn.suite import torch_models
+
+    made = torch_models.torch_model
+
+    def with_a_warning(*args):
+        warnings.warn("this library is old", DeprecationWarning, stacklevel=1)
+        return made(*args)
+
+    monkeypatch.setattr(torch_models, "torch_model", with_a_warning)
+"""
+    )
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+
+    result = pytester.runpytest(
+        "--pyargs", "pytest_attn.suite.test_models", "-k", "test_backends_in_models and llama", "--attn-backends=math"
+    )
+
+    assert result.parseoutcomes()["passed"] == 1
+    assert "failed" not in result.parseoutcomes()

@@ -417,5 +417,5 @@ def test_without_hypothesis_the_run_says_what_to_install(conftest, kernel_test, 
     args = ("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
     result = pytester.runpytest_inprocess(*args, "--attn-fuzz=3")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--attn-fuzz needs Hypothesis: pip install pytest-attn[[]fuzz[]]"])
+    result.stderr.fnmatch_lines(['*--attn-fuzz needs Hypothesis: pip install "pytest-attn[[]fuzz[]]"'])
     pytester.runpytest_subprocess(*args).assert_outcomes(passed=1)

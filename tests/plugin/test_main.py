@@ -57,7 +57,7 @@ def test_the_command_that_it_closes_with_runs(capsys, pytester):
         (["--bogus"], 2, "error: unrecognized arguments: --bogus"),
         (["flux"], 2, "invalid choice: 'flux' (choose from "),
         (["report"], 2, "error: the following arguments are required: FILE.jsonl"),
-        (["rank", "nowhere.jsonl"], 2, "rank: error: there is no nowhere.jsonl; pytest --attn-json=nowhere.jsonl writes it"),
+        (["rank", "nowhere.jsonl"], 2, "rank: error: there is no nowhere.jsonl; pytest --attn-output=nowhere.jsonl writes it"),
         (["summary", __file__], 2, "is not JSON"),
         (["--device", "tpu"], 2, "error: argument --device: unknown device 'tpu'; expected auto, cpu, cuda"),
         (["--device", "xpu:7"], 2, "error: argument --device: device 'xpu:7' is not there; this machine has"),

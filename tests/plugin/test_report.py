@@ -42,7 +42,7 @@ def test_without_the_extra_nothing_runs(pytester, kernel_test, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     result = pytester.runpytest_inprocess("--attn-report=page.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(['ERROR: --attn-report: needs vl_convert; pip install "pytest-attn[[]report[]]"'])
+    result.stderr.fnmatch_lines(['ERROR: --attn-output=FILE.html: needs vl_convert; pip install "pytest-attn[[]report[]]"'])
     assert not (pytester.path / "page.html").exists()
 
 
@@ -60,4 +60,4 @@ def test_a_page_that_cannot_be_written_is_said_and_the_run_goes_on(run, kernel_t
     pytester.mkdir("gone")
     result = run("--attn-report=gone/page.html")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["--attn-report: cannot write */gone/page.html: *"])
+    result.stdout.fnmatch_lines(["--attn-output: cannot write */gone/page.html: *"])

@@ -170,7 +170,6 @@ else:
     run().assert_outcomes(passed=2)
 
 
-@pytest.mark.twice
 def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kernel_test):
     pytester.makeconftest(
         """

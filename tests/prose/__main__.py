@@ -1,6 +1,6 @@
 """`python tests/prose [PATH ...]`: print FILE:LINE: what to change, and exit with 1 if there is anything to change.
 
-Without paths: README.md, CONTRIBUTING.md, the pages of docs/, and the user-visible strings of the package.
+Without paths: README.md, CONTRIBUTING.md, the pages of docs/, and the strings, docstrings and comments of the package.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ LEFT_OUT = ("_build", "mutants")
 def findings(path: Path, configuration: Configuration, root: Path = ROOT) -> Iterator[str]:
     """Yield the findings of one file, which is named as it is below `root`."""
     relative = path.resolve().relative_to(root).as_posix()
-    rules = configuration.rules_of(relative)
     for passage in passages_of(path):
-        for rule in rules:
+        for rule in configuration.rules_of(relative + passage.part):
             yield from (f"{relative}:{passage.line}: {said} [{rule.name}]" for said in rule.findings(passage))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import fnmatch
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +57,9 @@ class Configuration:
         files = sorted(styles.glob("*/*.yml"))
         self._rules = {f"{file.parent.name}.{file.stem}": yaml.safe_load(file.read_text()) for file in files}
 
+    @functools.cache  # noqa: B019  # there is one configuration in a process
     def rules_of(self, path: str) -> list[Rule]:
-        """Return the rules of a path that is relative to the repository, in their order of name."""
+        """Return the rules of a path that is relative to the repository, and of a part of it, in their order of name."""
         chosen: dict[str, bool] = {}
         for section in self._parser.sections()[1:]:
             if fnmatch.fnmatch(path, section):

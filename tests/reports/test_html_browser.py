@@ -177,6 +177,57 @@ def test_the_roofline_is_drawn_where_it_is_known(page, show):
     unprofiled.close()
 
 
+def call_of(module, z, tensor="out", passed=True):
+    levels = dict.fromkeys(("z_element", "z_row", "z_head"), z)
+    return {"module": module, "workload": "h2-s24-d16-causal", "tensor": tensor, "passed": passed, **levels}
+
+
+def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
+    model = ("Gpt <b>", "", None)
+    records = [
+        check(
+            "passed",
+            model,
+            SDPA,
+            "backward",
+            random.Random(0),
+            calls=[call_of("0", 1.5), call_of("10", 0.9), call_of("2", 0.8)],
+        ),
+        check(
+            "mismatch",
+            model,
+            BACKENDS[3],
+            "backward",
+            random.Random(0),
+            calls=[call_of("0", 1.1), call_of("2", 41, "dk", False)],
+        ),
+        check("raised", model, BACKENDS[4], "backward", random.Random(0), calls=[{**call_of("0", None), "passed": False}]),
+        check("passed", FLUX[0], SDPA, "forward", random.Random(0)),
+    ]
+    page = show(records)
+    settled(page)
+
+    assert texts(page, "#layers caption") == ["Layers of Gpt <b>"]
+    assert texts(page, "#layers thead th") == ["layer", "asks", SDPA[0], "math", "flex"]
+    cells = page(
+        "[...document.querySelectorAll('#layers tbody tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+    )
+    asks = "h2-s24-d16-causal"
+    assert cells == [
+        ["0", asks, "1.5 out", "1.1 out", "✗ not compared"],
+        ["10", asks, "0.9 out", "-", "-"],
+        ["2", asks, "0.8 out", "✗ 41 dk", "-"],
+    ]
+    assert "flex in Gpt <b>, 0: ✗ not compared" in texts(page, "#layers .lead")[0]
+    page("document.querySelectorAll('#layers thead button')[3].click()")
+    page("document.querySelectorAll('#layers thead button')[3].click()")
+    assert texts(page, "#layers tbody th") == ["2", "0", "10"]
+    set_filter(page, "filter-text", "flux", "input")
+    page.wait_for("document.querySelector('#layers .nothing') !== null")
+    assert page.said() == []
+    page.close()
+
+
 def test_work_of_both_passes_is_added_up(show):
     both = timing("passed", FLUX[0], SDPA, "forward", random.Random(0))
     both["direction"] = "forward+backward"

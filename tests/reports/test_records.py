@@ -1,4 +1,4 @@
-"""The lines of --attn-json: strict JSON, one per judgment, read back as they were."""
+"""The lines of a .jsonl file of --attn-output: strict JSON, one per judgment, read back as they were."""
 
 import json
 import math
@@ -183,7 +183,7 @@ def test_what_json_calls_passed_is_told_apart(changes, verdict):
 def test_a_field_of_another_type_is_named_with_its_place(tmp_path, changes, words):
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps({"schema": SCHEMA, **json.loads(to_line(RECORD)), **changes}) + "\n")
-    with pytest.raises(ValueError, match="is it a line that --attn-json wrote") as error:
+    with pytest.raises(ValueError, match=r"is it a line of a \.jsonl file that --attn-output wrote") as error:
         read_records(path)
     assert f"{path}, line 1: {words}" in str(error.value)
 

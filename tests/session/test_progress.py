@@ -59,6 +59,7 @@ def test_a_slow_kernel_is_named_and_nothing_stays(project):
     assert between_tests(as_seen(written)) == between_tests(as_seen(silent))
 
 
+@pytest.mark.slow
 def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
     project("-q", "-k", "smoke-full")
     (tmp_path / ".pytest_cache/v/attn/seconds").write_text('{"checking slow on smoke-full": 62.0}')

@@ -154,4 +154,4 @@ def test_a_users_own_test_finds_a_fault():
 def test_without_hypothesis_the_import_says_what_to_install():
     code = "import sys; sys.modules['hypothesis'] = None; import pytest_attn.strategies"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: pytest_attn.strategies needs Hypothesis: pip install pytest-attn[fuzz]" in done.stderr
+    assert 'ImportError: pytest_attn.strategies needs Hypothesis: pip install "pytest-attn[fuzz]"' in done.stderr

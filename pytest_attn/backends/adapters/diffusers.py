@@ -11,7 +11,9 @@ from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -37,7 +39,7 @@ _NAMES = {
     "_native_efficient": Dispatched("sdpa_efficient", ANY_MASK, COMPILABLE),
     "_native_cudnn": Dispatched("sdpa_cudnn", ANY_MASK, COMPILABLE),
     "_native_flash": Dispatched("sdpa_flash", _TOP_LEFT, COMPILABLE),
-    # it calls flex_attention without torch.compile, which writes out the scores in float32 and rounds scale * dS
+    # it calls flex_attention without torch.compile; precision_on says how that rounds
     "flex": Dispatched("eager", ANY_MASK, COMPILABLE, precision="sdpa", known_defects=(_FLEX_IGNORES_CAUSAL,)),
     "flash": Dispatched("flash2", _BOTTOM_RIGHT),
     "flash_varlen": Dispatched("flash2", _PADDED),
@@ -57,7 +59,7 @@ _NAMES = {
 class DiffusersDispatch(Dispatcher):
     """dispatch_attention_fn(query, key, value, attn_mask, is_causal=, scale=, enable_gqa=, backend=NAME).
 
-    The dispatcher is told what its signature can say and decides by itself: what it makes of that is what is judged.
+    The dispatcher gets what its signature can say, and decides by itself. Its decision is judged.
     """
 
     source = Library(("diffusers",), "diffusers.models.attention_dispatch", "pip install diffusers")
@@ -76,6 +78,12 @@ class DiffusersDispatch(Dispatcher):
         if self.dispatched == "flex" and backward and machine.kind == "cpu":
             return ["FlexAttention does not support backward on CPU"]
         return super().native_refusals(workload, machine, backward)
+
+    def precision_on(self, kind: str) -> str | Precision:
+        """The kernel's, but for flex_attention without torch.compile, which rounds by torch's release."""
+        import torch
+
+        return uncompiled_flex_precision(torch.__version__) if self.dispatched == "flex" else super().precision_on(kind)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Close over the flags and the mask."""

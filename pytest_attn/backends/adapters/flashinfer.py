@@ -1,4 +1,4 @@
-"""FlashInfer's batch prefill with its fa2 and fa3 templates: ragged and paged keys, forward only."""
+"""FlashInfer's batch prefill with its fa2 and fa3 templates: ragged keys and a paged KV cache, forward only."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class FlexFlash(Flex):
         return self.kernels.broken_because()
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks whose tiles are no blocks."""
+        """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks without blocks of its tile size."""
         reasons = self.capabilities.refusals(workload, backward)
         reasons += [r for r in super().unsupported_because(workload, machine, backward) if r not in reasons]
         dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"

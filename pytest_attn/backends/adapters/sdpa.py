@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,18 +87,15 @@ class Automatic(Backend):
         w = inputs.workload
         causal = is_plain_causal(w)
         mask = None if causal else additive_or_boolean_mask(inputs)
-        scale, interleaved, kernel = w.scale, is_interleaved(w), self.kernel
+        scale, interleaved = w.scale, is_interleaved(w)
         grouped = w.group > 1 and not interleaved
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if interleaved:
                 k, v = repeated(k, w), repeated(v, w)
-            with selected(kernel):
-                return F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-                )
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
-        return call
+        return call if self.kernel is None else _on_kernel(call, self.kernel)
 
 
 class Math(Automatic):
@@ -141,6 +137,8 @@ class Flash(Automatic):
             return native_refusals("flash", workload, machine, backward)
         if workload.head_dim != workload.v_head_dim:
             return ["needs v_head_dim equal to head_dim"]
+        if workload.group > 1 and not _cpu_kernel_takes_groups():
+            return [f"does not support grouped-query attention (GQA) on a CPU in torch {machine.torch_version}"]
         return []
 
 
@@ -206,16 +204,32 @@ def _not_expressible(w: Workload) -> list[str]:
     return reasons
 
 
-@contextmanager
-def selected(kernel: str | None) -> Iterator[None]:
-    """Allow exactly one of SDPA's kernels; None leaves the choice to SDPA. The previous choice comes back."""
+def _on_kernel(call: AttentionFn, kernel: str) -> AttentionFn:
+    """Allow exactly one of SDPA's kernels during each call. The previous choice comes back.
+
+    The context is torch's own, because torch 2.6 compiles a call within that, and within no other generator.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if kernel is None:
-        yield
-        return
-    with sdpa_kernel(getattr(SDPBackend, kernel)):
-        yield
+    backend = getattr(SDPBackend, kernel)
+
+    def on_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with sdpa_kernel(backend):
+            return call(q, k, v)
+
+    return on_kernel
+
+
+@functools.cache
+def _cpu_kernel_takes_groups() -> bool:
+    """Ask torch whether its CPU kernel supports grouped-query attention, which that of torch 2.6 does not."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k = torch.empty(1, 2, 8, 16, device="cpu"), torch.empty(1, 1, 8, 16, device="cpu")
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        chosen: int = torch._fused_sdp_choice(q, k, k, enable_gqa=True)
+    return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
 def native_refusals(kernel: str, w: Workload, machine: Machine, backward: bool) -> list[str]:

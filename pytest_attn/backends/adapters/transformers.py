@@ -95,7 +95,7 @@ class TransformersDispatch(Dispatcher):
         return import_module("transformers.models.llama.modeling_llama").eager_attention_forward
 
     def _module(self, w: Workload) -> Any:
-        """Return what the functions read of an attention layer; is_causal they are told."""
+        """Return what the functions read of an attention layer; is_causal is passed to them."""
         import torch
 
         module: Any = torch.nn.Module()

@@ -31,12 +31,12 @@ class Varlen(Backend):
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """CUDA from sm80 on, and a torch that has the function."""
+        if machine.kind != "cuda":
+            return "needs a CUDA device"
         try:
             from torch.nn.attention.varlen import varlen_attn  # noqa: F401
         except Exception as error:
             return f"torch {machine.torch_version} has no torch.nn.attention.varlen ({error})"
-        if machine.kind != "cuda":
-            return "needs a CUDA device"
         if machine.capability is not None and machine.capability < (8, 0):
             return f"needs sm80, this device is {machine.architecture}"
         return None
@@ -66,8 +66,10 @@ class Varlen(Backend):
 
 
 def _takes(parameter: str) -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
     return parameter in inspect.signature(varlen_attn).parameters
 
 

@@ -47,7 +47,7 @@ class Xformers(LibraryBackend):
     """memory_efficient_attention as it chooses by itself: flash-attn's kernels where they will do, else CUTLASS's.
 
     Masks are said in xformers' own classes, packed sequences, documents and padding as blocks on the diagonal; a bias,
-    ALiBi (float32 only) and every other mask as a tensor. Grouped heads go in as five dimensions, as its documentation
+    ALiBi (float32 only) and every other mask as a tensor. GQA goes in as five dimensions, as its documentation
     says, which it takes in the forward pass only.
     """
 

@@ -38,7 +38,7 @@ def require_hypothesis() -> None:
     try:
         import hypothesis  # noqa: F401
     except ImportError:
-        raise pytest.UsageError("--attn-fuzz needs Hypothesis: pip install pytest-attn[fuzz]") from None
+        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
 
 
 def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
@@ -72,12 +72,12 @@ class FailingDraw:
 
 
 def _fail_of_a_flaky(failure: FailingDraw) -> NoReturn:
-    """Fail with the words of a failure that did not repeat; this frame is not hidden, as pytest 8.4 needs one that is not."""
+    """Fail with the words of a failure that did not repeat; this frame is not hidden, as pytest 8.4 needs a visible one."""
     pytest.fail(f"{failure.first_line}\nIt did not fail again on {failure.written}", pytrace=False)
 
 
 class Fuzzing:
-    """The draws of one item, and what became of them."""
+    """The draws of one item, and what happened to them."""
 
     def __init__(self, item: pytest.Function, case: FuzzCase, draws: int) -> None:
         self._item, self._case, self._draws = item, case, draws

@@ -35,7 +35,7 @@ def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None
 def like(named: Sequence[Workload]) -> dict[str, Any]:
     """Return the scope of workloads like these: what all of them have in common stays, as the test may rely on it.
 
-    Lengths, batch and heads are always drawn, and unequal lengths, grouped heads and empty sequences where one has them.
+    Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
     """
     scope: dict[str, Any] = {}
     lengths = [pair for w in named for pair in sequence_lengths(w)]

@@ -32,6 +32,7 @@ function caseOf(row, index) {
   return one;
 }
 
+const callsOf = (one) => (one.calls || []).map(([module, asks, tensor, passed, z]) => ({ module: text(module), asks: text(asks), tensor: text(tensor), passed: Boolean(passed), z: z ? z.map(number) : null }));
 const tensorsOf = (one) => (one.tensors ? one.tensors.map(tensorOf) : []);
 const everyCase = data.cases.map(caseOf);
 const state = { machine: 0, text: "", hidden: new Set(), verdict: "", direction: "" };

@@ -1,6 +1,6 @@
 // Puts the sections in order, draws each when it is reached or there is time, and draws them anew for a filter.
 
-const SECTIONS = [problems, matrix, curve, race, errors, roofline, past, kernels, skips, allCases];
+const SECTIONS = [problems, matrix, layers, curve, race, errors, roofline, past, kernels, skips, allCases];
 
 let shown = [];
 const drawing = new Map(); // section -> promise of its charts

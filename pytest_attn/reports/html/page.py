@@ -1,4 +1,4 @@
-"""The page of --attn-report: one file that opens offline, asks nobody for anything, and runs no script but its own."""
+"""The page of --attn-output=FILE.html: one file that opens offline, loads nothing, and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from pytest_attn.reports.html.payload import payload, to_script
 from pytest_attn.reports.records import Record
 
 INSTALL = 'pip install "pytest-attn[report]"'
-_SCRIPTS = ("dom", "data", "table", "plot", "problems", "details", "matrix", "latency", "errors", "roofline", "cases", "main")
+_SCRIPTS = (
+    *("dom", "data", "table", "plot", "problems", "details", "matrix", "layers", "latency", "errors", "roofline", "cases"),
+    "main",
+)
 
 
 def missing_libraries() -> list[str]:

@@ -20,7 +20,7 @@ _LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory"
 #: what a row of the page says, in this order
 CASE = (
     *("machine", "workload", "subject", "question", "verdict", "direction", "reason", "test", "command", "z", "worst"),
-    *("tensors", "is_sampled", "compile", "profiles", "latency"),
+    *("tensors", "is_sampled", "compile", "profiles", "latency", "calls"),
 )
 
 
@@ -86,6 +86,7 @@ def _case(number: int, record: Record, texts: Table, workloads: Table, subjects:
         compilation if record["compile_seconds"] is not None else 0,
         [_profile(profile, launches) for profile in record["profiles"]] or 0,
         _latency(record["latency"]) or 0,
+        [_call(call, texts) for call in record["calls"]] or 0,
     ]
     while row and row[-1] == 0:
         row.pop()
@@ -109,6 +110,13 @@ def _tensor(tensor: Mapping[str, Any], texts: Table) -> list[Any]:
     if not tensor["passed"]:
         row += [list(tensor.get("worst") or ()), *(short(tensor.get(figure)) for figure in ("found", "exact", "budget"))]
     return row
+
+
+def _call(call: Mapping[str, Any], texts: Table) -> list[Any]:
+    """Return the judgment of one attention call of a model; without z where nothing could be compared."""
+    words = [texts.number_of(str(call[word])) for word in ("module", "workload", "tensor")]
+    z = [short(call[level]) for level in ("z_element", "z_row", "z_head")]
+    return [*words, int(call["passed"]), 0 if None in z else z]
 
 
 def _profile(profile: Mapping[str, Any], launches: Table) -> dict[str, Any]:

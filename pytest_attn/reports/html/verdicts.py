@@ -1,4 +1,4 @@
-"""What the page calls a verdict, one that is newer than this version included."""
+"""What the page calls a verdict, verdicts of newer versions included."""
 
 from __future__ import annotations
 

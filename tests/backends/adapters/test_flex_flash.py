@@ -77,9 +77,18 @@ def test_it_refuses_what_flash_attn_4_does(flex_flash, machine, workload, backwa
     assert flex_flash.unsupported_because(workload, machine, backward) == reasons
 
 
-def test_it_asks_for_the_kernel_by_name():
+@pytest.mark.parametrize(
+    ("version", "name", "options"),
+    [
+        ("2.10.0", "FLASH", {"BACKEND": "FLASH"}),
+        ("2.9.1", "TRITON", {"FORCE_USE_FLEX_ATTENTION": True}),
+        ("2.9.1", "TRITON_DECODE", {}),
+    ],
+)
+def test_it_asks_for_the_kernel_by_name(monkeypatch, version, name, options):
+    monkeypatch.setattr(torch, "__version__", version)
     on_gpu = dataclasses.replace(draw_inputs(W, "flat"), device=torch.device("cuda:0"))
-    assert flex._kernel_named("FLASH", on_gpu) == {"BACKEND": "FLASH"}
+    assert flex._kernel_named(name, on_gpu) == options
 
 
 @pytest.mark.parametrize("rows", [128, 256])

@@ -1,0 +1,56 @@
+"""flex_attention without torch.compile is judged by what this release of torch rounds, compiled it is judged as `flex`."""
+
+import functools
+
+import pytest
+import torch
+from judging import judged
+from torch.nn.attention.flex_attention import flex_attention
+
+from pytest_attn import Workload
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.models.catching import Caught
+from pytest_attn.models.entry_points import FLEX
+from pytest_attn.models.recording import precision_of
+
+CPU = torch.device("cpu")
+OLD = uncompiled_flex_precision("2.9.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "rounds_scores"),
+    [("2.6.0+cu124", True), ("2.9.1", True), ("2.10.0", False), ("2.15.0+cu132", False)],
+)
+def test_releases_before_2_10_round_the_scores(version, rounds_scores):
+    assert uncompiled_flex_precision(version).rounds_scores == rounds_scores
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_torch_as_it_is_here_passes_its_own_profile(dtype):
+    spec = CheckSpec(Workload(64, heads=2, dtype=dtype), CPU, precision=uncompiled_flex_precision(torch.__version__))
+    assert judged(flex_attention, spec).passed
+
+
+@pytest.mark.parametrize("scale", [1.02, 0.98])
+def test_rounded_scores_excuse_no_scale_that_is_two_percent_off(scale):
+    def faulty(q, k, v):
+        scores = (q @ k.mT).float() * (q.shape[-1] ** -0.5 * scale)
+        return scores.softmax(-1).to(q.dtype) @ v
+
+    for profile in (OLD, uncompiled_flex_precision("2.10.0")):
+        spec = CheckSpec(Workload(64, heads=2, dtype="fp16"), CPU, precision=profile)
+        assert not judged(faulty, spec).passed
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_call_of_a_model_is_judged_by_whether_it_was_compiled(kind):
+    caught = functools.partial(Caught, "blocks.0", "flex_attention", "flex", FLEX, {})
+    with quiet():  # compiling imports what warns
+        compiled = torch.compile(flex_attention)
+    here = uncompiled_flex_precision(torch.__version__)
+    assert precision_of(caught(flex_attention), Registry(), kind) == here
+    assert precision_of(caught(compiled), Registry(), kind) == "flash"

@@ -1,0 +1,317 @@
+"""Long workloads: what is looked at, that faults at borders are found there, and that short ones stay whole."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Document, Window, Workload, draw_inputs
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import obstacle_of_any
+from pytest_attn.correctness import kept, reference
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads import needles, positions
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.distributions import _needle_target
+from pytest_attn.workloads.long import LONG_GROUPS
+from pytest_attn.workloads.needles import LongNeedles
+from pytest_attn.workloads.visibility import interval, intervals, visible_pairs
+
+CPU = torch.device("cpu")
+S = 768
+CAUSAL = Workload(S, heads=2, head_dim=32, mask="causal", name="long-enough")
+GPU = Machine("cuda:0", "a GPU", (9, 0), "sm90", 40 << 30, 1, "2.11.0")
+HOST = Machine("cpu", "a CPU", None, "", 1 << 40, 1, "2.11.0")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Sequences of some hundred tokens count as long, and 64 of their rows are looked at."""
+    for module in (positions, needles):
+        monkeypatch.setattr(module, "sampled_positions", lambda length, most=64, far=(): SAMPLED(length, 64, far))
+        monkeypatch.setattr(module, "borders", lambda length, most=64: BORDERS(length, 64))
+    monkeypatch.setattr(positions, "LONG_PAIRS", 1 << 16)
+    monkeypatch.setattr(reference, "_FULL_ELEMENTS", {"cpu": 1 << 18})
+    monkeypatch.setattr(reference, "_SAMPLED_ROWS", 64)
+
+
+SAMPLED, BORDERS = positions.sampled_positions, positions.borders
+
+
+def causal(q, k, v):
+    return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def without_key(key):
+    """Causal attention that loses one key, for all rows but the key's own."""
+
+    def lossy(q, k, v):
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+        mask[key + 1 :, key] = False
+        return sdpa(q, k, v, attn_mask=mask)
+
+    return lossy
+
+
+def compared(fn, workload=CAUSAL, **asked):
+    spec = CheckSpec(workload, CPU, precision="torch_cpu", **asked)
+    return judge(spec.subject(Registry(), fn), spec, ReferenceCache())
+
+
+# -- what is looked at -----------------------------------------------------------------------------------------------------
+
+
+def test_the_ends_both_sides_of_every_border_and_random_rows_are_looked_at():
+    length = (1 << 20) + 37
+    found = set(positions.sampled_positions(length))
+    assert {0, 1, length - 2, length - 1, 1 << 20, (1 << 20) - 1} <= found
+    for part in range(1, 16):  # 2, 4 and 8 ranks, with two chunks each
+        assert {part * length // 16 - 1, part * length // 16} <= found
+    tiles = [p for p in positions.borders(length) if p % 128 == 0]
+    assert len(tiles) > 500
+    assert {side for p in tiles for side in (p - 1, p)} <= found
+    assert len({p for p in found if p % 128 not in (0, 127)}) > 900
+    assert 1800 < len(found) < 2300
+    assert positions.sampled_positions(2048) == list(range(2048))
+
+
+def test_rows_at_offsets_that_leave_32_bits_are_looked_at():
+    w = Workload(1 << 20, heads=32, kv_heads=8, head_dim=128, mask="causal")
+    far = set(positions.far_positions(w, w.heads, w.q_len, w.head_dim))
+    by_rows, fused = 2**31 // (32 * 128), -(-(2**31) // (48 * 128))
+    assert {by_rows - 1, by_rows, fused - 1, fused, 2**31 // w.kv_len} <= far
+    assert len(far) < 100
+    assert far <= set(positions.sampled_positions(w.q_len, far=tuple(far)))
+    assert not positions.far_positions(Workload(4096, heads=2), 2, 4096, 64)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("mask", [None, "causal", Window(300, 0)])
+def test_every_border_is_a_needle_of_a_row_that_is_looked_at(few, mask, heads):
+    w = CAUSAL.replace(mask=mask, heads=heads)
+    long = LongNeedles(w, S, S)
+    aimed = long.targets(long.looked_at)
+    assert set(long.borders.tolist()) <= set(aimed.flatten().tolist())
+    assert {0, 127, 128, S - 1} <= set(long.borders.tolist())
+    first, end = intervals(w.plain_mask, long.looked_at, S, S)
+    assert float(((aimed >= first) & (aimed < end)).float().mean()) > 0.75  # the others are forbidden, or have none
+
+
+def test_a_needle_has_a_large_share_of_its_row(few):
+    inputs, long = draw_inputs(CAUSAL), LongNeedles(CAUSAL, S, S)
+    scores = (inputs.q.double() @ inputs.k.double().mT) / math.sqrt(32)
+    scores.masked_fill_(torch.ones(S, S).triu(1).bool(), -math.inf)
+    rows = long.looked_at[long.looked_at > 128]
+    targets = long.targets(rows)
+    p = scores.softmax(-1)[0][:, rows].gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    seen = (targets >= 0) & (targets <= rows)
+    assert float(p[seen].median()) > 0.3
+
+
+def test_in_decoding_each_head_points_at_its_own_part_of_the_cache(few):
+    w = Workload(1, 1 << 17, heads=8, kv_heads=2, mask="causal-bottom-right")
+    aimed = LongNeedles(w, 1, w.kv_len).targets(torch.tensor([0])).flatten().tolist()
+    assert aimed == [end for part in range(4) for end in (part * 32768, (part + 1) * 32768 - 1)]
+
+
+def test_short_workloads_have_the_needles_that_they_had():
+    before = Workload(128, heads=2)
+    assert not positions.has_long_sequences(before)
+    assert all(
+        not positions.has_long_sequences(w) for g in ("smoke", "edges", "features") for w in builtin_catalog().select(g)
+    )
+    for mask in ("causal", "causal-bottom-right", None, Window(5, 7), Document((10, 20, 10), causal=True)):
+        w = Workload(40, heads=2, mask=mask)
+        rows = torch.arange(0, 40, 2)
+        long = LongNeedles(w, 40, 40)
+        edges = long._edges(rows, *intervals(w.plain_mask, rows, 40, 40))
+        assert edges.tolist() == [_needle_target(w, int(row), 40, 40) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal", "causal-bottom-right", Window(3, 0), Window(0, 4), Window(None, 2), Window(2, None)]
+)
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (17, 17), (1, 30), (30, 1)])
+def test_intervals_and_pairs_are_those_of_each_row(mask, lengths):
+    plain = Workload(*lengths, mask=mask).plain_mask
+    each = [interval(plain, row, *lengths) for row in range(lengths[0])]
+    first, end = intervals(plain, torch.arange(lengths[0]), *lengths)
+    assert list(zip(first.tolist(), end.tolist(), strict=True)) == each
+    assert visible_pairs(plain, *lengths) == sum(stop - start for start, stop in each)
+
+
+# -- what is found ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_honest_kernel_passes_and_the_counts_are_said(few, backward):
+    comparison = compared(causal, backward=backward)
+    assert comparison.passed
+    rows, length = comparison.sampled["rows"]
+    assert 60 < rows < 150
+    assert length == S
+    assert ("keys" in comparison.sampled) == backward
+
+
+@pytest.mark.parametrize("key", [0, 127, 384, 639])
+def test_one_key_that_is_lost_at_a_border_is_found(few, key):
+    comparison = compared(without_key(key), inputs=("structured",))
+    assert not comparison.passed
+    assert comparison.mismatch is not None
+    assert comparison.worst.name == "out"
+
+
+def test_without_needles_a_lost_key_would_not_be_seen(few, monkeypatch):
+    monkeypatch.setattr(positions, "LONG_PAIRS", 1 << 40)  # as short workloads are drawn: only edges of the mask have needles
+    monkeypatch.setattr("pytest_attn.workloads.distributions.is_long", lambda *_: False)
+    found = [not compared(without_key(key), inputs=("structured",)).passed for key in (383, 384, 639)]
+    assert not all(found)
+
+
+def last_tile_cut(q, k, v):
+    out = causal(q, k, v).clone()
+    full = S // 512 * 512
+    out[:, :, full:] = sdpa(q[:, :, full:], k[:, :, :full], v[:, :, :full])
+    return out
+
+
+def keys_wrap(q, k, v):
+    at = torch.arange(S)
+    at = torch.where(at < 500, at, at - 500)  # as a fused projection's offsets do in int32
+    return causal(q, k[:, :, at], v[:, :, at])
+
+
+class LosesGradients(torch.autograd.Function):
+    """Attention whose dk lacks one tile of the query rows."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return causal(q, k, v)
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            dq, _, dv = torch.autograd.grad(causal(*leaves), leaves, dout)
+            some = dout.clone()
+            some[:, :, 512:640] = 0
+            _, dk, _ = torch.autograd.grad(causal(*leaves), leaves, some)
+        return dq, dk, dv
+
+
+FAULTS = {"last tile cut": last_tile_cut, "offsets wrap": keys_wrap}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(few, fault):
+    assert not compared(fault, inputs=("structured",)).passed
+
+
+def test_dk_without_a_tile_of_rows_is_found(few):
+    comparison = compared(lambda q, k, v: LosesGradients.apply(q, k, v), inputs=("flat",), backward=True)
+    assert [row.name for row in comparison.tensors if not row.passed] == ["dk"]
+
+
+def test_a_result_that_changes_later_is_found_by_its_fingerprint(few, monkeypatch):
+    monkeypatch.setattr(kept, "_LARGE", 1)
+    memory = {}
+
+    def reuses_memory(q, k, v):
+        out = causal(q, k, v)
+        return memory.setdefault("out", out.clone()).copy_(out)
+
+    assert compared(causal).passed
+    comparison = compared(reuses_memory)
+    assert not comparison.passed
+    assert comparison.mismatch.notes[0][0] == "state"
+
+
+def test_fingerprints_tell_one_bit_and_two_elements_that_change_places(monkeypatch):
+    monkeypatch.setattr(kept, "_PART", 100)
+    one = torch.randn(2, 3, 70, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    same = kept.fingerprint(one)
+    assert kept.fingerprint(one.transpose(1, 2).contiguous().transpose(1, 2)) == same
+    other = one.clone()
+    other.view(torch.int16)[1, 2, 69, 7] ^= 1
+    swapped = one.clone()
+    swapped[0, 0, 0, 0], swapped[1, 0, 0, 0] = one[1, 0, 0, 0].clone(), one[0, 0, 0, 0].clone()
+    assert len({same, kept.fingerprint(other), kept.fingerprint(swapped)}) == 3
+
+
+# -- memory, selection, skips ----------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_let_go_and_drawn_again(few):
+    references = ReferenceCache()
+    made = references.reference_of(CheckSpec(CAUSAL, CPU))
+    before = made.inputs.q.clone()
+    assert made.inputs.dout.untyped_storage().nbytes() <= 8  # no gradient is asked for
+    made.let_go()
+    assert made._inputs is None
+    assert made.nbytes < before.nbytes * 4
+    assert torch.equal(made.inputs.q, before)
+    short = references.reference_of(CheckSpec(Workload(64, heads=2), CPU))
+    short.let_go()
+    assert short._inputs is not None
+    assert not short.is_sampled
+    assert short.sampled == {}
+
+
+def test_a_kernel_never_gets_the_inputs_own_memory(few):
+    spec = CheckSpec(Workload(1, 600, heads=1, head_dim=32), CPU)  # of one head or one row, swapping changes no stride
+    made = ReferenceCache().reference_of(spec)
+    own = {t.untyped_storage().data_ptr() for t in (made.inputs.q, made.inputs.k, made.inputs.v)}
+    with pytest.raises(pytest_attn.ContractError, match="changed its input q in place"):
+        pytest_attn.check(lambda q, k, v: sdpa(q.mul_(2), k, v), spec.workload, device="cpu")
+    seen = set()
+
+    def looks(q, k, v):
+        seen.update(t.untyped_storage().data_ptr() for t in (q, k, v))
+        return sdpa(q, k, v)
+
+    references = ReferenceCache()
+    references._kept[next(iter(references._kept), ())] = made
+    judge(spec.subject(Registry(), looks), spec, references)
+    assert not own & seen
+
+
+def test_long_groups_run_only_where_they_are_named():
+    catalog = builtin_catalog()
+    named = {w.name for group in LONG_GROUPS for w in catalog.select(group)}
+    assert len(named) == 15
+    assert not named & {w.name for w in catalog.default}
+    assert named < {w.name for w in catalog.select("all")}
+
+
+def test_skips_say_how_much_memory_is_needed():
+    (w,) = builtin_catalog().select("long-1m-causal")
+    needed = 3 * w.bytes()
+    assert obstacle_of_any(w, HOST, False) == (
+        f"long-1m-causal is for a GPU, with {needed / 2**30:.1f} GiB ({needed:,} bytes): a CPU takes too long"
+    )
+    assert obstacle_of_any(w, GPU, False) is None
+    small = dataclasses.replace(GPU, memory=16 << 30)
+    assert obstacle_of_any(w, small, False) == "long-1m-causal needs about 24 GiB, a GPU has 16 GiB"
+
+
+def test_offsets_in_int32_are_found_with_little_memory():
+    def read(t):
+        offsets = torch.zeros((), dtype=torch.int32)
+        for size, stride in zip(t.shape, t.stride(), strict=True):
+            step = torch.tensor((stride + 2**31) % 2**32 - 2**31, dtype=torch.int32)
+            offsets = offsets[..., None] + torch.arange(size, dtype=torch.int32) * step
+        elements = t.untyped_storage().nbytes() // t.element_size()
+        return t.as_strided((elements,), (1,), 0)[(t.storage_offset() + offsets.long()) % elements]
+
+    w = Workload(48, heads=2, head_dim=16, mask="causal")
+    asked = {"only": "offsets", "thorough": True, "device": "cpu", "precision": "torch_cpu"}
+    assert pytest_attn.check_invariants(causal, w, **asked).applied
+    with pytest.raises(AssertionError, match="q spread over more than 2\\^31 elements along dimension 2"):
+        pytest_attn.check_invariants(lambda q, k, v: causal(read(q), read(k), read(v)), w, **asked)
