@@ -297,7 +297,7 @@ def test_force_writes_what_there_is_and_still_exits_with_1(parts, merge):
             "part-1.jsonl is one of the input files: refusing to overwrite it; choose another OUT",
         ),
         (("all.jsonl", "part-1.jsonl", "./part-1.jsonl"), "part-1.jsonl is named more than once"),
-        (("all.jsonl", "nowhere.jsonl"), "there is no nowhere.jsonl; pytest --attn-json=nowhere.jsonl writes it"),
+        (("all.jsonl", "nowhere.jsonl"), "there is no nowhere.jsonl; pytest --attn-output=nowhere.jsonl writes it"),
         (("all.jsonl",), "the following arguments are required: FILE.jsonl"),
     ],
 )
