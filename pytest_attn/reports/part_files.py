@@ -22,7 +22,7 @@ class PartFile:
 
     facts: of its first line. ended: of its last one, empty where there is none. good: the numbers of the lines that are
     records. damaged: what is wrong with others. tests: their ids. found: what must be the same in all parts. libraries:
-    likewise, of backends.
+    versions by backend, which must be the same too.
     """
 
     path: str

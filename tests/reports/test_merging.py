@@ -297,7 +297,7 @@ def test_force_writes_what_there_is_and_still_exits_with_1(parts, merge):
             "part-1.jsonl is one of the input files: refusing to overwrite it; choose another OUT",
         ),
         (("all.jsonl", "part-1.jsonl", "./part-1.jsonl"), "part-1.jsonl is named more than once"),
-        (("all.jsonl", "nowhere.jsonl"), "there is no nowhere.jsonl; pytest --attn-json=nowhere.jsonl writes it"),
+        (("all.jsonl", "nowhere.jsonl"), "there is no nowhere.jsonl; pytest --attn-output=nowhere.jsonl writes it"),
         (("all.jsonl",), "the following arguments are required: FILE.jsonl"),
     ],
 )
@@ -325,9 +325,9 @@ def test_records_are_read_without_the_lines_of_parts(parts):
 def test_8_files_of_500_cases_merge_in_5_seconds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_parts(tmp_path, 8, 500)
-    begun = time.perf_counter()
+    begun = time.process_time()  # of this process alone: others may keep the machine busy
     assert main(["merge", "all.jsonl", *(f"part-{number}.jsonl" for number in range(1, 9))]) == 0
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
     assert capsys.readouterr().out == "8 parts, 4,000 tests, 4,000 records: written to all.jsonl\n"
 
 
