@@ -8,7 +8,8 @@ The budget tau (a standard deviation) of every element sums the squares of indep
     dk:  eu(dk)^2 + scale^2 sum_i w_ij q_i^2 + scale^2 sum_i P_ij^2 eps_i^2 q_i^2
 
 with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times the variance of the score, w_ij the variance
-of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o.
+of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o. In half
+precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
 eu and e_ij are in `rounding.py`, out and n_ij here, the gradients in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
@@ -142,7 +143,7 @@ class ForwardBudget:
         if rows.dropped is not None:
             p, p_rounding_var = p * rows.dropped, p_rounding_var * rows.dropped.square()
         of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
-        variance = self.rounding.of_sum(out, self.kv_len)
+        variance = self.rounding.of_sum(out, self.kv_len, added=p.count_nonzero(-1).unsqueeze(-1))
         if self.precision.is_coarse:
             variance += _coarse_variance(p, out, p_rounding_var, chunk, self.precision.p_step)
         else:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Tensor cores add 16 products at a time to a float32 sum and cut off what does not fit (Fasi et al., Numerical behavior of
+#: NVIDIA tensor cores, 2021): up to a unit in the last place, 2^-23, at each step, always towards 0, so the losses add up.
+_CUT_FROM_SUM = 2.0**-23 / 16
+
+
 class Rounding:
     """How a kernel of this precision profile rounds to a workload's dtype."""
 
@@ -38,9 +43,14 @@ class Rounding:
         variance = x.square().mul_(self.unit_squared(terms))
         return variance.clamp_(min=floor**2) if floor else variance
 
-    def of_sum(self, x: torch.Tensor, terms: int) -> torch.Tensor:
-        """Like `of_result`, with what the products of the sum x lose together."""
+    def of_sum(self, x: torch.Tensor, terms: int, added: torch.Tensor | None = None) -> torch.Tensor:
+        """Like `of_result`, with what the products of the sum x lose together.
+
+        added: how many of the terms are not 0, in a shape that broadcasts with x; all of them by default.
+        """
         variance, cut = self.of_result(x, terms), self.of_cut_products(x)
+        if not self.is_float32:
+            variance += (x * ((terms if added is None else added) * _CUT_FROM_SUM)).square_()
         return variance if cut is None else variance.add_(cut)
 
     def of_operands(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -65,6 +65,13 @@ def test_without_flash_attn_4_it_is_unavailable():
             ["GQA backward needs equal dims, not head_dim 192, v_head_dim 128"],
         ),
         (
+            H200,
+            W.replace(kv_heads=4, head_dim=32, v_head_dim=48),
+            True,
+            ["has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32"],
+        ),
+        (H200, W.replace(kv_heads=4, head_dim=32, v_head_dim=48), False, []),
+        (
             B200,
             W.replace(head_dim=160),
             False,
@@ -112,3 +119,12 @@ def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
     error = RuntimeError("CuteDSL template failed: ===\nUNSUPPORTED CUTEDSL OPERATION: 'minimum'\n===")
     assert backend.refusal_in(error) == "inductor puts no 'minimum' of a mask_mod or score_mod into this kernel"
     assert backend.refusal_in(RuntimeError("out of memory")) is None
+
+
+def test_wrong_dq_with_alibi_and_gqa_is_a_known_defect(flex_flash):
+    defect = flex_flash.known_defects[-1]
+    seen = W.replace(heads=4, kv_heads=2, alibi=True)
+    assert defect.spoils(seen, H200, backward=True)
+    assert not defect.spoils(seen, H200, backward=False)
+    assert not defect.spoils(seen.replace(alibi=False), H200, backward=True)
+    assert not defect.spoils(seen.replace(kv_heads=4), H200, backward=True)
