@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.machine import Machine, current
@@ -20,6 +21,9 @@ from pytest_attn.models.recording import Computed, Recorder, Unread
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 
 def replacement(target: Callable[..., Any] | Subject | str, registry: Registry | None = None) -> Subject:
@@ -62,7 +66,7 @@ class Replacer(Recorder):
     def _called(self, asked: Asked, inputs: Inputs, backward: bool) -> Any:
         """Call the subject, and hold what it returns to its contract."""
         subject, workload = self._subject, inputs.workload
-        with subject.calling(), current(inputs.device):
+        with subject.calling(), current(inputs.device), self._casting(inputs.device):
             try:
                 result = self._kernel(inputs, backward)(asked.q, asked.k, asked.v)
             except Exception as error:
@@ -72,6 +76,16 @@ class Replacer(Recorder):
         names = ("out", "lse") if subject.returns_lse else ("out",)
         expected = Reference(inputs, precision_named(subject.precision_on(inputs.device.type)))
         return check_contract(result, names, expected, workload, "thd" if workload.is_packed else "bhsd")[0]
+
+    def _casting(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return what turns autocast off around a backend, whose tensors are cast already; a function has the model's.
+
+        Under autocast the products of float32 copies, as MATH makes them, would be cast again, and scores rounded.
+        """
+        import torch
+
+        is_function = isinstance(self._subject, FunctionBackend)
+        return nullcontext() if is_function else torch.autocast(device.type, enabled=False)
 
     def _kernel(self, inputs: Inputs, backward: bool) -> AttentionFn:
         """Prepare the subject, once for all calls that ask the same: some compile for every one that they prepare."""

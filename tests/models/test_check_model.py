@@ -55,6 +55,36 @@ def test_autocast_calls_are_judged_in_the_dtype_that_they_are_computed_in():
     assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
 
 
+def test_autocast_does_not_cast_what_a_backend_multiplies_in_float32(monkeypatch):
+    """As the float32 copies that MATH makes of q and k: on an H200 their scores were rounded, z 11.5."""
+    seen, math = [], Registry()["math"]
+    prepare = math.prepare
+
+    def watched(inputs, backward):
+        kernel = prepare(inputs, backward)
+
+        def call(q, k, v):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return kernel(q, k, v)
+
+        return call
+
+    monkeypatch.setattr(math, "prepare", watched)
+    check_model(*autocast_case(), math)
+    assert set(seen) == {False}
+
+
+def test_a_function_of_ones_own_has_the_autocast_of_the_model():
+    seen = []
+
+    def mine(q, k, v, workload):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return causal(q, k, v)
+
+    check_model(*autocast_case(), mine)
+    assert set(seen) == {True}
+
+
 @pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "eager", "sdpa_flash"])
 @pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
 def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):
