@@ -82,10 +82,15 @@ class Net:
 
     def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands in for a function."""
+        import torch
 
         @functools.wraps(original)
         def caught(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self._is_inside else self.catch(entry, original, args, kwargs)
+            if (
+                self._is_inside or torch.compiler.is_compiling()
+            ):  # the latter: a backend that compiles this function's own caller
+                return original(*args, **kwargs)
+            return self.catch(entry, original, args, kwargs)
 
         return caught
 

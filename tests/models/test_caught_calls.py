@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from pytest_attn import check_model
 from pytest_attn.models import catching
+from pytest_attn.models.entry_points import SDPA
 
 SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 compiled_flex = torch.compile(flex.flex_attention, backend="eager")
@@ -46,6 +47,14 @@ def test_a_compiled_function_that_takes_a_calls_place_may_look_its_mask_up_in_a_
         return masked_flex(q, k, v, lambda q, k, v, block_mask: compiled(q, k, v, block_mask))
 
     assert check_model(*forward_case(masked_flex), mine, backward=False).passed
+
+
+def test_what_a_backend_compiles_keeps_the_functions_that_it_calls():
+    """Or torch would compile the catching of them, which it refuses: flex could not be timed in a model."""
+    caught = catching.Net(handler=None, tracker=None).wrap(SDPA, torch.add)
+    compiled = torch.compile(lambda x: caught(x, x), backend="eager", fullgraph=True)
+
+    assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
 
 
 def test_a_part_that_is_compiled_runs_eagerly_without_the_warning_that_it_should_be_compiled():
