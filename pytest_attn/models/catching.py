@@ -86,9 +86,7 @@ class Net:
 
         @functools.wraps(original)
         def caught(*args: Any, **kwargs: Any) -> Any:
-            if (
-                self._is_inside or torch.compiler.is_compiling()
-            ):  # the latter: a backend that compiles this function's own caller
+            if self._is_inside or torch.compiler.is_compiling():  # as where a backend compiles what calls it
                 return original(*args, **kwargs)
             return self.catch(entry, original, args, kwargs)
 
