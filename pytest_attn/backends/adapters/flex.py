@@ -219,9 +219,7 @@ class FlexFlash(Flex):
         if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
             reasons.append(f"GQA backward needs equal dims, not {dims}")
         if on_hopper and backward and workload.v_head_dim % 32 and workload.head_dim != workload.v_head_dim:
-            reasons.append(
-                f"has no backward kernel on sm90 for a v_head_dim that is not a multiple of 32, as {workload.v_head_dim}"
-            )
+            reasons.append(f"has no backward kernel on sm90 for v_head_dim {workload.v_head_dim}, not a multiple of 32")
         if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
             reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
         return reasons

@@ -12,8 +12,8 @@ from types import ModuleType
 def imports_for(source: str, function: Callable[..., object]) -> list[str]:
     """Return import lines for the names of `source` that `function` finds in its module, sorted.
 
-    source: the text of a test, whatever it is called there. A constant of the test's module is imported
-    from that module. A name that the module lacks is left out.
+    source: the text of a test, whatever it is called there. A constant of the test's module is imported from there. A name
+    that the module lacks is left out.
     """
     known = getattr(function, "__globals__", {})
     lines = {_import_of(name, known[name], function.__module__) for name in _names_in(source) if name in known}

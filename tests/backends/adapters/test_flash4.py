@@ -115,7 +115,7 @@ def test_it_refuses_what_an_architecture_has_no_kernel_for(flash4, machine, work
 @pytest.mark.parametrize(("head_dim", "wrong"), [(72, True), (48, True), (64, False), (88, False), (144, False)])
 def test_the_known_defect_is_that_of_head_dims_rounded_to_16(head_dim, wrong):
     for name in ("flash4", "flex_flash"):
-        (defect,) = Registry()[name].known_defects
+        defect = Registry()[name].known_defects[0]
         assert defect.applies(W.replace(head_dim=head_dim), H200) is wrong
         assert not defect.applies(W.replace(head_dim=head_dim), B200)
 
