@@ -99,10 +99,13 @@ class Measuring:
 
     def _fail_as_undecided(self, measurement: Measurement, decision: Decision) -> NoReturn:
         __tracebackhide__ = True
-        remedy = messages.RECORD if decision.verdict == Verdict.INCONCLUSIVE else decision.remedy
+        is_inconclusive, command = decision.verdict == Verdict.INCONCLUSIVE, self._run.command
+        is_disturbed = is_inconclusive and decision.change is None  # what was recorded is good, and not to be replaced
+        remedy = "" if is_disturbed else messages.RECORD if is_inconclusive else decision.remedy
         lines = [
             messages.describe_undecided(measurement.name, decision),
-            *([labeled("record", f"{self._run.command} {remedy}")] if remedy else []),
+            *([labeled("repeat", f"{command}, when nothing else computes on this machine")] if is_inconclusive else []),
+            *([labeled("record", f"{command} {remedy}")] if remedy else []),
             labeled("or", "--attn-latency=auto, which only says so"),
         ]
         raise AssertionError("\n".join(lines))

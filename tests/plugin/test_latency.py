@@ -118,6 +118,13 @@ def test_require_fails_where_nothing_can_be_said(recorded):
     )
 
 
+def test_require_asks_a_disturbed_case_again_and_does_not_replace_its_baseline(recorded):
+    result = recorded("--attn-latency=require", HOT="hardware thermal slowdown", TIMES="300")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * inconclusive: *hardware thermal slowdown", "E *repeat*when nothing else computes*"])
+    assert "--attn-update-baselines" not in result.stdout.str()
+
+
 def test_off_checks_and_does_not_time(project, pytester):
     result = project("--attn-latency=off", "-rs")
     result.assert_outcomes(skipped=1)
