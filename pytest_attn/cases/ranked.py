@@ -14,6 +14,7 @@ from pytest_attn.cases.case import AttentionCase
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.failures.script import KernelSource
+from pytest_attn.reports.terminal import count
 from pytest_attn.session.items import RankedParameter, name_for_processes
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
@@ -134,7 +135,7 @@ class RankedCase(AttentionCase):
         """Check `fn`, and skip the rest: calls over ranks are not timed."""
         __tracebackhide__ = True
         subject = self.check(fn, name).subject
-        pytest.skip(f"{subject} passed the check, but was not timed: it runs on {self.ranks} ranks")
+        pytest.skip(f"{subject} passed the check, but was not timed: it runs on {count(self.ranks, 'rank')}")
 
     def assert_close(self, out: torch.Tensor) -> None:
         """Refused: one process alone cannot compute a result of several ranks."""
