@@ -47,7 +47,7 @@ test: $(VENV)/ready
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready
-	@echo "test-all: the slow stories too; about twice as long as make test"
+	@echo "test-all: the slow stories too; some fifteen minutes on two cores"
 	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
 
 # the oldest pytest that is supported, laid over the environment: what touches pytest most
