@@ -199,8 +199,9 @@ def pytest_configure_node(node: Any) -> None:
     if session.part is not None:
         node.workerinput["attn_part"] = str(session.part.shard)
     if session.settings.gpu_per_worker:
-        from pytest_attn.session.devices import place_on_host
+        from pytest_attn.session.devices import place_on_host, require_gpu
 
+        require_gpu(node.gateway.spec)
         node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
 
 

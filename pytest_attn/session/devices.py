@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: in a worker with a GPU of its own: how many workers have the same
 _SHARERS = "PYTEST_ATTN_GPU_SHARERS"
+_NO_GPU = "--attn-gpu-per-worker: there is no GPU that this process may use; leave it out"
 #: seconds to wait for another process that times on the same device
 _PATIENCE = 600.0
+
+
+def require_gpu(mine: Any) -> None:
+    """Refuse a worker of this host, by execnet's specification of it, where there is no GPU. Raises pytest.UsageError."""
+    if not _host_of(mine) and not count_gpus():
+        raise pytest.UsageError(_NO_GPU)
 
 
 def take_own_gpu(config: pytest.Config) -> None:
@@ -34,7 +41,7 @@ def take_own_gpu(config: pytest.Config) -> None:
     number, workers = _place_of(worker)
     gpus = _visible_gpus()
     if not gpus:
-        raise pytest.UsageError("--attn-gpu-per-worker: there is no GPU that this process may use; leave it out")
+        raise pytest.UsageError(_NO_GPU)
     os.environ[_VISIBLE] = gpus[number % len(gpus)]
     os.environ[_SHARERS] = str(len(range(number % len(gpus), workers, len(gpus))))
 

@@ -170,6 +170,18 @@ def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, argument
     assert {tuple(line.split()) for line in (pytester.path / "log").read_text().splitlines()} == wanted
 
 
+def test_without_a_gpu_no_worker_starts(pytester, monkeypatch):
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile("def test_it():\n    pass\n")
+    result = pytester.runpytest_subprocess("--attn-gpu-per-worker", "-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    said = result.stdout.str() + result.stderr.str()
+    assert said.count("there is no GPU that this process may use; leave it out") == 1
+    assert "Traceback" not in said
+
+
 def test_the_controller_keeps_all_gpus(worker, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     take_own_gpu(types.SimpleNamespace())
