@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from pytest_attn.session.child import RUNS_VARIABLE
-from pytest_attn.session.served import Command, ForkServer, modules_ahead, wholly_fresh
+from pytest_attn.session.forked import Command, ForkServer, modules_ahead
+from pytest_attn.session.served import wholly_fresh
 
 SUITE = """
 import os, pytest

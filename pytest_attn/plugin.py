@@ -175,8 +175,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run nothing under --attn-list."""
-    return True if _session(session.config).settings.list_only else None
+    """Run nothing under --attn-list; in a fresh process that was prepared, nothing before its turn."""
+    attention = _session(session.config)
+    if attention.child is not None:
+        attention.child.wait_for_turn()
+    return True if attention.settings.list_only else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pytest_attn
-from pytest_attn.session.served import modules_ahead
+from pytest_attn.session.forked import modules_ahead
 
 ROOT = Path(pytest_attn.__file__).parent
 ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()

@@ -56,6 +56,16 @@ CUDNN_NAN_OF_ONE_TILE = replace(
 )
 
 
+#: torch keeps cuDNN's plan of a backward pass by the strides of q, k, v and the bias, and builds dout's strides into it
+CUDNN_STALE_STRIDES = KnownDefect(
+    issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",
+    summary="dout is read with the strides that it had when q, k and v were first of these shapes and strides",
+    applies=_on_affected_cudnn,
+    tensors=("dq", "dk", "dv"),
+    invariants=("layout",),
+)
+
+
 def _fully_masked_rows_on_cudnn(workload: Workload, machine: Machine) -> bool:
     on_cudnn = machine.capability == (9, 0) and (2, 9) <= machine.torch_release <= (2, 13) and workload.dtype != "float32"
     return on_cudnn and not workload.is_packed and sees_nothing(workload)

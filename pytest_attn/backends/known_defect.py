@@ -18,7 +18,7 @@ class KnownDefect:
         issue: where it was reported.
         summary: what is wrong, in one line.
         applies: whether a workload and machine are in the defect's reach.
-        tensors: which results are wrong; empty where only invariants show it.
+        tensors: which results are wrong; empty where only invariants show it, in any.
         only_nan: it shows as NaN or infinity, not as a value that is off.
         inputs: the input distribution that shows it; None for any.
         changes_input: inputs ("q", "k", "v") that it changes in place.

@@ -107,8 +107,8 @@ def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:
 
 
 def _shown_by_checks(defects: Iterable[KnownDefect], spec: CheckSpec) -> list[KnownDefect]:
-    """List those that a check may show."""
-    shown = (d for d in defects if d.tensors or d.changes_input)
+    """List those that a check may show: not what takes the other calls of an invariant."""
+    shown = (d for d in defects if (d.tensors or d.changes_input) and not d.invariants)
     return [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
 
 

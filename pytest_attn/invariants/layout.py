@@ -61,12 +61,14 @@ def all_of(words: str, relaid: Relaid) -> Arrangement:
     return Arrangement(words, relaid, relaid, relaid, relaid)
 
 
-#: as models hand tensors over: one projection's, seen by heads; a slice of wider keys, beside values seen by heads
+#: as models hand tensors over: one projection's, seen by heads; a slice of wider keys, beside values seen by heads; and a
+#: gradient that comes from another layer than that of the call before, on which q, k and v lie as they did
 _DEFAULT = (
     all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
     Arrangement(
         "k a slice of a wider tensor, v and dout with heads and rows swapped in memory", same, fused, swapped, swapped
     ),
+    Arrangement("dout alone swapped in memory", same, same, same, swapped),
 )
 _THOROUGH = (
     Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
@@ -75,7 +77,6 @@ _THOROUGH = (
     Arrangement("k alone with room behind its rows", same, padded, same, same),
     Arrangement("v alone swapped in memory", same, same, swapped, same),
     Arrangement("q, k and v slices of one wider tensor each", fused, fused, fused, same),
-    Arrangement("dout alone swapped in memory", same, same, same, swapped),
     Arrangement("dout alone with room behind its rows", same, same, same, padded),
     Arrangement("dout's elements two apart", same, same, same, innermost),
 )
@@ -127,7 +128,9 @@ def _arrangements(probe: Probe) -> tuple[Arrangement, ...]:
     """Choose arrangements: all, those of models, or the most mixed of these where each costs a compilation."""
     if probe.thorough:
         return *_DEFAULT, *_THOROUGH
-    return _DEFAULT[1:] if probe.is_compiled else _DEFAULT
+    if probe.is_compiled:
+        return _DEFAULT[1:2]
+    return _DEFAULT if probe.backward else _DEFAULT[:2]
 
 
 def _expanded(probe: Probe) -> str:

@@ -116,6 +116,18 @@ class _StridesOfFirstCall(Kernel):
         return q, read_with_strides(k, strides), v
 
 
+@STATE("dout-strides-of-first-call", "PT#141147", applies=lambda w, b: is_dense(w, b) and b, condition="layouts")
+class _DoutStridesOfFirstCall(Kernel):
+    """The key under which a plan of the backward pass is found lacks dout's strides, as cuDNN's in torch 2.11 does."""
+
+    def backward(
+        self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        strides = tuple(t.stride() for t in (call.q, call.k, call.v))
+        first = self.kept.setdefault(("dout", strides, dout.shape), dout.stride())
+        return super().backward(call, out, lse, read_with_strides(dout, first), dlse)
+
+
 @STATE("gradient-sums-not-cleared", "FI#2002", "diffusers#14265", applies=in_backward, condition="calls")
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""

@@ -15,8 +15,8 @@ import pytest
 
 from pytest_attn.ranks.rank import LATE_IMPORTS
 from pytest_attn.ranks.wire import OUTPUT
+from pytest_attn.session.forked import Command, ForkServer, ServerError, modules_ahead
 from pytest_attn.session.processes import arguments_of
-from pytest_attn.session.served import Command, ForkServer, ServerError, modules_ahead
 
 _END_SECONDS = 5.0
 

@@ -30,6 +30,12 @@ class Child:
             return None
         return cls(Path(runs), json.loads(Path(modes).read_text(encoding="utf-8")) if modes else {})
 
+    def wait_for_turn(self) -> None:
+        """Wait until others have been timed, where this process was prepared beside them."""
+        from pytest_attn.session.turns import wait_for_turn
+
+        wait_for_turn()
+
     def mode_of(self, key: str) -> str | None:
         """Return the mode in which a case is timed for its new baseline; None where it is for none."""
         return self._modes.get(key)

@@ -1,8 +1,8 @@
 """The server of fresh processes: it has imported torch and has done nothing with it, and each fresh process is a fork of it.
 
-`python -m pytest_attn.session.fork_server FD`; session/served.py starts it and talks to it over the socket FD, in lines of
-JSON. It gets what to import; then, for each fresh process, its command line, environment and folder. It waits for each,
-except for the ranks of ranks/launching.py, which run beside one another.
+`python -m pytest_attn.session.fork_server FD`; session/forked.py starts it and talks to it over the socket FD, in lines of
+JSON. It gets what to import; then, for each fresh process, its command line, environment and folder. Several may run
+beside one another; it waits for one when it is told to.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _serve(channel: _Channel) -> Request | None:
     channel.say(ready=server)
     while (request := channel.request()) is not None:
         if "awaited" in request:
-            channel.say(returncode=os.waitstatus_to_exitcode(os.waitpid(request["awaited"], 0)[1]))
+            channel.say(returncode=_returncode(request["awaited"], channel))
             continue
         if obstacle := obstacle_to_fork():
             channel.say(refused=obstacle)
@@ -112,13 +112,15 @@ def _serve(channel: _Channel) -> Request | None:
         with suppress(OSError):  # the child has done it, or is gone
             os.setpgid(child, child)
         channel.say(started=child)
-        if request.get("is_left"):  # it is awaited later, and ends with this process
-            continue
-        if channel.is_left_before_the_end_of(child):
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        channel.say(returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     return None
+
+
+def _returncode(child: int, channel: _Channel) -> int:
+    """Wait for the end of a child, which comes at once where nobody waits for it any more."""
+    if channel.is_left_before_the_end_of(child):
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _tried() -> str:

@@ -14,8 +14,9 @@ import pytest
 
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
+from pytest_attn.session.forked import Command
 from pytest_attn.session.options import declared_options
-from pytest_attn.session.served import Command, FreshProcesses
+from pytest_attn.session.served import FreshProcesses
 from pytest_attn.session.settings import Settings
 
 #: options of pytest and its plugins that a fresh process must not repeat: outputs, other processes, stopping early
@@ -72,15 +73,27 @@ def fresh_runs(
     Raises FreshError where a process could not run them; a test that fails in one is only missing from what it wrote.
     """
     found: Runs = []
+    fresh = FreshProcesses.of(config)
     with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
-        for number in range(processes + more):
-            progress(min(number, processes))
-            wanted = names if number < processes else lacking(found)
-            if not wanted:
+
+        def command_of(number: int, wanted: Sequence[str]) -> Command:
+            return _command(config, _shuffled(wanted, number), Path(folder) / str(number), modes)
+
+        commands = [command_of(number, names) for number in range(processes)]
+        try:
+            if is_forked:
+                fresh.prepare(commands)
+            for number, command in enumerate(commands):
+                progress(number)
+                found += _runs(number, fresh, command, is_forked)
+        except BaseException:
+            fresh.close()  # what was prepared is not run any more
+            raise
+        for number in range(processes, processes + more):
+            progress(processes)
+            if not (wanted := lacking(found)):
                 break
-            order = list(dict.fromkeys(wanted))
-            random.Random(number).shuffle(order)  # the same neighbours each time would be part of what is measured
-            found += _one_process(config, order, Path(folder) / str(number), modes, is_forked)
+            found += _runs(number, fresh, command_of(number, wanted), is_forked)
     return found
 
 
@@ -104,9 +117,15 @@ def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
 
 
-def _one_process(
-    config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None, is_forked: bool
-) -> Runs:
+def _shuffled(names: Sequence[str], number: int) -> list[str]:
+    """Return each name once, in the order of a process: the same neighbours each time would be part of what is measured."""
+    order = list(dict.fromkeys(names))
+    random.Random(number).shuffle(order)
+    return order
+
+
+def _command(config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None) -> Command:
+    """Return the command of a process that times the named items. folder: for what it is told, and what it leaves."""
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")
@@ -115,14 +134,18 @@ def _one_process(
         environment[MODES_VARIABLE] = str(folder / "modes")
         (folder / "modes").write_text(json.dumps(dict(modes)), encoding="utf-8")
     arguments = [*arguments_of(config, folder), f"@{selected}"]
-    command = Command(arguments, environment, config.invocation_params.dir, runs, folder / "output", len(names))
+    return Command(arguments, environment, config.invocation_params.dir, runs, folder / "output", len(names))
+
+
+def _runs(number: int, fresh: FreshProcesses, command: Command, is_forked: bool) -> Runs:
+    """Run a process and return what it wrote. Raises FreshError."""
     try:
-        done = FreshProcesses.of(config).run(command, _SECONDS_PER_PROCESS, is_forked)
+        done = fresh.run(command, _SECONDS_PER_PROCESS, is_forked)
     except TimeoutError:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
-    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not runs.exists():
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not command.times.exists():
         raise StartError(f"a fresh process could not run it: {_last_words(done.output)}")
-    return [{**json.loads(line), "process": int(folder.name)} for line in runs.read_text(encoding="utf-8").splitlines()]
+    return [{**json.loads(line), "process": number} for line in command.times.read_text(encoding="utf-8").splitlines()]
 
 
 def _environment(runs: Path) -> dict[str, str]:

@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
-
-#: what each fresh process gets for itself
-_OF_ONE_PROCESS = (MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE)
-#: what no server imports ahead
-_LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
-_OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")
-_START_SECONDS, _END_SECONDS = 300, 10
+from pytest_attn.session.forked import Command, Ended, ForkServer, ServerError, has_ended, modules_ahead
+from pytest_attn.session.turns import TURN_VARIABLE, Turn
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
 #: see docs/results/forked-processes.md
 _FORKED_ON = frozenset(("cuda",))
+#: seconds that processes may take to get ready beside one another, and between two looks at whether they are
+_READY_SECONDS, _LOOK_SECONDS = 300, 0.005
 
 _log = logging.getLogger(__name__)
-
-
-class Command(NamedTuple):
-    """A pytest that is to be started.
-
-    environment: all of it. times: the file that it leaves, with a line at least for each of so many tests; output: for what
-    it prints.
-    """
-
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    folder: Path
-    times: Path
-    output: Path
-    tests: int
-
-    def is_done(self, returncode: int) -> bool:
-        """Whether a process that ended so did all that was asked for."""
-        if returncode != pytest.ExitCode.OK or not self.times.exists():
-            return False
-        return len(self.times.read_text(encoding="utf-8").splitlines()) >= self.tests
-
-
-class Ended(NamedTuple):
-    """A pytest that has ended, and what it wrote."""
-
-    returncode: int
-    output: str
-
-
-class ServerError(Exception):
-    """The server of fresh processes does not serve, for the reason given."""
 
 
 def wholly_fresh(command: Command, seconds: float) -> Ended:
@@ -90,7 +50,7 @@ def are_forked(how: str, kinds: Iterable[str]) -> bool:
 
 
 class FreshProcesses:
-    """Starts the fresh processes of a run, each when the one before has ended.
+    """Starts the fresh processes of a run; each times when the one before has ended.
 
     Where a forked one cannot be had, or does not do what was asked for, that one and all later ones are wholly fresh.
     """
@@ -100,6 +60,8 @@ class FreshProcesses:
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
+        self._prepared: dict[Path, _Prepared] = {}
+        self._can_be_prepared = True
 
     @classmethod
     def of(cls, config: pytest.Config) -> FreshProcesses:
@@ -109,11 +71,42 @@ class FreshProcesses:
             config.add_cleanup(made.close)
         return config.stash[_FRESH]
 
+    def start_ahead(self, like: Command) -> None:
+        """Have the server import what it needs while this process goes on; it serves commands like this one."""
+        if self.can_be_served and self._server is None:
+            with suppress(ServerError):  # whoever needs it tries again, and says why it cannot serve
+                self._server = ForkServer(like, modules_ahead())
+
+    def prepare(self, commands: Sequence[Command]) -> None:
+        """Fork pytests that get ready beside one another, up to their first test, and wait there until they are run.
+
+        What cannot be prepared is started when it is run.
+        """
+        if not (self.can_be_served and self._can_be_prepared):
+            return
+        try:
+            for command in commands:
+                self._prepared[command.times] = self._prepare(command)
+            end = time.monotonic() + _READY_SECONDS
+            for one in self._prepared.values():
+                one.wait_until_ready(end)
+        except (ServerError, TimeoutError) as error:
+            _log.info("no fresh process could be prepared: %s", error)
+            self._can_be_prepared = False
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+        if any(one.has_touched_cuda for one in self._prepared.values()):
+            _log.info("collecting these tests initializes CUDA: their fresh processes do not get ready beside one another")
+            self._can_be_prepared = False
+            self._end_prepared()
+
     def run(self, command: Command, seconds: float, is_forked: bool = True) -> Ended:
         """Run a pytest and wait for its end. is_forked: where it can be. Raises TimeoutError."""
         if is_forked and self.can_be_served:
             try:
-                ended = self._serving(command).run(command, seconds)
+                ended = self._forked(command, seconds)
                 if command.is_done(ended.returncode):
                     return ended
                 _log.info("a forked process ended with %d: a wholly fresh one is asked", ended.returncode)
@@ -127,11 +120,33 @@ class FreshProcesses:
             command.times.unlink(missing_ok=True)
         return wholly_fresh(command, seconds)
 
-    def start_ahead(self, like: Command) -> None:
-        """Have the server import what it needs while this process goes on; it serves commands like this one."""
-        if self.can_be_served and self._server is None:
-            with suppress(ServerError):  # whoever needs it tries again, and says why it cannot serve
-                self._server = ForkServer(like, modules_ahead())
+    def close(self) -> None:
+        """End the server, and with it what it has forked."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        while self._prepared:  # only now: it would be their turn
+            _, one = self._prepared.popitem()
+            one.turn.close()
+
+    def _prepare(self, command: Command) -> _Prepared:
+        turn = Turn(command.times.with_name("turn"))
+        environment = {**command.environment, TURN_VARIABLE: str(turn.path)}
+        return _Prepared(self._serving(command).start(command._replace(environment=environment)), turn)
+
+    def _end_prepared(self) -> None:
+        while self._prepared and self._server is not None:
+            _, one = self._prepared.popitem()
+            self._server.end(one.process)
+            one.turn.close()
+
+    def _forked(self, command: Command, seconds: float) -> Ended:
+        """Run what was prepared, or is forked now. Raises TimeoutError, and ServerError."""
+        server, prepared = self._serving(command), self._prepared.pop(command.times, None)
+        if prepared is None:
+            return server.run(command, seconds)
+        prepared.turn.give()
+        return server.finish(command, prepared.process, seconds)
 
     def _serving(self, command: Command) -> ForkServer:
         """Return the server, a new one where the last was started in another environment."""
@@ -141,148 +156,23 @@ class FreshProcesses:
             self._server = ForkServer(command, modules_ahead())
         return self._server
 
-    def close(self) -> None:
-        """End the server."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+
+class _Prepared(NamedTuple):
+    """A pytest that is ready, or has ended because it could not get ready."""
+
+    process: int
+    turn: Turn
+
+    def wait_until_ready(self, end: float) -> None:
+        """Wait until it is. Raises TimeoutError."""
+        while not self.turn.is_awaited and not has_ended(self.process):
+            if time.monotonic() > end:
+                raise TimeoutError("it takes too long")
+            time.sleep(_LOOK_SECONDS)
+
+    @property
+    def has_touched_cuda(self) -> bool:
+        return self.turn.is_awaited and self.turn.has_touched_cuda
 
 
 _FRESH = pytest.StashKey[FreshProcesses]()
-
-
-class ForkServer:
-    """The server as the process sees it that started it (session/fork_server.py). Raises ServerError where it cannot start.
-
-    It imports while its starter goes on; whoever asks for its first process waits for the rest of that.
-    """
-
-    def __init__(self, like: Command, modules: Sequence[str]) -> None:
-        self._like = _shared(like)
-        self._socket, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno())],
-                cwd=like.folder,
-                env=self._like[0],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what a terminal sends is for the process that waits
-            )
-        except OSError as error:
-            self._socket.close()
-            raise ServerError(str(error)) from error
-        finally:
-            theirs.close()
-        self._answers = self._socket.makefile("r", encoding="utf-8")
-        self.pid = self._process.pid
-        self._is_ready = False
-        try:
-            self._say(modules=list(modules))
-        except ServerError:
-            self.close()
-            raise
-
-    def wait_until_ready(self) -> None:
-        """Wait until it has imported everything. Raises ServerError where it cannot serve, or takes too long."""
-        if self._is_ready:
-            return
-        try:
-            self._answer("ready", time.monotonic() + _START_SECONDS)
-        except TimeoutError:
-            raise ServerError(f"it took more than {_START_SECONDS} s to start") from None
-        self._is_ready = True
-
-    def is_like(self, command: Command) -> bool:
-        """Whether a process by itself would be started in the same environment and folder as the server was."""
-        return self._like == _shared(command)
-
-    def run(self, command: Command, seconds: float) -> Ended:
-        """Have a pytest forked and wait for its end. Raises TimeoutError, and ServerError."""
-        end = time.monotonic() + seconds
-        child = self._started(command, end)
-        try:
-            returncode = int(self._answer("returncode", end))
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            raise
-        return Ended(returncode, command.output.read_text(encoding="utf-8", errors="replace"))
-
-    def start(self, command: Command) -> int:
-        """Have a pytest forked, which ends with the server if not before; return its process. Raises ServerError."""
-        try:
-            return self._started(command, time.monotonic() + _START_SECONDS, is_left=True)
-        except TimeoutError:
-            raise ServerError("it does not fork") from None
-
-    def ended(self, child: int) -> int:
-        """Wait for the end of what `start` has started; return how it ended. Raises TimeoutError, and ServerError."""
-        self._say(awaited=child)
-        return int(self._answer("returncode", time.monotonic() + _END_SECONDS))
-
-    def _started(self, command: Command, end: float, is_left: bool = False) -> int:
-        self.wait_until_ready()
-        own = f"{command.environment.get(OWN_VARIABLE, '')},{self.pid}".lstrip(",")
-        self._say(
-            arguments=list(command.arguments),
-            environment={**command.environment, OWN_VARIABLE: own},
-            folder=str(command.folder),
-            output=str(command.output),
-            is_left=is_left,
-        )
-        return int(self._answer("started", end))
-
-    def _say(self, **request: object) -> None:
-        try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            raise ServerError(f"it does not listen: {error}") from error
-
-    def _answer(self, wanted: str, end: float) -> Any:
-        """Return what the server says of what is wanted, before the end. Raises TimeoutError, and ServerError."""
-        self._socket.settimeout(max(end - time.monotonic(), 0.001))
-        try:
-            line = self._answers.readline()
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise ServerError(f"it was cut off: {error}") from error
-        answer = json.loads(line) if line.endswith("\n") else {}
-        if wanted not in answer:
-            raise ServerError(answer.get("refused", "it has ended"))
-        return answer[wanted]
-
-    def close(self) -> None:
-        """End the server, and what it still runs."""
-        self._answers.close()
-        self._socket.close()
-        if not self._is_ready:  # it would notice only when it has imported everything
-            self._process.kill()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def modules_ahead(loaded: Iterable[str] | None = None) -> list[str]:
-    """Return what a server imports ahead: pytest, torch, and the parts of torch, triton and this package in use here."""
-    names = sys.modules if loaded is None else loaded
-    return ["pytest", "torch", *(name for name in names if _is_ahead(name))]
-
-
-def _is_ahead(name: str) -> bool:
-    """Whether importing a module only declares things.
-
-    Not so the compiler's parts, which start processes, what sets switches for torch's own tests, and what torch makes up as
-    modules. Our own tests, and what imports hypothesis, must be imported by pytest, which rewrites their assertions.
-    """
-    return name.startswith(("torch.", "triton", "pytest_attn.")) and not name.startswith((*_LATE, *_OWN_LATE))
-
-
-def _shared(command: Command) -> tuple[dict[str, str], Path]:
-    environment = {name: value for name, value in command.environment.items() if name not in _OF_ONE_PROCESS}
-    return environment, command.folder

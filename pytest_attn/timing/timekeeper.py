@@ -16,7 +16,7 @@ from pytest_attn.latency.judge import Crowd, DisturbedError, FreshError, judge_l
 from pytest_attn.latency.result import Latency
 from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock, untimed_because
-from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, undisturbed
+from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.timing.baselines import RunBaselines
@@ -70,6 +70,8 @@ class Comparing(Timekeeper):
     def take(self, measurement: Measurement) -> Latency:
         """Time and compare."""
         device = measurement.spec.device
+        if self.baselines.of(measurement) and are_forked(self.session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)  # a suspect need not wait for the server to start
         with device_lock(device):
             latency = measurement.time(self._recorded_mode(measurement))
         decision = judge_latency(

@@ -178,7 +178,10 @@ def test_backends_of_ones_own():
 
 
 def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
-    defect, of_one_tile, fully_masked_rows, *_ = Registry()["sdpa_cudnn"].known_defects
+    defect, of_one_tile, stale_strides, fully_masked_rows, *_ = Registry()["sdpa_cudnn"].known_defects
+    assert stale_strides.spoils(Workload(64), H200, backward=True)
+    assert not stale_strides.spoils(Workload(64), H200, backward=False)
+    assert not stale_strides.spoils(Workload(64, dtype="float32"), H200, backward=True)
     assert of_one_tile.spoils(Workload(64), H200, backward=True)
     assert not of_one_tile.tensors  # a check does not wait for it
     assert defect.issue == "pytorch#196678"

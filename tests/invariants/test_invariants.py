@@ -53,6 +53,7 @@ FAULTS = {
         ("dout-assumed-contiguous", PLAIN),
         ("dq-written-with-strides-of-q", PLAIN),
         ("strides-of-first-call", PLAIN),
+        ("dout-strides-of-first-call", PLAIN),
     ],
     "leak": [
         ("right-edge-one-key-late", CAUSAL),

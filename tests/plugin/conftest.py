@@ -20,7 +20,7 @@ import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import gate, protocol
-from pytest_attn.session import served, tuning
+from pytest_attn.session import forked, served, tuning
 from pytest_attn.timing import recording
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
@@ -130,7 +130,7 @@ def _fresh_processes(request, pytester, monkeypatch):
             for name, value in command.environment.items():
                 patch.setenv(name, value)
             done = pytester.runpytest_inprocess(*command.arguments)
-        return served.Ended(done.ret, f"{done.stdout}\n{done.stderr}")
+        return forked.Ended(done.ret, f"{done.stdout}\n{done.stderr}")
 
     monkeypatch.setattr(served.FreshProcesses, "run", run)
 

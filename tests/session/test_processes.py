@@ -8,25 +8,31 @@ import pytest
 
 from pytest_attn.latency.judge import FreshError, StartError
 from pytest_attn.session import processes
+from pytest_attn.session.forked import Command, Ended
 from pytest_attn.session.processes import _without_dropped, fresh_runs, is_lacking, undisturbed
-from pytest_attn.session.served import Command, Ended, FreshProcesses, are_forked
+from pytest_attn.session.served import FreshProcesses, are_forked
 
 
 @pytest.fixture
 def started(monkeypatch):
     """Start nothing; returns what each process would have been given. A process whose number is hot is disturbed."""
-    found = []
+    found, prepared = [], []
     found_hot, forked = set(), []
 
-    def one_process(config, names, folder, modes, is_forked):
-        number = int(folder.name)
-        found.append((number, list(names), modes))
+    def command(config, names, folder, modes):
+        return SimpleNamespace(names=names, modes=modes)
+
+    def runs(number, fresh, command, is_forked):
+        found.append((number, command.names, command.modes))
         forked.append(is_forked)
         hot = ["hot"] if number in found_hot else []
-        return [{"key": name, "process": number, "disturbances": hot} for name in names]
+        return [{"key": name, "process": number, "disturbances": hot} for name in command.names]
 
-    monkeypatch.setattr(processes, "_one_process", one_process)
-    return SimpleNamespace(processes=found, hot=found_hot, forked=forked)
+    monkeypatch.setattr(FreshProcesses, "of", lambda config: FreshProcesses())
+    monkeypatch.setattr(FreshProcesses, "prepare", lambda self, commands: prepared.append(len(commands)))
+    monkeypatch.setattr(processes, "_command", command)
+    monkeypatch.setattr(processes, "_runs", runs)
+    return SimpleNamespace(processes=found, prepared=prepared, hot=found_hot, forked=forked)
 
 
 @pytest.fixture
@@ -88,6 +94,7 @@ def test_tests_have_other_neighbours_in_each_process_and_are_run_once(started):
 def test_processes_are_forked_where_that_is_asked_for(started, forked):
     fresh_runs(None, ["a"], 2, is_forked=forked)
     assert started.forked == [forked, forked]
+    assert started.prepared == ([2] if forked else []), "what is forked gets ready beside the others"
 
 
 @pytest.mark.parametrize(

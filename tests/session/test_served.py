@@ -13,8 +13,10 @@ import pytest
 from fakes.torch_for_servers import TORCH
 
 import pytest_attn
-from pytest_attn.session import served
-from pytest_attn.session.served import Command, ForkServer, FreshProcesses, ServerError, modules_ahead, wholly_fresh
+from pytest_attn.session import forked, served
+from pytest_attn.session.forked import Command, ForkServer, ServerError, modules_ahead
+from pytest_attn.session.served import FreshProcesses, wholly_fresh
+from pytest_attn.session.turns import Turn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 
@@ -263,7 +265,7 @@ def test_nothing_outlives_the_process_that_waits_even_if_it_is_killed(ask):
     command = ask(HANG)
     script = f"""
 from pathlib import Path
-from pytest_attn.session.served import Command, ForkServer
+from pytest_attn.session.forked import Command, ForkServer
 command = Command({command.arguments!r}, {dict(command.environment)!r}, Path({str(command.folder)!r}),
                   Path({str(command.times)!r}), Path({str(command.output)!r}), 1)
 server = ForkServer(command, ["pytest", "torch"])
@@ -317,7 +319,7 @@ def test_nothing_is_forked_where_that_is_not_safe(ask, monkeypatch):
 
 
 def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
-    monkeypatch.setattr(served, "_START_SECONDS", 0.01)
+    monkeypatch.setattr(forked, "_START_SECONDS", 0.01)
     server = ForkServer(ask(""), ["torch"])
     with pytest.raises(ServerError, match=r"it took more than 0\.01 s to start"):
         server.wait_until_ready()
@@ -338,6 +340,100 @@ def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
     server = fresh._server
     fresh.close()
     assert is_gone(server.pid)
+
+
+#: gets ready as the plugin does, and tells which process it is
+PREPARED = """
+import os, sys
+from pytest_attn.session.turns import wait_for_turn
+{planted}
+wait_for_turn()
+
+def test_it():
+    with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
+        file.write(f"{{os.getpid()}} {{os.getppid()}}")
+"""
+
+
+@pytest.fixture
+def prepare(ask, fresh, tmp_path):
+    """Return a function that prepares two processes; it returns their commands."""
+
+    def two(planted="", **environment):
+        commands = []
+        for number in range(2):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            command = ask(PREPARED.format(planted=planted), **environment, PYTEST_ATTN_RUNS=str(folder / "times"))
+            commands.append(command._replace(times=folder / "times", output=folder / "output"))
+        fresh.prepare(commands)
+        return commands
+
+    return two
+
+
+def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, fresh):
+    first, second = prepare()
+    processes = [one.process for one in fresh._prepared.values()]
+    assert all(one.turn.is_awaited for one in fresh._prepared.values())
+    assert fresh.run(second, 60).returncode == 0
+    assert not first.times.exists(), "it did not wait"
+    assert fresh.run(first, 60).returncode == 0
+    ran = [int(one.times.read_text().split()[0]) for one in (first, second)]
+    assert ran == processes
+    assert fresh.can_be_served
+
+
+def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepare, fresh):
+    """Each would be seen on the GPU while others are timed."""
+    commands = prepare("if os.getppid() != int(os.environ['TESTS']): import torch; torch.planted = 'initialized'", TESTS="0")
+    assert not fresh._prepared
+    server = fresh._server.pid
+    for command in commands:
+        assert fresh.run(command, 60).returncode == 0
+    assert {int(command.times.read_text().split()[1]) for command in commands} == {server}, "it was needed anew"
+
+
+def test_what_cannot_get_ready_is_asked_as_a_wholly_fresh_process(prepare, fresh):
+    planted = "if os.getppid() != int(os.environ['TESTS']): raise RuntimeError('cannot be forked')"
+    first, _ = prepare(planted, TESTS=str(os.getpid()))
+    assert fresh.run(first, 60).returncode == 0
+    assert int(first.times.read_text().split()[1]) == os.getpid()
+
+
+def test_what_takes_too_long_to_get_ready_is_not_prepared(prepare, fresh, monkeypatch):
+    monkeypatch.setattr(served, "_READY_SECONDS", 0.5)
+    planted = "import time\nif 'PYTEST_ATTN_TURN' in os.environ: time.sleep(60)"
+    first, _ = prepare(planted)
+    assert not fresh._prepared
+    assert fresh.run(first, 60).returncode == 0
+
+
+def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):
+    prepare()
+    processes = [one.process for one in fresh._prepared.values()]
+    assert not any(map(is_gone, processes))
+    fresh.close()
+    wait_until(lambda: all(map(is_gone, processes)))
+
+
+def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
+    (tmp_path / "test_it.py").write_text("from pathlib import Path\ndef test_it():\n    Path('ran').touch()\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    turn = Turn(tmp_path / "turn")
+    told = {**os.environ, "PYTEST_ATTN_TURN": str(turn.path), "PYTEST_ATTN_RUNS": str(tmp_path / "times")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=told, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: turn.is_awaited or process.poll() is not None, 60)
+        assert process.poll() is None
+        assert not (tmp_path / "ran").exists()
+        turn.give()
+        assert process.wait(60) == 0
+        assert (tmp_path / "ran").exists()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_what_only_declares_things_is_imported_ahead():

@@ -1,7 +1,7 @@
 """What becomes of a time: compared, recorded or handed over; who holds the lock of the device meanwhile."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +173,7 @@ def test_recorded_anew_only_batches_and_replays_may_become_a_graph(recorded, mod
 
 def test_a_run_remembers_from_one_time_to_the_next_that_its_machine_is_crowded(monkeypatch):
     given = []
+    monkeypatch.setattr(timekeeper, "device_lock", nullcontext)
     monkeypatch.setattr(timekeeper, "judge_latency", lambda *all_of_it: given.append(all_of_it) or Decision(Verdict.PASSED))
     comparing, measurement = Comparing(session(), Baselines(), None), Measurement()
     assert [comparing.take(measurement).verdict for _ in range(2)] == [Verdict.PASSED] * 2
@@ -226,3 +227,22 @@ def test_the_same_test_is_asked_for_while_some_of_its_processes_were_disturbed(m
     Comparing(session(), Baselines(), "the config")._fresh_runs(Measurement())
     name = "test_mine.py::test_mine"
     assert asked == {"config": "the config", "names": [name], "processes": 2, "is_forked": False, "again": [[], [name], []]}
+
+
+@pytest.mark.parametrize(
+    ("fresh", "kind", "mode", "starts"),
+    [
+        *[("forked", "cuda", "events", True), ("forked", "cuda", None, False)],
+        *[("forked", "cpu", "events", False), ("started", "cuda", "events", False)],
+    ],
+)
+def test_the_server_of_fresh_processes_starts_while_what_may_be_a_suspect_is_timed(monkeypatch, fresh, kind, mode, starts):
+    """Only a case with a baseline can be one."""
+    started = []
+    measurement = Measurement()
+    measurement.spec.device = torch.device(kind)
+    monkeypatch.setattr(timekeeper, "prepare_fresh_runs", started.append)
+    monkeypatch.setattr(timekeeper, "device_lock", nullcontext)
+    monkeypatch.setattr(timekeeper, "judge_latency", lambda *_: Decision(Verdict.PASSED))
+    Comparing(session(fresh=fresh), Baselines(mode), "the config").take(measurement)
+    assert started == (["the config"] if starts else [])
