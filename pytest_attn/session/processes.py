@@ -125,7 +125,7 @@ def _shuffled(names: Sequence[str], number: int) -> list[str]:
 
 
 def _command(config: pytest.Config, names: Sequence[str], folder: Path, modes: Mapping[str, str] | None) -> Command:
-    """Return the command of a process that times the named items. folder: for what it is told, and what it leaves."""
+    """Return the command of a process that times the named items. folder: for what it gets and leaves."""
     folder.mkdir()
     selected, runs = folder / "items", folder / "runs"
     selected.write_text("\n".join(names), encoding="utf-8")
