@@ -2,7 +2,8 @@
 
     python benchmarks/fresh.py [--device cuda|cpu] [--processes 20] [--per-server 5] [--stories] [--out FILE.json]
 
-Wholly fresh and forked pytests take turns to time the same four cases; after every few forked ones a new server takes over.
+Wholly fresh and forked pytests take turns to time the same four cases, each forked one prepared as in a run; after every few
+of them a new server takes over.
 Prints, of one run: seconds per process and their ratio; for each case the p50s' median, relative standard deviation and range,
 of both, and the difference of the medians. F: the variance between servers over that among the processes of one. If the
 addresses or the hash seed that they share were part of their times, it would be larger than that behind it, of the wholly
@@ -15,6 +16,7 @@ recording of the four cases, and what a suspect adds to a run. All of it on a GP
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -25,14 +27,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pytest_attn.session.child import RUNS_VARIABLE
-from pytest_attn.session.forked import Command, ForkServer, modules_ahead
-from pytest_attn.session.served import wholly_fresh
+from pytest_attn.session.forked import Command, modules_ahead
+from pytest_attn.session.served import FreshProcesses
 
 SUITE = """
 import os, pytest
@@ -87,8 +90,10 @@ class Suite:
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text("[pytest]\n")
         self._arguments = ["-q", "-p", "no:cacheprovider", *(["--attn-threads=1"] if device == "cpu" else [])]
-        self.time_all(0, None, MODULES=str(folder / "modules"))  # compiles what is compiled once, too
-        self.modules = modules_ahead((folder / "modules").read_text().splitlines())
+        self.time_all(0, FreshProcesses(), False, MODULES=str(folder / "modules"))  # compiles what is compiled once, too
+        for name in modules_ahead((folder / "modules").read_text().splitlines()):
+            with suppress(Exception):  # as in the process that starts a server
+                importlib.import_module(name)
 
     def command(self, number: int, **environment: str) -> Command:
         """Return the command of a process that times all cases, in an order of its own."""
@@ -100,11 +105,15 @@ class Suite:
         arguments = [*self._arguments, f"@{self._folder / 'items'}"]
         return Command(arguments, environment, self._folder, times, self._folder / "output", len(order))
 
-    def time_all(self, number: int, server: ForkServer | None, **environment: str) -> dict[str, Any]:
-        """Time every case once, in a forked process, or without a server in a wholly fresh one."""
+    def time_all(self, number: int, fresh: FreshProcesses, is_forked: bool, **environment: str) -> dict[str, Any]:
+        """Time every case once, in a forked process that was prepared, or in a wholly fresh one."""
         command = self.command(number, **environment)
         begun = time.perf_counter()
-        ended = server.run(command, _SECONDS) if server else wholly_fresh(command, _SECONDS)
+        if is_forked:
+            fresh.prepare([command])
+        ended = fresh.run(command, _SECONDS, is_forked)
+        if is_forked and not fresh.can_be_served:
+            sys.exit(f"not forked:\n{ended.output}")
         seconds = time.perf_counter() - begun
         if not command.is_done(ended.returncode):
             sys.exit(f"a process ended with {ended.returncode}:\n{ended.output}")
@@ -122,24 +131,17 @@ class Suite:
 def take_turns(suite: Suite, processes: int, per_server: int) -> dict[str, list[dict[str, Any]]]:
     """Time in wholly fresh and in forked processes in turn; no server starts while anything is timed."""
     found: dict[str, list[dict[str, Any]]] = {"fresh": [], "forked": []}
-    server: ForkServer | None = None
-    starts = []
+    fresh = FreshProcesses()
     try:
         for number in range(processes):
             if number % per_server == 0:
-                if server:
-                    server.close()
-                begun = time.perf_counter()
-                server = ForkServer(suite.command(number), suite.modules)
-                server.wait_until_ready()
-                starts.append(time.perf_counter() - begun)
+                fresh.close()
+                fresh.run(suite.command(number), _SECONDS)  # starts the server
             for kind in ("fresh", "forked") if number % 2 else ("forked", "fresh"):
-                run = suite.time_all(number, server if kind == "forked" else None)
+                run = suite.time_all(number, fresh, kind == "forked")
                 found[kind].append({**run, "server": number // per_server})
     finally:
-        if server:
-            server.close()
-    print(f"a server starts within {statistics.median(starts):.2f} s")
+        fresh.close()
     return found
 
 

@@ -157,6 +157,7 @@ class AttentionCase(CaseTensors):
         direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
         measuring = self._measuring = self._measuring or Measuring(self._run)
         subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
+        measuring.expect(self._spec.device)
         if measuring.timekeeper.checks_first and not self._is_checked(subject, needs_gradients):
             self._check(subject, needs_gradients)
         run = self._run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -24,6 +24,9 @@ from pytest_attn.timing.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.timing.timekeeper import Timekeeper, timekeeper_of
 from pytest_attn.verdict import Verdict
 
+if TYPE_CHECKING:
+    import torch
+
 #: what fails under --attn-latency=require, as nothing can be said
 _UNDECIDED = (Verdict.NO_BASELINE, Verdict.INCONCLUSIVE)
 
@@ -39,6 +42,11 @@ class Measuring:
     def timekeeper(self) -> Timekeeper:
         """The run's."""
         return timekeeper_of(self._run.item.config)
+
+    def expect(self, device: torch.device) -> None:
+        """Get ready for a time that is taken on a device, after a check."""
+        if not self.timekeeper.untimed_because(device):
+            self.timekeeper.expect(device)
 
     def number(self, measurement: Measurement) -> Measurement:
         """Return a measurement that knows the how-manieth of its test it is."""

@@ -47,9 +47,14 @@ Block: TypeAlias = dict[str, list[float]]
 
 
 class Stopwatch:
-    """All that one device needs to time kernels, made once per process. own: pids of ours, besides this process's."""
+    """All that one device needs to time kernels, made once per process.
 
-    def __init__(self, device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> None:
+    own: pids of ours, besides this process's. is_warm: whether another process worked on the device until now.
+    """
+
+    def __init__(
+        self, device: torch.device, cold: bool = True, own: frozenset[int] = frozenset(), is_warm: bool = False
+    ) -> None:
         self.device, self.cold = device, cold and device.type == "cuda"
         contention = ContentionMonitor() if device.type == "cpu" else None
         self.timer: Timer = CudaTimer(device, cold) if device.type == "cuda" else HostTimer(device, contention)
@@ -58,7 +63,7 @@ class Stopwatch:
         self.warmer = Warmer(self.timer, self.anchors, self.monitor)
         self._rested = 0.0
         if device.type == "cuda":
-            self.warmer.ramp_up()
+            self.warmer.ramp_up(is_warm)
 
     def measure(
         self,
@@ -206,9 +211,11 @@ def _threads(device: torch.device) -> int | None:
 
 
 @functools.cache
-def stopwatch_of(device: torch.device, cold: bool = True, own: frozenset[int] = frozenset()) -> Stopwatch:
+def stopwatch_of(
+    device: torch.device, cold: bool = True, own: frozenset[int] = frozenset(), is_warm: bool = False
+) -> Stopwatch:
     """Return the device's stopwatch, made when first asked for."""
-    return Stopwatch(device, cold, own)
+    return Stopwatch(device, cold, own, is_warm)
 
 
 @contextmanager

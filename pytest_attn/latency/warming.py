@@ -13,6 +13,8 @@ from pytest_attn.latency.timer import Timer
 
 #: seconds of work that bring an idle GPU to its clock, once per process
 _RAMP_SECONDS = 1.0
+#: seconds of it where another process worked until less than two seconds ago
+_WARM_RAMP_SECONDS = 0.3
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1
 #: seconds for which a GPU whose power is capped is given time to have its clock back; if it stays capped, it is timed so,
@@ -29,9 +31,9 @@ class Warmer:
         self._timer, self._anchors, self._monitor = timer, anchors, monitor
         self._recovery_seconds = _RECOVERY_SECONDS
 
-    def ramp_up(self) -> None:
-        """Bring an idle device to its clock."""
-        self._work(_RAMP_SECONDS)
+    def ramp_up(self, is_warm: bool = False) -> None:
+        """Bring an idle device to its clock; is_warm: one that another process has just left."""
+        self._work(_WARM_RAMP_SECONDS if is_warm else _RAMP_SECONDS)
 
     def warm_up(self) -> float:
         """Work right before the blocks, until the power is no longer capped; return the seconds of waiting for that."""

@@ -17,10 +17,14 @@ MODES_VARIABLE = "PYTEST_ATTN_MODES"
 
 
 class Child:
-    """What this process got from the one that waits for it."""
+    """What this process got from the one that waits for it.
+
+    finds_device_warm: whether another process timed on the device until this one's turn.
+    """
 
     def __init__(self, runs: Path, modes: Mapping[str, str]) -> None:
         self._runs, self._modes = runs, modes
+        self.finds_device_warm = False
 
     @classmethod
     def of_this_process(cls) -> Child | None:
@@ -34,7 +38,7 @@ class Child:
         """Wait until others have been timed, where this process was prepared beside them."""
         from pytest_attn.session.turns import wait_for_turn
 
-        wait_for_turn()
+        self.finds_device_warm = wait_for_turn()
 
     def mode_of(self, key: str) -> str | None:
         """Return the mode in which a case is timed for its new baseline; None where it is for none."""

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 #: seconds between two looks at whether the one who started the server still lives, besides the end of its socket
 _LOOK_SECONDS = 5.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+#: what pytest would rewrite, of that which is imported ahead
+_MARKED = frozenset(("pytest_attn", "hypothesis", "_hypothesis_globals"))
 #: what a process may have open below /dev that has used no accelerator
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/ptmx", "/dev/shm/")
 
@@ -177,7 +179,8 @@ def _become(request: Request) -> None:
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
     sys.orig_argv[:] = [sys.executable, "-m", "pytest", *request["arguments"]]
-    sys.modules["pytest_attn"].__doc__ = "PYTEST_DONT_REWRITE"  # or pytest warns that it was imported before its assertions
+    for name in _MARKED & sys.modules.keys():
+        sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"  # or pytest warns that it was imported before its assertions
     if "numpy.random" in sys.modules:  # `random` has seen to itself
         sys.modules["numpy.random"].seed()
     runpy.run_module("pytest", run_name="__main__", alter_sys=True)

@@ -198,8 +198,9 @@ def has_ended(process: int) -> bool:
 
 def modules_ahead(loaded: Iterable[str] | None = None) -> list[str]:
     """Return what a server imports ahead: pytest, torch, and the parts of torch, triton and this package in use here."""
-    names = sys.modules if loaded is None else loaded
-    return ["pytest", "torch", *(name for name in names if _is_ahead(name))]
+    names = list(sys.modules if loaded is None else loaded)
+    late = ["hypothesis.internal.observability"] if "_hypothesis_pytestplugin" in names else []  # at the end of each pytest
+    return ["pytest", "torch", *(name for name in names if _is_ahead(name)), *late]
 
 
 def _is_ahead(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from pytest_attn.session.turns import TURN_VARIABLE, Turn
 _FORKED_ON = frozenset(("cuda",))
 #: seconds that processes may take to get ready beside one another, and between two looks at whether they are
 _READY_SECONDS, _LOOK_SECONDS = 300, 0.005
+#: seconds after the end of a process within which the next one finds the device as warm as it left it
+_WARM_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class FreshProcesses:
         self._server: ForkServer | None = None
         self._prepared: dict[Path, _Prepared] = {}
         self._can_be_prepared = True
+        self._last_ended = -math.inf
 
     @classmethod
     def of(cls, config: pytest.Config) -> FreshProcesses:
@@ -104,6 +108,20 @@ class FreshProcesses:
 
     def run(self, command: Command, seconds: float, is_forked: bool = True) -> Ended:
         """Run a pytest and wait for its end. is_forked: where it can be. Raises TimeoutError."""
+        ended = self._run(command, seconds, is_forked)
+        self._last_ended = time.monotonic()
+        return ended
+
+    def close(self) -> None:
+        """End the server, and with it what it has forked."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        while self._prepared:  # only now: it would be their turn
+            _, one = self._prepared.popitem()
+            one.turn.close()
+
+    def _run(self, command: Command, seconds: float, is_forked: bool) -> Ended:
         if is_forked and self.can_be_served:
             try:
                 ended = self._forked(command, seconds)
@@ -119,15 +137,6 @@ class FreshProcesses:
             self.close()
             command.times.unlink(missing_ok=True)
         return wholly_fresh(command, seconds)
-
-    def close(self) -> None:
-        """End the server, and with it what it has forked."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        while self._prepared:  # only now: it would be their turn
-            _, one = self._prepared.popitem()
-            one.turn.close()
 
     def _prepare(self, command: Command) -> _Prepared:
         turn = Turn(command.times.with_name("turn"))
@@ -145,7 +154,7 @@ class FreshProcesses:
         server, prepared = self._serving(command), self._prepared.pop(command.times, None)
         if prepared is None:
             return server.run(command, seconds)
-        prepared.turn.give()
+        prepared.turn.give(is_warm=time.monotonic() - self._last_ended < _WARM_SECONDS)
         return server.finish(command, prepared.process, seconds)
 
     def _serving(self, command: Command) -> ForkServer:

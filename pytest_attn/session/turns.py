@@ -14,6 +14,7 @@ from pytest_attn.files import write_atomically
 #: set in a prepared process: the file whose lock it waits for
 TURN_VARIABLE = "PYTEST_ATTN_TURN"
 _READY, _TOUCHED = "ready", "CUDA is initialized"
+_WARM = "the device is warm"
 
 
 class Turn:
@@ -36,10 +37,12 @@ class Turn:
         """Whether the process that is ready has initialized CUDA already: then others are not alone on the GPU."""
         return _sign(self.path).read_text() == _TOUCHED
 
-    def give(self) -> None:
-        """Let the process go on."""
+    def give(self, is_warm: bool) -> None:
+        """Let the process go on. is_warm: whether the device was at work until now."""
         import fcntl
 
+        self._file.write(_WARM if is_warm else "")
+        self._file.flush()
         fcntl.flock(self._file, fcntl.LOCK_UN)  # not only closed: a process forked meanwhile may hold the file as well
         self.close()
 
@@ -48,16 +51,19 @@ class Turn:
         self._file.close()
 
 
-def wait_for_turn() -> None:
-    """Wait until it is this process's turn, if it was prepared."""
-    if path := os.environ.get(TURN_VARIABLE):
-        import fcntl
+def wait_for_turn() -> bool:
+    """Wait for this process's turn, if it was prepared; return whether the device is known to have worked until then."""
+    path = os.environ.get(TURN_VARIABLE)
+    if path is None:
+        return False
+    import fcntl
 
-        torch = sys.modules.get("torch")
-        has_touched = torch is not None and torch.cuda.is_initialized()
-        write_atomically(_sign(Path(path)), _TOUCHED if has_touched else _READY)
-        with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
+    torch = sys.modules.get("torch")
+    has_touched = torch is not None and torch.cuda.is_initialized()
+    write_atomically(_sign(Path(path)), _TOUCHED if has_touched else _READY)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file.read() == _WARM
 
 
 def _sign(path: Path) -> Path:

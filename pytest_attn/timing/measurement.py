@@ -208,4 +208,6 @@ class Measurement:
 
     @property
     def _stopwatch(self) -> Stopwatch:
-        return stopwatch_of(self.spec.device, self.session.settings.l2 == "cold", own_processes())
+        is_cold, child = self.session.settings.l2 == "cold", self.session.child
+        is_warm = child is not None and child.finds_device_warm
+        return stopwatch_of(self.spec.device, is_cold, own_processes(), is_warm)

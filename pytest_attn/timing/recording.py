@@ -52,6 +52,10 @@ class Recording:
     def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
         """Keep a case that is to be recorded."""
         self._cases.append(CaseToRecord(key, test, item, baseline, device))
+        self.expect(device)
+
+    def expect(self, device: torch.device) -> None:
+        """Have the server of fresh processes start, where it forks those of a case on this device."""
         if are_forked(self._session.settings.fresh, [device.type]):
             prepare_fresh_runs(self._config)
 

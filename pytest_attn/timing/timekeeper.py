@@ -52,6 +52,10 @@ class Timekeeper(ABC):
         return untimed_because(self.session.settings.gpu_per_worker, device)
 
     @abstractmethod
+    def expect(self, device: torch.device) -> None:
+        """Get ready for a time on a device that is taken soon."""
+
+    @abstractmethod
     def take(self, measurement: Measurement) -> Latency:
         """Time a measurement and decide what it means. Raises as `Measurement.time` does."""
 
@@ -67,11 +71,14 @@ class Comparing(Timekeeper):
         super().__init__(session, baselines)
         self._config, self._crowd = config, Crowd()
 
+    def expect(self, device: torch.device) -> None:
+        """Have the server of fresh processes start where something is recorded: a suspect need not wait for it."""
+        if self.baselines.on(device).fits and are_forked(self.session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)
+
     def take(self, measurement: Measurement) -> Latency:
         """Time and compare."""
         device = measurement.spec.device
-        if self.baselines.of(measurement) and are_forked(self.session.settings.fresh, [device.type]):
-            prepare_fresh_runs(self._config)  # a suspect need not wait for the server to start
         with device_lock(device):
             latency = measurement.time(self._recorded_mode(measurement))
         decision = judge_latency(
@@ -116,6 +123,10 @@ class Recorder(Timekeeper):
         super().__init__(session, baselines)
         self._recording = recording
 
+    def expect(self, device: torch.device) -> None:
+        """Have the server of fresh processes start."""
+        self._recording.expect(device)
+
     def take(self, measurement: Measurement) -> Latency:
         """Time, and keep what is to be recorded."""
         with device_lock(measurement.spec.device):
@@ -140,6 +151,9 @@ class HandingOver(Timekeeper):
     def __init__(self, session: AttentionSession, baselines: RunBaselines, child: Child) -> None:
         super().__init__(session, baselines)
         self._child = child
+
+    def expect(self, device: torch.device) -> None:
+        """Do nothing: it is fresh itself."""
 
     def take(self, measurement: Measurement) -> Latency:
         """Time, and hand over."""

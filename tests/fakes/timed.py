@@ -37,7 +37,7 @@ def measure(self, work, workload, subject, mode=None, seconds=None):
                    tuple(filter(None, [os.environ.get("HOT"), number in os.environ.get("HOT_IN", "") and "hot"])))
 
 Stopwatch.measure = measure
-Stopwatch.__init__ = lambda self, device, cold=True, own=frozenset(): setattr(self, "monitor", Silent())
+Stopwatch.__init__ = lambda self, *options: setattr(self, "monitor", Silent())
 
 class Silent:
     def conditions(self):

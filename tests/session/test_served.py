@@ -347,11 +347,11 @@ PREPARED = """
 import os, sys
 from pytest_attn.session.turns import wait_for_turn
 {planted}
-wait_for_turn()
+is_warm = wait_for_turn()
 
 def test_it():
     with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
-        file.write(f"{{os.getpid()}} {{os.getppid()}}")
+        file.write(f"{{os.getpid()}} {{os.getppid()}} {{is_warm}}")
 """
 
 
@@ -379,8 +379,9 @@ def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, 
     assert fresh.run(second, 60).returncode == 0
     assert not first.times.exists(), "it did not wait"
     assert fresh.run(first, 60).returncode == 0
-    ran = [int(one.times.read_text().split()[0]) for one in (first, second)]
-    assert ran == processes
+    ran = [one.times.read_text().split() for one in (first, second)]
+    assert [int(pid) for pid, *_ in ran] == processes
+    assert [is_warm for *_, is_warm in ran] == ["True", "False"], "the second ran first, on a device that idled until then"
     assert fresh.can_be_served
 
 
@@ -428,7 +429,7 @@ def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
         wait_until(lambda: turn.is_awaited or process.poll() is not None, 60)
         assert process.poll() is None
         assert not (tmp_path / "ran").exists()
-        turn.give()
+        turn.give(is_warm=False)
         assert process.wait(60) == 0
         assert (tmp_path / "ran").exists()
     finally:
@@ -441,6 +442,8 @@ def test_what_only_declares_things_is_imported_ahead():
     loaded += ["pytest_attn.latency.gate", "pytest_attn.suite.test_latency", "pytest_attn.strategies", "test_mine", "xformers"]
     ahead = ["torch.nn.attention", "triton.language", "pytest_attn.latency.gate"]
     assert modules_ahead(loaded) == ["pytest", "torch", *ahead]
+    with_hypothesis = modules_ahead([*loaded, "_hypothesis_pytestplugin"])
+    assert with_hypothesis[-1].startswith("hypothesis."), "its plugin imports that at the end of every pytest"
 
 
 def is_gone(pid):

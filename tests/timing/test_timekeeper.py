@@ -230,19 +230,18 @@ def test_the_same_test_is_asked_for_while_some_of_its_processes_were_disturbed(m
 
 
 @pytest.mark.parametrize(
-    ("fresh", "kind", "mode", "starts"),
+    ("fresh", "kind", "recorded", "starts"),
     [
-        *[("forked", "cuda", "events", True), ("forked", "cuda", None, False)],
-        *[("forked", "cpu", "events", False), ("started", "cuda", "events", False)],
+        *[("forked", "cuda", True, True), ("forked", "cuda", False, False)],
+        *[("forked", "cpu", True, False), ("started", "cuda", True, False)],
     ],
 )
-def test_the_server_of_fresh_processes_starts_while_what_may_be_a_suspect_is_timed(monkeypatch, fresh, kind, mode, starts):
+def test_the_server_of_fresh_processes_starts_before_what_may_be_a_suspect_is_checked(
+    monkeypatch, fresh, kind, recorded, starts
+):
     """Only a case with a baseline can be one."""
     started = []
-    measurement = Measurement()
-    measurement.spec.device = torch.device(kind)
+    baselines = SimpleNamespace(on=lambda device: DeviceBaselines(fits={"mine": None} if recorded else {}))
     monkeypatch.setattr(timekeeper, "prepare_fresh_runs", started.append)
-    monkeypatch.setattr(timekeeper, "device_lock", nullcontext)
-    monkeypatch.setattr(timekeeper, "judge_latency", lambda *_: Decision(Verdict.PASSED))
-    Comparing(session(fresh=fresh), Baselines(mode), "the config").take(measurement)
+    Comparing(session(fresh=fresh), baselines, "the config").expect(torch.device(kind))
     assert started == (["the config"] if starts else [])
