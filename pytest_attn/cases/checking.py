@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.apart import findings_apart, judge_apart, names_apart
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
@@ -16,6 +17,7 @@ from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names, judge_invariants
+from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.messages import invariants, mismatch
@@ -76,13 +78,23 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
     """Ask a subject every invariant; return the report of one that keeps them, and end the test of another."""
     __tracebackhide__ = True
     references, deadline, thorough = run.session.references, run.deadline(subject), run.session.settings.thorough
-    outcome = run.outcome
+    outcome, child = run.outcome, run.session.child
+    apart = names_apart(spec, only, skip, thorough)
+
+    def ask(names: Names) -> InvariantReport:
+        __tracebackhide__ = True
+        return judge_invariants(subject, spec, references, names, None, thorough, deadline)
 
     def judged() -> InvariantReport:
         __tracebackhide__ = True
-        return judge_invariants(subject, spec, references, only, skip, thorough, deadline)
+        if child is not None and child.asked:
+            return judge_apart(child, subject, ask)
+        report = ask([one.name for one in chosen(only, skip, thorough) if one.name not in apart])
+        return replace(report, findings=(*report.findings, *findings_apart(run, subject, apart)))
 
     report = run.judged("trying the invariants of", subject, spec, "invariants", judged)
+    if child is not None and child.asked:
+        return report
     if not report.applied:
         reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
         outcome.skip(subject, f"no invariant that was asked for applies: {reasons}", "invariants")

@@ -33,13 +33,14 @@ _ARRANGEMENTS = (
 class Alignment(Invariant):
     """Tensors that are not aligned to 16 bytes give the same result, or are refused.
 
-    It comes last: kernels that read by TMA descriptors may end with the CUDA context, and with it all that comes after.
+    Kernels that read by TMA descriptors may end with the CUDA context. So it comes last, on a GPU in a process of its own.
     """
 
     name = "alignment"
     summary = "tensors whose strides or addresses are not aligned to 16 bytes give what aligned ones give, or are refused"
     calls = len(_ARRANGEMENTS)
     thorough = True
+    may_end_cuda = True
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out kernels that are documented to take contiguous tensors."""

@@ -48,13 +48,15 @@ class Invariant(ABC):
     """A statement that every right kernel fulfils.
 
     name: what users select. summary: the statement. calls: the most calls of the kernel that it makes by default.
-    thorough: whether it is left out unless asked for.
+    thorough: whether it is left out unless asked for. may_end_cuda: whether it asks for what ends some kernels with the CUDA
+    context of their process.
     """
 
     name: str
     summary: str
     calls: int
     thorough: bool = False
+    may_end_cuda: bool = False
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""

@@ -1,4 +1,4 @@
-"""A fresh process: a pytest that only times what another one, which waits for it, has checked."""
+"""A fresh process: a pytest that only times what another one, which waits for it, has checked, or asks what may end it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
 #: set in a fresh process: the processes that wait for it, whose GPU contexts do not count as a disturbance
 OWN_VARIABLE = "PYTEST_ATTN_OWN"
+#: set in a process that is asked some invariants, whose findings it hands over: their names
+ASKED_VARIABLE = "PYTEST_ATTN_ASKED"
 #: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
 MODES_VARIABLE = "PYTEST_ATTN_MODES"
 
@@ -19,12 +21,14 @@ MODES_VARIABLE = "PYTEST_ATTN_MODES"
 class Child:
     """What this process got from the one that waits for it.
 
-    finds_device_warm: whether another process timed on the device until this one's turn.
+    asked: names of the invariants that it is asked instead of timing. finds_device_warm: whether another process timed on the
+    device until this one's turn.
     """
 
     def __init__(self, runs: Path, modes: Mapping[str, str]) -> None:
         self._runs, self._modes = runs, modes
         self.finds_device_warm = False
+        self.asked = tuple(filter(None, os.environ.get(ASKED_VARIABLE, "").split(",")))
 
     @classmethod
     def of_this_process(cls) -> Child | None:
@@ -45,7 +49,7 @@ class Child:
         return self._modes.get(key)
 
     def hand_over(self, run: Mapping[str, Any]) -> None:
-        """Hand a time to the process that waits for it: one line, written at once."""
+        """Hand a time or a finding to the process that waits for it: one line, written at once."""
         with self._runs.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(run)) + "\n")
 

@@ -2,7 +2,7 @@
 
 `python -m pytest_attn.session.fork_server FD`; session/forked.py starts it and talks to it over the socket FD, in lines of
 JSON. It gets what to import; then, for each fresh process, its command line, environment and folder. Several may run
-beside one another; it waits for one when it is told to.
+beside one another; it waits for one when asked.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
+from pytest_attn.session.child import ASKED_VARIABLE, MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
 from pytest_attn.session.turns import TURN_VARIABLE
 
 #: what each fresh process gets for itself
-_OF_ONE_PROCESS = (MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, TURN_VARIABLE)
+_OF_ONE_PROCESS = (ASKED_VARIABLE, MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, TURN_VARIABLE)
 #: what no server imports ahead
 _LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
 _OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from pytest_attn.latency.judge import FreshError, StartError
-from pytest_attn.session.child import MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
+from pytest_attn.session.child import ASKED_VARIABLE, MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, own_processes
 from pytest_attn.session.forked import Command
 from pytest_attn.session.options import declared_options
 from pytest_attn.session.served import FreshProcesses
@@ -115,6 +115,22 @@ def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     """Whether some runs of a case were disturbed, and not all: then further processes may help."""
     are_some_disturbed = any(run["disturbances"] for run in runs if run["key"] == key)
     return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
+
+
+def asked_apart(config: pytest.Config, name: str, invariants: Sequence[str]) -> tuple[Runs, str]:
+    """Run an item in a process that may be lost, which asks these invariants only.
+
+    Returns the findings that it handed over, and its last words where it did not end well, "" where it did.
+    """
+    with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
+        command = _command(config, [name], Path(folder) / "0", None)
+        command = command._replace(environment={**command.environment, ASKED_VARIABLE: ",".join(invariants)})
+        try:
+            done = FreshProcesses.of(config).try_once(command, _SECONDS_PER_PROCESS)
+        except TimeoutError:
+            return [], f"it took more than {_SECONDS_PER_PROCESS} s"
+        lines = command.times.read_text(encoding="utf-8").splitlines() if command.times.exists() else []
+        return [json.loads(line) for line in lines], "" if done.returncode == pytest.ExitCode.OK else _last_words(done.output)
 
 
 def _shuffled(names: Sequence[str], number: int) -> list[str]:

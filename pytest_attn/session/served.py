@@ -112,6 +112,20 @@ class FreshProcesses:
         self._last_ended = time.monotonic()
         return ended
 
+    def try_once(self, command: Command, seconds: float) -> Ended:
+        """Run a pytest that may lose CUDA or its life, forked where that can be. Raises TimeoutError."""
+        if self.can_be_served:
+            try:
+                return self._serving(command).run(command, seconds)
+            except ServerError as error:
+                _log.info("no server of fresh processes: %s", error)
+            except BaseException:
+                self.close()
+                raise
+            self.can_be_served = False
+            self.close()
+        return wholly_fresh(command, seconds)
+
     def close(self) -> None:
         """End the server, and with it what it has forked."""
         if self._server is not None:

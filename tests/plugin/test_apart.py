@@ -1,0 +1,61 @@
+"""Invariants that may end CUDA are asked in a process of their own; here on a CPU, which is told to be such a device."""
+
+import pytest
+
+CONFTEST = """
+from pytest_attn.cases import apart
+
+apart._APART_ON = frozenset(("cuda", "cpu"))
+"""
+TEST = """
+import os, signal
+import pytest
+from pytest_attn import Workload
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def mine(q, k, v):
+    if q.data_ptr() % 16:
+        {fault}
+    return sdpa(q, k, v)
+
+@pytest.mark.attention(Workload(40, heads=2, head_dim=32), device="cpu")
+def test_mine(attn):
+    {before}
+    attn.check_invariants(mine, only=("rerun", "layout", "alignment"))
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    """Return a function that runs a story in which an unaligned tensor leads to a fault."""
+
+    def with_fault(fault="pass", before="pass"):
+        pytester.makeconftest(CONFTEST)
+        pytester.makepyfile(test_mine=TEST.format(fault=fault, before=before))
+        return pytester.runpytest("-rs", "-p", "no:cacheprovider", "--attn-thorough")
+
+    return with_fault
+
+
+def test_an_honest_kernel_keeps_them(run):
+    run().assert_outcomes(passed=1)
+
+
+def test_what_it_raises_there_is_named_with_its_arrangement(run):
+    result = run("raise RuntimeError('CUDA error: an illegal instruction was encountered')")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*1 invariant broken by mine*", "E * alignment *aligned to 16 bytes: the kernel raised RuntimeError: CUDA error*"]
+    )
+
+
+def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
+    result = run("os.kill(os.getpid(), signal.SIGSEGV)")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*1 invariant broken by mine*", "E * alignment *asked in a process of its own, which it ended: *"]
+    )
+
+
+def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run):
+    run(before="assert 'PYTEST_ATTN_ASKED' not in os.environ").assert_outcomes(passed=1)
