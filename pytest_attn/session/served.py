@@ -84,14 +84,17 @@ class FreshProcesses:
     def prepare(self, commands: Sequence[Command]) -> None:
         """Fork pytests that get ready beside one another, up to their first test, and wait there until they are run.
 
-        What cannot be prepared is started when it is run.
+        What cannot be prepared, or finds no room in memory, is started when it is run.
         """
         if not (self.can_be_served and self._can_be_prepared):
             return
         try:
-            for command in commands:
-                self._prepared[command.times] = self._prepare(command)
             end = time.monotonic() + _READY_SECONDS
+            first, *others = commands
+            self._prepared[first.times] = ready = self._prepare(first)
+            ready.wait_until_ready(end)
+            for command in others[: how_many_fit(ready.process)]:
+                self._prepared[command.times] = self._prepare(command)
             for one in self._prepared.values():
                 one.wait_until_ready(end)
         except (ServerError, TimeoutError) as error:
@@ -178,6 +181,20 @@ class FreshProcesses:
         if self._server is None:
             self._server = ForkServer(command, modules_ahead())
         return self._server
+
+
+def how_many_fit(process: int) -> int:
+    """Return how many further processes like this one fit into half of the memory that is left. Linux only."""
+    try:
+        taken = _kilobytes(Path(f"/proc/{process}/status"), "RssAnon")
+        return _kilobytes(Path("/proc/meminfo"), "MemAvailable") // 2 // max(taken, 1)
+    except OSError:  # it has ended
+        return 0
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    lines = (line.partition(":") for line in path.read_text().splitlines())
+    return next((int(text.split()[0]) for key, _, text in lines if key == name), 0)
 
 
 class _Prepared(NamedTuple):

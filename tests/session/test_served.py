@@ -385,6 +385,23 @@ def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, 
     assert fresh.can_be_served
 
 
+def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(prepare, fresh, monkeypatch):
+    monkeypatch.setattr(served, "how_many_fit", lambda process: 0)
+    commands = prepare()
+    assert len(fresh._prepared) == 1
+    assert [fresh.run(command, 60).returncode for command in commands] == [0, 0]
+    assert fresh.can_be_served
+
+
+def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatch):
+    files = {f"/proc/{os.getpid()}/status": "Name:\tpython\nRssAnon:\t  300 kB\n", "/proc/meminfo": "MemAvailable: 1900 kB\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self: files[str(self)])
+    assert served.how_many_fit(os.getpid()) == 3
+    monkeypatch.undo()
+    assert served.how_many_fit(os.getpid()) > 0
+    assert served.how_many_fit(2**22 - 1) == 0, "it has ended"
+
+
 def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepare, fresh):
     """Each would be seen on the GPU while others are timed."""
     commands = prepare("if os.getppid() != int(os.environ['TESTS']): import torch; torch.planted = 'initialized'", TESTS="0")
