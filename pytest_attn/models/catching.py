@@ -59,7 +59,7 @@ class Caught:
 
     def compute(self) -> Any:
         """Call the function."""
-        return self.original(**self.arguments)
+        return self.original(**self.entry.pack(dict(self.arguments)))
 
 
 class Handler(Protocol):

@@ -48,7 +48,8 @@ def precision_of(caught: Caught, registry: Registry, kind: str) -> str | Precisi
 
     if caught.entry is FLEX and uncompiled(caught.original) is None:
         return uncompiled_flex_precision(torch.__version__)
-    return registry[caught.profile].precision_on(kind) if caught.profile else "flash"
+    profile = caught.entry.ran() or caught.profile
+    return registry[profile].precision_on(kind) if profile else "flash"
 
 
 class Recorder:
