@@ -15,7 +15,7 @@ class CallComparison:
     """The judgment of one call. module: who made it; function: what it went through. fault: why nothing could be compared.
 
     has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
-    all calls.
+    all calls. kernel: what computed it, as far as that is known. known: the known defect that explains what is wrong.
     """
 
     module: str
@@ -27,6 +27,8 @@ class CallComparison:
     fault: str = ""
     is_replaced: bool = False
     order: int = 0
+    kernel: str = ""
+    known: str = ""
 
     @property
     def passed(self) -> bool:
@@ -66,9 +68,21 @@ class ModelComparison:
     @property
     def passed(self) -> bool:
         """Whether every call was judged, and is right."""
+        return self.is_complete and all(call.passed for call in self.calls)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are calls, each was judged, and replaced where that was asked for."""
         is_replaced = not self.refused and not (self.subject and self.silent)
         has_gradients = not self.backward or any(call.has_gradients for call in self.calls)
-        return bool(self.calls) and all(c.passed for c in self.calls) and not self.unread and is_replaced and has_gradients
+        return bool(self.calls) and not self.unread and is_replaced and has_gradients
+
+    @property
+    def known_defects(self) -> tuple[str, ...]:
+        """The known defects of its backend, where these explain everything that is wrong; else none."""
+        wrong = [call for call in self.calls if not call.passed]
+        explained = bool(self.subject) and self.is_complete and all(call.known for call in wrong)
+        return tuple(dict.fromkeys(call.known for call in wrong)) if explained else ()
 
     @property
     def worst(self) -> CallComparison | None:

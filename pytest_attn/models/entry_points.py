@@ -92,6 +92,20 @@ def read_sdpa(given: Mapping[str, Any]) -> Asked:
     )
 
 
+def sdpa_kernel_of(given: Mapping[str, Any]) -> str:
+    """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
+    tensors = [given[name] for name in ("query", "key", "value")]
+    try:
+        chosen = SDPBackend(torch._fused_sdp_choice(*tensors, **options))
+    except Exception:  # of devices and releases that do not say
+        return "SDPA"
+    return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
+
+
 def _four(tensor: torch.Tensor) -> torch.Tensor:
     """View (..., rows, dim) as (batch, heads, rows, dim): what is before the heads becomes the batch."""
     if tensor.dim() == 4:

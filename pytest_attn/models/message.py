@@ -52,7 +52,9 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
         text = mismatch.describe(call.comparison) if call.comparison else call.fault
-        yield f"{call.label} ({call.function}): {text}"
+        yield f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''}): {text}"
+        if call.known:
+            yield labeled("known", f"{call.known} may be it")
     if len(wrong) > _WHOLE:
         yield f"... and {len(wrong) - _WHOLE} more, each judged on its own tensors"
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.models.asked import UnreadableError, inputs_of
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 
 class Exact:
-    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile."""
+    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
 
-    def __init__(self, subject: Subject | None, seed: int | None = None) -> None:
-        self._subject, self._seed = subject, seed
+    precision: the profile of the model's own functions, where that is said.
+    """
+
+    def __init__(self, subject: Subject | None, seed: int | None = None, precision: str | Precision | None = None) -> None:
+        self._subject, self._seed, self._precision = subject, seed, precision
         self._generators: dict[str, torch.Generator] = {}
         self._registry = Registry()
 
@@ -55,8 +58,12 @@ class Exact:
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)
         kind = device.type
-        profile = self._subject.precision_on(kind) if self._subject else precision_of(caught, self._registry, kind)
-        return Scatter(precision_named(profile), self._generators[name])
+        return Scatter(precision_named(self._profile(caught, kind)), self._generators[name])
+
+    def _profile(self, caught: Caught, kind: str) -> str | Precision:
+        if self._subject is not None:
+            return self._subject.precision_on(kind)
+        return self._precision or precision_of(caught, self._registry, kind)
 
 
 def ratios_of(
@@ -69,13 +76,14 @@ def ratios_of(
     backward: bool,
     functions: Iterable[Callable[..., Any] | str],
     runs: int,
+    precision: str | Precision | None = None,
 ) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
     functions = tuple(functions)
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
-        with catching(Exact(subject, seed), model, functions, replaces=is_of_transformers(model)):
+        with catching(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
             return _tensors(run_step(step, model, backward))
 
     exact = run(None)

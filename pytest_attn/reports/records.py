@@ -85,8 +85,10 @@ class Record(TypedDict):
     graph_breaks: Annotated[int, "of torch.compile"]
     calls: Annotated[
         Sequence[dict[str, Any]],
-        "of a model: module, function, workload, passed, backward, tensor, z_element, z_row, z_head, reason of each call",
+        "of a model, for each call: module, function, kernel (what computed it, as far as that is known), workload, passed,"
+        " backward, tensor, z_element, z_row, z_head, reason",
     ]
+    notes: Annotated[Sequence[str], "of a model: what cannot be seen in it, and layers that were not judged"]
     ratios: Annotated[
         dict[str, Any],
         "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",
