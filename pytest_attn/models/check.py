@@ -15,6 +15,8 @@ from pytest_attn.correctness.limits import limits_named
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import catching
 from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.compiled import runs_compiled
+from pytest_attn.models.compiled_run import judge_compiled
 from pytest_attn.models.defects import known_defect_of
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.judging import judge_call
@@ -90,8 +92,12 @@ def judge_model(
     limits: str = "default",
     scatter: int = 4,
     precision: str | Precision | None = None,
+    compiled: bool = True,
 ) -> ModelComparison:
-    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`."""
+    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
+
+    compiled: judge the run of a compiled model, too.
+    """
     subject = None if backend is None else replacement(backend, precision=precision)
     functions = tuple(functions)
     if precision is not None:
@@ -115,6 +121,12 @@ def judge_model(
         if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
             options: Any = {"backward": backward, "functions": functions, "runs": scatter, "precision": precision}
             ratios = ratios_of(result, model, step, subject, again, **options)
+        run, about = None, ""
+        if compiled and runs_compiled(model, step):
+            if subject is None:
+                run = judge_compiled(model, step, again, backward=backward, functions=functions, precision=precision)
+            else:
+                about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
         calls=tuple(sorted(judged.calls, key=lambda call: call.order)),
@@ -124,7 +136,10 @@ def judge_model(
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
-        notes=tuple(filter(None, (note, *judged.notes(), _about_weights(judged.calls, model), _about_silence(tracker)))),
+        compiled=run,
+        notes=tuple(
+            filter(None, (note, *judged.notes(), _about_weights(judged.calls, model), _about_silence(tracker), about))
+        ),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 

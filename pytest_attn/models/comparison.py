@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.models.compiled_run import CompiledRun
 from pytest_attn.models.recording import Unread
 from pytest_attn.workloads.workload import Workload
 
@@ -51,6 +52,7 @@ class ModelComparison:
         notes: what else is worth knowing.
         ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest
             scatter.
+        compiled: what is known of the run of a compiled model; None where nothing is compiled.
         message: what a failure says, "" where it passed.
     """
 
@@ -63,12 +65,14 @@ class ModelComparison:
     backward: bool = True
     notes: tuple[str, ...] = ()
     ratios: Mapping[str, float] = field(default_factory=dict)
+    compiled: CompiledRun | None = None
     message: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether every call was judged, and is right."""
-        return self.is_complete and all(call.passed for call in self.calls)
+        is_right = all(call.passed for call in self.calls) and not (self.compiled and self.compiled.wrong)
+        return self.is_complete and is_right
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +85,12 @@ class ModelComparison:
     def known_defects(self) -> tuple[str, ...]:
         """The known defects of its backend, where these explain everything that is wrong; else none."""
         wrong = [call for call in self.calls if not call.passed]
-        explained = bool(self.subject) and self.is_complete and all(call.known for call in wrong)
+        explained = (
+            bool(self.subject)
+            and not (self.compiled and self.compiled.wrong)
+            and self.is_complete
+            and all(call.known for call in wrong)
+        )
         return tuple(dict.fromkeys(call.known for call in wrong)) if explained else ()
 
     @property

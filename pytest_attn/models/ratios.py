@@ -84,24 +84,25 @@ def ratios_of(
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
         with catching(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
-            return _tensors(run_step(step, model, backward))
+            return tensors_of(run_step(step, model, backward))
 
     exact = run(None)
-    found = _distances(_tensors(result), exact)
+    found = distances(tensors_of(result), exact)
     squares = dict.fromkeys(found, 0.0)
     for seed in range(runs):
-        for name, distance in _distances(run(seed), exact).items():
+        for name, distance in distances(run(seed), exact).items():
             squares[name] = squares.get(name, 0.0) + distance**2
     scatter = {name: math.sqrt(total / runs) for name, total in squares.items()}
     return {name: distance / scatter[name] for name, distance in found.items() if scatter[name] > 0}
 
 
-def _tensors(result: StepResult) -> dict[str, torch.Tensor]:
+def tensors_of(result: StepResult) -> dict[str, torch.Tensor]:
+    """Name all that a run gave: outputs, loss, gradients."""
     loss = {} if result.loss is None else {"loss": result.loss}
     return {**result.outputs, **loss, **{f"gradient of {name}": t for name, t in result.gradients.items()}}
 
 
-def _distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the Euclidean distance of the tensors that both have; those that are not finite have none."""
     both = {name: (t, other[name]) for name, t in one.items() if name in other and t.shape == other[name].shape}
     distances = {name: float((a.double() - b.double()).norm()) for name, (a, b) in both.items()}

@@ -89,6 +89,11 @@ class Record(TypedDict):
         " backward, tensor, z_element, z_row, z_head, reason",
     ]
     notes: Annotated[Sequence[str], "of a model: what cannot be seen in it, and layers that were not judged"]
+    compiled: Annotated[
+        dict[str, Any] | None,
+        "of a compiled model, its compiled run: ratios (distance of each tensor from exact attention in units of honest"
+        " rounding), limits, graphs, breaks, recompiled (graphs in a second run), kernels, unknown (why nothing was compared)",
+    ]
     ratios: Annotated[
         dict[str, Any],
         "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record, verdict_of
@@ -90,8 +91,23 @@ def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
         ratios = {name: ratio for name, ratio in r["ratios"].items() if name != "loss"}  # a single number scatters too much
         for name, ratio in sorted(ratios.items(), key=lambda item: -item[1])[:_MOST_RATIOS]:
             yield f"  {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
+        yield from _compiled(r["compiled"])
         for note in r["notes"]:
             yield f"  note: {note}", {}
+
+
+def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
+    """Yield what is known of a model's compiled run."""
+    if run is None:
+        return
+    breaks = f"{run['breaks']} graph breaks" if run["breaks"] != 1 else "1 graph break"
+    again = f", compiled again in the second run ({run['recompiled']})" if run["recompiled"] else ""
+    launched = f", launched {', '.join(run['kernels'])}" if run["kernels"] else ""
+    yield f"  compiled: {run['graphs']} graphs, {breaks}{again}{launched}", {}
+    if run["unknown"]:
+        yield f"  compiled: not compared: {run['unknown']}", {}
+    for name, ratio in sorted(run["ratios"].items(), key=lambda item: -item[1])[:1]:
+        yield f"  compiled: {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
 
 
 def _call_levels(call: Mapping[str, float | None]) -> tuple[str, ...]:
