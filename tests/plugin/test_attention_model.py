@@ -182,6 +182,20 @@ def test_a_listing_counts_models(run):
     result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
 
 
+def test_a_listing_counts_each_model_of_a_parametrized_test(run):
+    result = run(
+        """
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_it(attn_model, attn_backend, name): pass
+""",
+        "--attn-list",
+        "--attn-backends=math,flash3",
+    )
+
+    result.stdout.fnmatch_lines(["*3 of 6 cases would run*"])
+
+
 def test_a_step_that_returns_nothing_to_judge_is_named_without_a_workload(run):
     result = run(
         """
