@@ -128,7 +128,7 @@ class Net:
     def _note_inner(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what a call is computed by: a function that is known, called within it."""
         if entry is SDPA:
-            self._ran.append(sdpa_kernel_of(entry.bind(args, kwargs)))
+            self._ran.append(sdpa_kernel_of(dict(zip(entry.parameters, args, strict=False)) | dict(kwargs)))
         elif entry is not FLEX or not self._ran:
             self._ran.append(entry.shown)
 

@@ -98,8 +98,8 @@ def sdpa_kernel_of(given: Mapping[str, Any]) -> str:
     from torch.nn.attention import SDPBackend
 
     options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
-    tensors = [given[name] for name in ("query", "key", "value")]
     try:
+        tensors = [given[name] for name in ("query", "key", "value")]
         chosen = SDPBackend(torch._fused_sdp_choice(*tensors, **options))
     except Exception:  # of devices and releases that do not say
         return "SDPA"

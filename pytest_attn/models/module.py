@@ -43,7 +43,8 @@ def check_module(
         backward: gradients, too.
         functions: attention of your own, as for `capture`.
         limits: "default" or "strict".
-        scatter, precision: as for `check_model`.
+        scatter: as for `check_model`.
+        precision: as for `check_model`.
 
     Returns:
         The comparison of a layer that is right.
