@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
+    from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.modeling import ModelMeasuring
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
@@ -49,21 +50,24 @@ class AttentionModel:
         *,
         functions: Iterable[Callable[..., Any] | str] = (),
         scatter: int = 4,
+        precision: str | Precision | None = None,
     ) -> ModelComparison:
         """Hold every attention call of `step` against exact attention on its own tensors; the marker says whether backward.
 
         step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's output.
         backend: what computes the calls, by default the model itself. functions: attention of your own, as for
         `pytest_attn.capture`. scatter: runs with exact attention and random rounding, which `ratios` are made of; 0 for none.
+        precision: where a function of yours says it rounds, as in the marker `attention`; a backend says it itself.
 
         Returns the comparison. Raises AssertionError where a call is wrong, was not read or not replaced, and where none was
-        caught. Skips where the backend refuses every call. The model is left as it was.
+        caught. Skips where the backend refuses every call; a known defect of the backend is an expected failure. The model is
+        left as it was.
         """
         __tracebackhide__ = True
         from pytest_attn.cases.modeling import check_model
 
         self.is_judged = True
-        found = check_model(self._run, model, step, backend, tuple(functions), scatter)
+        found = check_model(self._run, model, step, backend, tuple(functions), scatter, precision)
         self._timed.note((model, step, backend), found)
         return found
 
@@ -130,6 +134,7 @@ class AttentionModel:
         *,
         functions: Iterable[Callable[..., Any] | str] = (),
         scatter: int = 4,
+        precision: str | Precision | None = None,
     ) -> ModelComparison:
         """Call one attention layer, and judge what its attention core gets and returns, as `check` does.
 
@@ -139,7 +144,8 @@ class AttentionModel:
         __tracebackhide__ = True
         from pytest_attn.models.module import module_step
 
-        return self.check(module, module_step(module, inputs), backend, functions=functions, scatter=scatter)
+        step = module_step(module, inputs)
+        return self.check(module, step, backend, functions=functions, scatter=scatter, precision=precision)
 
 
 def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter, session: AttentionSession) -> AttentionModel:

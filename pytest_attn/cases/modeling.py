@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.measuring import Measuring
 from pytest_attn.cases.outcome import Outcome
@@ -36,13 +37,22 @@ def check_model(
     target: Target | None,
     functions: tuple[Callable[..., Any] | str, ...],
     scatter: int,
+    precision: str | Precision | None = None,
+    compiled: bool = True,
 ) -> ModelComparison:
     """Judge a model; return the comparison if it passed, else end the test."""
     __tracebackhide__ = True
-    subject = None if target is None else replacement(target, run.session.registrations.registry)
+    subject = None if target is None else replacement(target, run.session.registrations.registry, precision)
     name, limits, backward = type(model).__name__, run.session.settings.limits, run.mark.backward
     with run.session.progress.during(f"checking {subject.name if subject else 'the attention'}", name):
-        found = judge_model(model, step, subject, backward, functions=functions, limits=limits, scatter=scatter)
+        options: Any = {
+            "functions": functions,
+            "limits": limits,
+            "scatter": scatter,
+            "precision": precision,
+            "compiled": compiled,
+        }
+        found = judge_model(model, step, subject, backward, **options)
     outcome = _outcome(run, name, found)
     whose = subject or "model"
     if subject is not None and found.refused and not any(call.is_replaced for call in found.calls):
@@ -51,7 +61,11 @@ def check_model(
     reason = "" if found.passed else headline(found)
     worst = found.worst
     comparison = worst.comparison if worst else None
-    details = {"calls": [_facts(call) for call in found.calls], "ratios": dict(found.ratios), "model": name}
+    details: dict[str, Any] = {"calls": [_facts(call) for call in found.calls], "ratios": dict(found.ratios), "model": name}
+    details["notes"] = list(found.notes)
+    details["compiled"] = found.compiled.to_dict() if found.compiled else None
+    if subject is not None and found.known_defects:
+        outcome.xfail(subject, "; ".join(found.known_defects), comparison, **details)
     outcome.record(whose, verdict, comparison, reason=reason, **details)
     if not found.passed:
         outcome.fail(found.message)
@@ -75,6 +89,7 @@ def _facts(call: CallComparison) -> dict[str, Any]:
     return {
         "module": call.label,
         "function": call.function,
+        "kernel": call.kernel,
         "workload": call.workload.id,
         "passed": call.passed,
         "backward": call.has_gradients,
@@ -135,7 +150,9 @@ class ModelMeasuring:
             raise ValueError("attn_model.measure: an optimizer needs gradients; leave out backward=False of the marker")
         is_checked = self._checked == (model, step, target)
         if self._measuring.timekeeper.checks_first and not is_checked:
-            self.note((model, step, target), check_model(run, model, step, target, functions, scatter=0))
+            # not yet compiled, so that the first call is timed with what the compiler takes
+            found = check_model(run, model, step, target, functions, scatter=0, compiled=False)
+            self.note((model, step, target), found)
         if target is not None and is_compiled(model):
             reason = "a model that torch.compile made is timed as it is; give measure the model before it is compiled"
             _outcome(run, type(model).__name__, self._comparison).skip(subject, reason, "latency")

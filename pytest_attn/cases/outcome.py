@@ -76,8 +76,10 @@ class Outcome:
         self.record(subject or "-", Verdict.SKIPPED, reason=reason, question=question, **known)
         pytest.skip(f"{subject.name}: {reason}" if subject else reason)
 
-    def xfail(self, subject: Subject, known: str, comparison: Comparison | None = None, question: str = "check") -> NoReturn:
-        """Expect the failure of the test, with its record: what is wrong is a known defect."""
+    def xfail(
+        self, subject: Subject, known: str, comparison: Comparison | None = None, question: str = "check", **fields: Any
+    ) -> NoReturn:
+        """Expect the failure of the test, with its record: what is wrong is a known defect. fields: more of the record."""
         __tracebackhide__ = True
-        self.record(subject, Verdict.KNOWN_DEFECT, comparison, reason=known, question=question)
+        self.record(subject, Verdict.KNOWN_DEFECT, comparison, reason=known, question=question, **fields)
         pytest.xfail(f"known defect {known}")

@@ -33,6 +33,7 @@ class AttentionCall:
         is_again: it was computed once more for a backward pass, as checkpointing does.
         order: the how-manieth of all calls it is.
         empty_rows: those of out that see no key; None where nobody asked for them.
+        kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
     """
 
     module: str
@@ -47,6 +48,7 @@ class AttentionCall:
     is_again: bool = False
     order: int = 0
     empty_rows: EmptyRows | None = None
+    kernel: str = ""
 
     @property
     def fills_empty_rows(self) -> bool:

@@ -7,11 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_attn.models.asked import Asked, UnreadableError
-from pytest_attn.models.entry_points import FLEX, SDPA, EntryPoint, broadcast
+from pytest_attn.models.entry_points import FLEX, SDPA, EntryPoint, broadcast, sdpa_kernel_of
 from pytest_attn.models.interfaces import transformers_caught
 from pytest_attn.models.libraries import LIBRARIES
 from pytest_attn.models.named import named_entry_points
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Caught:
     """One call on its way: through which function, with which arguments by name, and the function itself.
 
-    module: the qualified name of the module that makes it. profile: the backend that rounds as the function does.
+    module: the qualified name of the module that makes it. profile: the backend that rounds as the function does. ran: what
+    computed it, as far as functions that are known were called within.
     """
 
     module: str
@@ -35,6 +36,12 @@ class Caught:
     entry: EntryPoint
     arguments: Mapping[str, Any]
     original: Callable[..., Any]
+    ran: list[str] = field(default_factory=list)
+
+    @property
+    def kernel(self) -> str:
+        """The kernels that computed it: what SDPA chose, or functions of libraries; "" where nothing is known."""
+        return ", ".join(dict.fromkeys(self.ran))
 
     @property
     def is_again(self) -> bool:
@@ -59,7 +66,12 @@ class Caught:
 
     def compute(self) -> Any:
         """Call the function."""
-        return self.original(**self.arguments)
+        if self.entry is SDPA:
+            self.ran.append(sdpa_kernel_of(self.arguments))
+        result = self.original(**self.entry.pack(dict(self.arguments)))
+        if chosen := self.entry.ran():
+            self.ran.append(chosen)
+        return result
 
 
 class Handler(Protocol):
@@ -78,6 +90,7 @@ class Net:
     def __init__(self, handler: Handler, tracker: Tracker) -> None:
         self._handler, self._tracker = handler, tracker
         self._is_inside = False
+        self._ran: list[str] = []
         self._mode: Any = None
 
     def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +99,10 @@ class Net:
 
         @functools.wraps(original)
         def caught(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or torch.compiler.is_compiling():  # as where a backend compiles what calls it
+            if torch.compiler.is_compiling():  # as where a backend compiles what calls it
+                return original(*args, **kwargs)
+            if self._is_inside:
+                self._note_inner(entry, args, kwargs)
                 return original(*args, **kwargs)
             return self.catch(entry, original, args, kwargs)
 
@@ -105,7 +121,16 @@ class Net:
             except UnreadableError as error:
                 self._handler.unread(module, entry.shown, str(error))
                 return original(*args, **kwargs)
-            return self._handler.handle(Caught(module, entry.shown, entry.profile, entry, arguments, original))
+            call = Caught(module, entry.shown, entry.profile, entry, arguments, original)
+            self._ran = call.ran
+            return self._handler.handle(call)
+
+    def _note_inner(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what a call is computed by: a function that is known, called within it."""
+        if entry is SDPA:
+            self._ran.append(sdpa_kernel_of(dict(zip(entry.parameters, args, strict=False)) | dict(kwargs)))
+        elif entry is not FLEX or not self._ran:
+            self._ran.append(entry.shown)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.machine import Machine, machine_of
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import catching
 from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.compiled import runs_compiled
+from pytest_attn.models.compiled_run import judge_compiled
+from pytest_attn.models.defects import known_defect_of
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.judging import judge_call
 from pytest_attn.models.message import describe
@@ -22,6 +26,7 @@ from pytest_attn.models.recording import Recorder
 from pytest_attn.models.replacing import Replacer, replacement
 from pytest_attn.models.state import untouched
 from pytest_attn.models.step import run_step
+from pytest_attn.models.tracking import Tracker
 from pytest_attn.models.wanted import wanted_masks
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ def check_model(
     functions: Iterable[Callable[..., Any] | str] = (),
     limits: str = "default",
     scatter: int = 4,
+    precision: str | Precision | None = None,
 ) -> ModelComparison:
     """Run `step`, and hold every attention call that the model makes against exact attention on the call's own tensors.
 
@@ -57,6 +63,8 @@ def check_model(
         limits: "default" or "strict".
         scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
             outputs, loss and gradients of a model in half precision are from exact.
+        precision: where a function of yours says it rounds ("flash", "eager", ..., or a `Precision`): what `backend` or
+            `functions` name, else the model's own. A backend says it itself.
 
     Returns:
         The comparison of a model that is right.
@@ -64,10 +72,11 @@ def check_model(
     Raises:
         AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
         DropoutError: attention drops probabilities.
-        ValueError: the backend is unknown.
+        ValueError: the backend or the precision is unknown.
     """
     __tracebackhide__ = True
-    comparison = judge_model(model, step, backend, backward, functions=functions, limits=limits, scatter=scatter)
+    options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+    comparison = judge_model(model, step, backend, backward, **options)
     if not comparison.passed:
         raise AssertionError(comparison.message)
     return comparison
@@ -82,19 +91,27 @@ def judge_model(
     functions: Iterable[Callable[..., Any] | str] = (),
     limits: str = "default",
     scatter: int = 4,
+    precision: str | Precision | None = None,
+    compiled: bool = True,
 ) -> ModelComparison:
-    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`."""
-    subject = None if backend is None else replacement(backend)
+    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
+
+    compiled: judge the run of a compiled model, too.
+    """
+    subject = None if backend is None else replacement(backend, precision=precision)
     functions = tuple(functions)
+    if precision is not None:
+        precision_named(precision)  # raises for an unknown one
+    machine = machine_of(_device_of(model))
     with untouched(model) as again:
         masks, note = wanted_masks(step, model) if subject is None else ({}, "")
         again()
-        judged = _Judged(limits)
+        judged = _Judged(limits, machine)
         recorder: Recorder
         if subject is None:
-            recorder = Recorder(judged.judge, backward, masks, judges=True)
+            recorder = Recorder(judged.judge, backward, masks, judges=True, precision=precision)
         else:
-            recorder = Replacer(subject, machine_of(_device_of(model)), judged.judge, backward)
+            recorder = Replacer(subject, machine, judged.judge, backward)
         replaces = subject is not None and is_of_transformers(model)
         with catching(recorder, model, functions, replaces) as tracker, subject.calling() if subject else nullcontext():
             result = run_step(step, model, backward)
@@ -102,8 +119,14 @@ def judge_model(
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
         ratios = {}
         if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
-            options: Any = {"backward": backward, "functions": functions, "runs": scatter}
+            options: Any = {"backward": backward, "functions": functions, "runs": scatter, "precision": precision}
             ratios = ratios_of(result, model, step, subject, again, **options)
+        run, about = None, ""
+        if compiled and runs_compiled(model, step):
+            if subject is None:
+                run = judge_compiled(model, step, again, backward=backward, functions=functions, precision=precision)
+            else:
+                about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
         calls=tuple(sorted(judged.calls, key=lambda call: call.order)),
@@ -113,7 +136,10 @@ def judge_model(
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
-        notes=tuple(filter(None, (note, *judged.notes(), _about_weights(judged.calls, model)))),
+        compiled=run,
+        notes=tuple(
+            filter(None, (note, *judged.notes(), _about_weights(judged.calls, model), _about_silence(tracker), about))
+        ),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
@@ -121,10 +147,10 @@ def judge_model(
 class _Judged:
     """Judges each call once it is complete, and keeps the judgment only."""
 
-    def __init__(self, limits: str) -> None:
+    def __init__(self, limits: str, machine: Machine) -> None:
         self.calls: list[CallComparison] = []
         self.fills_empty_rows = False
-        self._limits = limits
+        self._limits, self._machine = limits, machine
 
     def notes(self) -> tuple[str, str]:
         """Say what cannot be seen, "" for nothing."""
@@ -139,11 +165,13 @@ class _Judged:
         """Hold a call against exact attention."""
         is_replaced = call.subject is not None
         facts = call.module, call.label, call.function, call.workload
-        found = CallComparison(*facts, None, bool(call.gradients), is_replaced=is_replaced, order=call.order)
+        more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel}
+        found = CallComparison(*facts, None, bool(call.gradients), **more)
         self.fills_empty_rows |= call.fills_empty_rows
         try:
             comparison = judge_call(call, self._limits)
-            self.calls.append(dataclasses.replace(found, comparison=comparison))
+            known = known_defect_of(call, comparison, self._machine)
+            self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
 
@@ -155,6 +183,15 @@ def _about_weights(calls: list[CallComparison], model: torch.nn.Module) -> str:
     if calls or not any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
         return ""
     return "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
+
+
+def _about_silence(tracker: Tracker) -> str:
+    """Say which layers were not judged because they made no call, "" where all that are built alike made one."""
+    if not tracker.silent:
+        return ""
+    softmax = " (with a softmax of its own)" if set(tracker.silent) & set(tracker.with_softmax) else ""
+    shown = ", ".join(tracker.silent[:4]) + (", ..." if len(tracker.silent) > 4 else "")
+    return f"not judged: {shown} made no attention call{softmax}, while others built alike made one; is its own written out?"
 
 
 def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.models.compiled_run import CompiledRun
 from pytest_attn.models.recording import Unread
 from pytest_attn.workloads.workload import Workload
 
@@ -15,7 +16,7 @@ class CallComparison:
     """The judgment of one call. module: who made it; function: what it went through. fault: why nothing could be compared.
 
     has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
-    all calls.
+    all calls. kernel: what computed it, as far as that is known. known: the known defect that explains what is wrong.
     """
 
     module: str
@@ -27,6 +28,8 @@ class CallComparison:
     fault: str = ""
     is_replaced: bool = False
     order: int = 0
+    kernel: str = ""
+    known: str = ""
 
     @property
     def passed(self) -> bool:
@@ -49,6 +52,7 @@ class ModelComparison:
         notes: what else is worth knowing.
         ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest
             scatter.
+        compiled: what is known of the run of a compiled model; None where nothing is compiled.
         message: what a failure says, "" where it passed.
     """
 
@@ -61,14 +65,33 @@ class ModelComparison:
     backward: bool = True
     notes: tuple[str, ...] = ()
     ratios: Mapping[str, float] = field(default_factory=dict)
+    compiled: CompiledRun | None = None
     message: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether every call was judged, and is right."""
+        is_right = all(call.passed for call in self.calls) and not (self.compiled and self.compiled.wrong)
+        return self.is_complete and is_right
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are calls, each was judged, and replaced where that was asked for."""
         is_replaced = not self.refused and not (self.subject and self.silent)
         has_gradients = not self.backward or any(call.has_gradients for call in self.calls)
-        return bool(self.calls) and all(c.passed for c in self.calls) and not self.unread and is_replaced and has_gradients
+        return bool(self.calls) and not self.unread and is_replaced and has_gradients
+
+    @property
+    def known_defects(self) -> tuple[str, ...]:
+        """The known defects of its backend, where these explain everything that is wrong; else none."""
+        wrong = [call for call in self.calls if not call.passed]
+        explained = (
+            bool(self.subject)
+            and not (self.compiled and self.compiled.wrong)
+            and self.is_complete
+            and all(call.known for call in wrong)
+        )
+        return tuple(dict.fromkeys(call.known for call in wrong)) if explained else ()
 
     @property
     def worst(self) -> CallComparison | None:

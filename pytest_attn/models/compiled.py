@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,3 +45,20 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(
         hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in model.modules()
     )
+
+
+def runs_compiled(model: torch.nn.Module, step: Callable[[], Any]) -> bool:
+    """Whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
+    if uncompiled(step) is not None or is_compiled(model):
+        return True
+    function = getattr(step, "func", step)
+    try:
+        held = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not a function of Python
+        return False
+    values = (*held.nonlocals.values(), *held.globals.values())
+    return any(hasattr(value, "_orig_mod") or uncompiled(value) is not None for value in values if not _is_module(value))
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, ModuleType)

@@ -23,7 +23,8 @@ class EntryPoint:
     """A function that computes attention: module and attribute where it is found, its parameters, and its reader.
 
     parameters: their names, in order. tensors: the names of q, k and v. read: from the arguments by name to what they ask.
-    profile: the backend that rounds as it does. name: what reports call it.
+    profile: the backend that rounds as it does. name: what reports call it. unpack: adds q, k and v to its arguments by name,
+    where it takes them otherwise; pack: undoes that. ran: the backend whose kernel the last call took, where it chooses.
     """
 
     module: str
@@ -33,6 +34,9 @@ class EntryPoint:
     profile: str = "sdpa"
     tensors: tuple[str, str, str] = ("q", "k", "v")
     name: str = ""
+    unpack: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    pack: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ran: Callable[[], str] = str
 
     @property
     def shown(self) -> str:
@@ -40,10 +44,10 @@ class EntryPoint:
         return self.name or f"{self.module}.{self.attribute}"
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name. Raises UnreadableError for more than it has parameters."""
+        """Return the arguments by name, with q, k and v. Raises UnreadableError for more than it has parameters."""
         if len(args) > len(self.parameters):
             raise UnreadableError(f"{len(args)} positional arguments; expected at most {len(self.parameters)}")
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return self.unpack({**dict(zip(self.parameters, args, strict=False)), **kwargs})
 
 
 def refuse_unread(given: Mapping[str, Any], read: set[str], without_effect: frozenset[str] = frozenset()) -> None:
@@ -86,6 +90,20 @@ def read_sdpa(given: Mapping[str, Any]) -> Asked:
         fold_out=_four,
         result_of=lambda out: out.reshape(*lead, *out.shape[-2:]),
     )
+
+
+def sdpa_kernel_of(given: Mapping[str, Any]) -> str:
+    """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
+    try:
+        tensors = [given[name] for name in ("query", "key", "value")]
+        chosen = SDPBackend(torch._fused_sdp_choice(*tensors, **options))
+    except Exception:  # of devices and releases that do not say
+        return "SDPA"
+    return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,88 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.models.asked import Asked, UnreadableError
 from pytest_attn.models.entry_points import EntryPoint, refuse_unread, sdpa_mask
-from pytest_attn.workloads.masks import Causal, Mask, Neighborhood, Window
+from pytest_attn.models.flash_attention import FLASH_ATTENTION, alone, bottom_right, first, swapped
+from pytest_attn.models.transformer_engine import TRANSFORMER_ENGINE
+from pytest_attn.workloads.masks import Causal, Neighborhood
 
 if TYPE_CHECKING:
     import torch
-
-
-def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    """(batch, rows, heads, dim) to (batch, heads, rows, dim), and back."""
-    return tensor.transpose(1, 2)
-
-
-def _first(result: Any) -> torch.Tensor:
-    out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
-    return out
-
-
-def _bottom_right(causal: object, window: object) -> Mask | None:
-    """Return the mask of flash-attention's two arguments: causal from the bottom right, -1 for an open side."""
-    left, right = (None if side is None or side < 0 else int(side) for side in (window or (-1, -1)))  # type: ignore[attr-defined]
-    if causal:
-        return Causal(bottom_right=True) if left is None else Window(left, 0)
-    return None if left is None and right is None else Window(left, right)
-
-
-def _alone(out: torch.Tensor, asks_more: object, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    if asks_more:
-        raise UnreadableError("the model asks for more than out, which a replacement does not return")
-    return back(out)
-
-
-# -- flash-attention -----------------------------------------------------------------------------------------------------
-
-_FLASH = {"q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "return_attn_probs"}
-_VARLEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-_FLASH_WITHOUT_EFFECT = frozenset(("deterministic", "num_splits", "pack_gqa", "sm_margin", "attention_chunk"))
-
-
-def _read_flash(given: Mapping[str, Any], is_varlen: bool = False) -> Asked:
-    refuse_unread(given, _FLASH | _VARLEN if is_varlen else _FLASH, _FLASH_WITHOUT_EFFECT)
-    if given.get("attention_chunk"):
-        raise UnreadableError(f"its argument attention_chunk={given['attention_chunk']} is not read")
-    fold = (lambda tensor: tensor) if is_varlen else _swapped
-    slopes = given.get("alibi_slopes")
-    if slopes is not None and slopes.dim() != 1:
-        raise UnreadableError("alibi_slopes per batch entry are not read; one slope per head is")
-    return Asked(
-        fold(given["q"]),
-        fold(given["k"]),
-        fold(given["v"]),
-        mask=_bottom_right(given.get("causal"), given.get("window_size")),
-        scale=given.get("softmax_scale"),
-        softcap=given.get("softcap") or None,
-        alibi_slopes=slopes,
-        dropout=float(given.get("dropout_p") or 0.0),
-        cu_seqlens=given["cu_seqlens_q"] if is_varlen else None,
-        cu_seqlens_kv=given["cu_seqlens_k"] if is_varlen else None,
-        fold=fold,
-        out_of=_first,
-        fold_out=fold,
-        result_of=lambda out: _alone(out, given.get("return_attn_probs"), fold),
-    )
-
-
-_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
-_OPTIONS_3 = (
-    "softmax_scale",
-    "causal",
-    "qv",
-    "q_descale",
-    "k_descale",
-    "v_descale",
-    "window_size",
-    "attention_chunk",
-    "softcap",
-)
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 # -- xFormers, SageAttention, NATTEN, FlashInfer -------------------------------------------------------------------------
@@ -99,7 +29,7 @@ def _read_xformers(given: Mapping[str, Any]) -> Asked:
     q, k, v = (given[name] for name in ("query", "key", "value"))
     if q.dim() != 4:
         raise UnreadableError(f"its argument query has shape {tuple(q.shape)}; expected (batch, rows, heads, dim)")
-    q, k, v = _swapped(q), _swapped(k), _swapped(v)
+    q, k, v = swapped(q), swapped(k), swapped(v)
     attn_bias, visible, bias, mask = given.get("attn_bias"), None, None, None
     if type(attn_bias).__name__ in _XFORMERS_MASKS:
         mask = _XFORMERS_MASKS[type(attn_bias).__name__]
@@ -116,16 +46,16 @@ def _read_xformers(given: Mapping[str, Any]) -> Asked:
         mask=mask,
         scale=given.get("scale"),
         dropout=float(given.get("p") or 0.0),
-        fold=_swapped,
-        fold_out=_swapped,
-        result_of=_swapped,
+        fold=swapped,
+        fold_out=swapped,
+        result_of=swapped,
     )
 
 
 def _read_sage(given: Mapping[str, Any]) -> Asked:
     known = {"q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse"}
     refuse_unread(given, known, frozenset(("smooth_k", "smooth_v", "pv_accum_dtype", "qk_quant_gran")))
-    fold = _swapped if given.get("tensor_layout", "HND") == "NHD" else (lambda tensor: tensor)
+    fold = swapped if given.get("tensor_layout", "HND") == "NHD" else (lambda tensor: tensor)
     return Asked(
         fold(given["q"]),
         fold(given["k"]),
@@ -133,9 +63,9 @@ def _read_sage(given: Mapping[str, Any]) -> Asked:
         mask=Causal() if given.get("is_causal") else None,
         scale=given.get("sm_scale"),
         fold=fold,
-        out_of=_first,
+        out_of=first,
         fold_out=fold,
-        result_of=lambda out: _alone(out, given.get("return_lse"), fold),
+        result_of=lambda out: alone(out, given.get("return_lse"), fold),
     )
 
 
@@ -188,27 +118,20 @@ def _read_flashinfer(given: Mapping[str, Any]) -> Asked:
         fold(given["q"]),
         fold(given["k"]),
         fold(given["v"]),
-        mask=_bottom_right(given.get("causal"), (-1 if left is None else left, -1)),
+        mask=bottom_right(given.get("causal"), (-1 if left is None else left, -1)),
         scale=given.get("sm_scale"),
         softcap=given.get("logits_soft_cap") or None,
         fold=fold,
-        out_of=_first,
+        out_of=first,
         fold_out=fold,
-        result_of=lambda out: _alone(out, given.get("return_lse"), lambda t: t[0].transpose(0, 1)),
+        result_of=lambda out: alone(out, given.get("return_lse"), lambda t: t[0].transpose(0, 1)),
     )
 
 
 _QKV = ("query", "key", "value")
 LIBRARIES = (
-    EntryPoint("flash_attn", "flash_attn_func", ("q", "k", "v", *_OPTIONS, "return_attn_probs"), _read_flash, "flash2"),
-    EntryPoint(
-        "flash_attn",
-        "flash_attn_varlen_func",
-        ("q", "k", "v", *_LENGTHS, *_OPTIONS, "return_attn_probs", "block_table"),
-        partial(_read_flash, is_varlen=True),
-        "flash2",
-    ),
-    EntryPoint("flash_attn_interface", "flash_attn_func", ("q", "k", "v", *_OPTIONS_3), _read_flash, "flash3"),
+    *FLASH_ATTENTION,
+    *TRANSFORMER_ENGINE,
     EntryPoint(
         "xformers.ops", "memory_efficient_attention", (*_QKV, "attn_bias", "p", "scale"), _read_xformers, "xformers", _QKV
     ),

@@ -14,7 +14,9 @@ _WHOLE, _NAMES = 3, 6
 
 def describe(model: ModelComparison) -> str:
     """Return the text of a judgment that did not pass."""
-    return "\n".join([*_not_judged(model), *_wrong(model), *(labeled("note", note) for note in model.notes)])
+    return "\n".join(
+        [*_not_judged(model), *_wrong(model), *_compiled(model), *(labeled("note", note) for note in model.notes)]
+    )
 
 
 def headline(model: ModelComparison) -> str:
@@ -52,9 +54,27 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
         text = mismatch.describe(call.comparison) if call.comparison else call.fault
-        yield f"{call.label} ({call.function}): {text}"
+        yield f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''}): {text}"
+        if call.known:
+            yield labeled("known", f"{call.known} may be it")
     if len(wrong) > _WHOLE:
         yield f"... and {len(wrong) - _WHOLE} more, each judged on its own tensors"
+
+
+def _compiled(model: ModelComparison) -> Iterator[str]:
+    """Say what is wrong with the compiled run."""
+    run = model.compiled
+    if run is None or not run.wrong:
+        return
+    eager = "are right" if all(call.passed for call in model.calls) else "are wrong, too"
+    yield (
+        f"the compiled run is wrong: {len(run.wrong)} of {len(run.limits)} tensors are further from exact attention than"
+        f" honest rounding explains; the calls of the eager run {eager}"
+    )
+    worst = [f"{name} {run.ratios[name]:.3g} times (limit {run.limits[name]:g})" for name in run.wrong[:_WHOLE]]
+    yield labeled("furthest", ", ".join(worst))
+    yield labeled("launched", ", ".join(run.kernels) or "no kernel that is known as attention's")
+    yield labeled("do", "torch.compile(model, backend='aot_eager') tells whether the compiler's kernels are at fault")
 
 
 def _place(module: str) -> str:

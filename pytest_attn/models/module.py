@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.models.check import Target, check_model
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.workloads.generator import Draw
@@ -28,6 +29,7 @@ def check_module(
     functions: Iterable[Callable[..., Any] | str] = (),
     limits: str = "default",
     scatter: int = 4,
+    precision: str | Precision | None = None,
 ) -> ModelComparison:
     """Call an attention layer, and judge what its attention core gets and returns by exact attention.
 
@@ -42,6 +44,7 @@ def check_module(
         functions: attention of your own, as for `capture`.
         limits: "default" or "strict".
         scatter: as for `check_model`.
+        precision: as for `check_model`.
 
     Returns:
         The comparison of a layer that is right.
@@ -53,7 +56,8 @@ def check_module(
     """
     __tracebackhide__ = True
     step = module_step(module, inputs)
-    return check_model(module, step, backend, backward, functions=functions, limits=limits, scatter=scatter)
+    options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+    return check_model(module, step, backend, backward, **options)
 
 
 def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, int] = _SHAPE) -> Callable[[], Any]:

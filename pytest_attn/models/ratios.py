@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.models.asked import UnreadableError, inputs_of
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 
 class Exact:
-    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile."""
+    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
 
-    def __init__(self, subject: Subject | None, seed: int | None = None) -> None:
-        self._subject, self._seed = subject, seed
+    precision: the profile of the model's own functions, where that is said.
+    """
+
+    def __init__(self, subject: Subject | None, seed: int | None = None, precision: str | Precision | None = None) -> None:
+        self._subject, self._seed, self._precision = subject, seed, precision
         self._generators: dict[str, torch.Generator] = {}
         self._registry = Registry()
 
@@ -55,8 +58,12 @@ class Exact:
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)
         kind = device.type
-        profile = self._subject.precision_on(kind) if self._subject else precision_of(caught, self._registry, kind)
-        return Scatter(precision_named(profile), self._generators[name])
+        return Scatter(precision_named(self._profile(caught, kind)), self._generators[name])
+
+    def _profile(self, caught: Caught, kind: str) -> str | Precision:
+        if self._subject is not None:
+            return self._subject.precision_on(kind)
+        return self._precision or precision_of(caught, self._registry, kind)
 
 
 def ratios_of(
@@ -69,31 +76,33 @@ def ratios_of(
     backward: bool,
     functions: Iterable[Callable[..., Any] | str],
     runs: int,
+    precision: str | Precision | None = None,
 ) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
     functions = tuple(functions)
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
-        with catching(Exact(subject, seed), model, functions, replaces=is_of_transformers(model)):
-            return _tensors(run_step(step, model, backward))
+        with catching(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
+            return tensors_of(run_step(step, model, backward))
 
     exact = run(None)
-    found = _distances(_tensors(result), exact)
+    found = distances(tensors_of(result), exact)
     squares = dict.fromkeys(found, 0.0)
     for seed in range(runs):
-        for name, distance in _distances(run(seed), exact).items():
+        for name, distance in distances(run(seed), exact).items():
             squares[name] = squares.get(name, 0.0) + distance**2
     scatter = {name: math.sqrt(total / runs) for name, total in squares.items()}
     return {name: distance / scatter[name] for name, distance in found.items() if scatter[name] > 0}
 
 
-def _tensors(result: StepResult) -> dict[str, torch.Tensor]:
+def tensors_of(result: StepResult) -> dict[str, torch.Tensor]:
+    """Name all that a run gave: outputs, loss, gradients."""
     loss = {} if result.loss is None else {"loss": result.loss}
     return {**result.outputs, **loss, **{f"gradient of {name}": t for name, t in result.gradients.items()}}
 
 
-def _distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the Euclidean distance of the tensors that both have; those that are not finite have none."""
     both = {name: (t, other[name]) for name, t in one.items() if name in other and t.shape == other[name].shape}
     distances = {name: float((a.double() - b.double()).norm()) for name, (a, b) in both.items()}

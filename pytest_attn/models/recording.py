@@ -48,7 +48,8 @@ def precision_of(caught: Caught, registry: Registry, kind: str) -> str | Precisi
 
     if caught.entry is FLEX and uncompiled(caught.original) is None:
         return uncompiled_flex_precision(torch.__version__)
-    return registry[caught.profile].precision_on(kind) if caught.profile else "flash"
+    profile = caught.entry.ran() or caught.profile
+    return registry[profile].precision_on(kind) if profile else "flash"
 
 
 class Recorder:
@@ -57,6 +58,7 @@ class Recorder:
     done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
     masks: what each call may see, by module and number, where that is known better than from the call itself. judges: calls
     are to be judged, so no gradient of out arrives in rows that see no key: what these hold is the function's own affair.
+    precision: where the model's functions round, where that is said; else what is known of them.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Recorder:
         masks: dict[tuple[str, int], torch.Tensor] | None = None,
         kept_bytes: int = KEPT_BYTES,
         judges: bool = False,
+        precision: str | Precision | None = None,
     ) -> None:
         self.unread_calls: list[Unread] = []
         #: is given each call as it is made
@@ -74,7 +77,7 @@ class Recorder:
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
         self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
-        self._registry = Registry()
+        self._registry, self._precision = Registry(), precision
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Note a call that asks for what no workload can say."""
@@ -101,7 +104,7 @@ class Recorder:
         out = self._keep(asked.fold_out(raw.detach()))
         call = AttentionCall(caught.module, number, caught.function, precision, pristine, out, subject)
         call.is_again, call.order = caught.is_again, self._numbers.total()
-        call.empty_rows = EmptyRows(inputs, "finite") if self._judges else None
+        call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, caught.kernel
         if not caught.is_again:
             self.made(call)
         expected = {name for name, t in zip(("dq", "dk", "dv"), aliases, strict=True) if t.requires_grad}
@@ -114,7 +117,8 @@ class Recorder:
     def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
         del asked
-        return Computed(caught.compute(), precision_of(caught, self._registry, inputs.device.type), None)
+        result = caught.compute()
+        return Computed(result, self._precision or precision_of(caught, self._registry, inputs.device.type), None)
 
     def finish(self) -> None:
         """Hand on the calls whose gradients did not all arrive."""

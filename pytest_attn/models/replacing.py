@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.machine import Machine, current
-from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import check_contract
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def replacement(target: Callable[..., Any] | Subject | str, registry: Registry | None = None) -> Subject:
+def replacement(
+    target: Callable[..., Any] | Subject | str, registry: Registry | None = None, precision: str | Precision | None = None
+) -> Subject:
     """Return what computes the calls: a backend as it is or by its name, or a function of (q, k, v, workload=...).
 
-    Raises ValueError for an unknown name, TypeError for a target that is none of the three.
+    precision: where a function says it rounds, "flash" by default; a backend says it itself. Raises ValueError for an unknown
+    name, TypeError for a target that is none of the three.
     """
     subject = target if isinstance(target, Subject) else (registry or Registry()).subject(target)
     if subject.user_function is not None:
-        return FunctionBackend(function_name(subject.user_function), subject.user_function)
+        return FunctionBackend(function_name(subject.user_function), subject.user_function, precision=precision or "flash")
     return subject
 
 

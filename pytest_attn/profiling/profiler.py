@@ -85,6 +85,20 @@ def profile_call(
     return Profile(direction, tuple(_launches(profiler, on_cuda)), peak, flops, roofline)
 
 
+def launches_of(call: Callable[[], object], device: torch.device) -> list[Launch]:
+    """Return what a call launches, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = device.type == "cuda"
+    with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+        call()
+        if on_cuda:
+            import torch
+
+            torch.cuda.synchronize(device)
+    return _launches(profiler, on_cuda)
+
+
 def _launches(profiler: Any, on_cuda: bool) -> list[Launch]:
     """Sum up the profiler's events by kernel; on a CPU, the operators that do work themselves."""
     from torch._C._autograd import DeviceType

@@ -85,7 +85,14 @@ class Record(TypedDict):
     graph_breaks: Annotated[int, "of torch.compile"]
     calls: Annotated[
         Sequence[dict[str, Any]],
-        "of a model: module, function, workload, passed, backward, tensor, z_element, z_row, z_head, reason of each call",
+        "of a model, for each call: module, function, kernel (what computed it, as far as that is known), workload, passed,"
+        " backward, tensor, z_element, z_row, z_head, reason",
+    ]
+    notes: Annotated[Sequence[str], "of a model: what cannot be seen in it, and layers that were not judged"]
+    compiled: Annotated[
+        dict[str, Any] | None,
+        "of a compiled model, its compiled run: ratios (distance of each tensor from exact attention in units of honest"
+        " rounding), limits, graphs, breaks, recompiled (graphs in a second run), kernels, unknown (why nothing was compared)",
     ]
     ratios: Annotated[
         dict[str, Any],

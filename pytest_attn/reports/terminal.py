@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record, verdict_of
@@ -81,14 +82,32 @@ def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
             continue
         yield "", {}
         yield f"{r['subject']} in {r['workload']}", {"bold": True}
-        table = [("layer", "function", "asks", "worst", "z", "row", "head")]
-        table += [(c["module"], c["function"], c["workload"], c["tensor"], *_call_levels(c)) for c in r["calls"]]
-        for number, line in enumerate(aligned(table, right=(4, 5, 6), width=width)):
+        table = [("layer", "function", "kernel", "asks", "worst", "z", "row", "head")]
+        facts = [(c["module"], c["function"], c.get("kernel") or "-", c["workload"], c["tensor"]) for c in r["calls"]]
+        table += [(*fact, *_call_levels(call)) for fact, call in zip(facts, r["calls"], strict=True)]
+        for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
             is_wrong = number > 0 and not r["calls"][number - 1]["passed"]
             yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
         ratios = {name: ratio for name, ratio in r["ratios"].items() if name != "loss"}  # a single number scatters too much
         for name, ratio in sorted(ratios.items(), key=lambda item: -item[1])[:_MOST_RATIOS]:
             yield f"  {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
+        yield from _compiled(r["compiled"])
+        for note in r["notes"]:
+            yield f"  note: {note}", {}
+
+
+def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
+    """Yield what is known of a model's compiled run."""
+    if run is None:
+        return
+    breaks = f"{run['breaks']} graph breaks" if run["breaks"] != 1 else "1 graph break"
+    again = f", compiled again in the second run ({run['recompiled']})" if run["recompiled"] else ""
+    launched = f", launched {', '.join(run['kernels'])}" if run["kernels"] else ""
+    yield f"  compiled: {run['graphs']} graphs, {breaks}{again}{launched}", {}
+    if run["unknown"]:
+        yield f"  compiled: not compared: {run['unknown']}", {}
+    for name, ratio in sorted(run["ratios"].items(), key=lambda item: -item[1])[:1]:
+        yield f"  compiled: {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
 
 
 def _call_levels(call: Mapping[str, float | None]) -> tuple[str, ...]:

@@ -22,6 +22,11 @@ class Collected:
         """Set how many cases are left after deselection, which share the rate of false alarms."""
         self.selected = cases
 
+    @property
+    def listed(self) -> int:
+        """The cases of a listing: another parametrize of the test multiplies those that its marker has."""
+        return max(self.cases, self.runnable + sum(sum(kernels.values()) for kernels in self.obstacles.values()))
+
     def count(self, reason: str | None, kernel: str) -> None:
         """Count a case of a listing: reason says why it would not run, None where it would."""
         self.runnable += reason is None

@@ -52,7 +52,7 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         return
     collected, registrations = session.collected, session.registrations
     closing = (
-        f"{collected.runnable:,} of {collected.cases:,} cases would run on {machine.name}"
+        f"{collected.runnable:,} of {collected.listed:,} cases would run on {machine.name}"
         f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
     )
     shown = tables(registrations.registry, registrations.catalog, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,8 +57,19 @@ def token_ids(device: torch.device, tokens: int = 48) -> torch.Tensor:
     return torch.randint(128, (2, tokens), generator=torch.Generator().manual_seed(1)).to(device)
 
 
+def cache_of(kind: str, model: Any, tokens: int) -> Any:
+    """Return an empty cache of a model of transformers: dynamic, static, or sliding, which drops what leaves the window."""
+    transformers = _library("transformers")
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=tokens)
+    return transformers.DynamicCache(**({"config": model.config} if kind == "sliding" else {}))
+
+
 def _library(name: str) -> Any:
-    return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
+    try:
+        return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
+    except RuntimeError as error:  # as of a torchvision that is built for another torch
+        pytest.skip(f"{name} cannot be imported: {str(error).splitlines()[0]}")
 
 
 def _sharpened(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -113,13 +125,15 @@ def _whisper(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]
     return model, lambda: model(input_features=sound, decoder_input_ids=ids, labels=ids, use_cache=False)
 
 
-def _timm(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
+def _timm(device: torch.device, dtype: torch.dtype, side: int = 224, has_class: bool = True) -> tuple[nn.Module, Step]:
+    """Two layers of a vision transformer over patches of 16, with or without a class token; ViT-B/16 but for its width."""
     timm = _library("timm")
-    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).to(device, dtype)
+    more = {} if has_class else {"class_token": False, "global_pool": "avg"}
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=side, **more).to(device, dtype)
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight[: 2 * model.embed_dim] *= 8
-    images = _images(224, device, dtype)
+    images = _images(side, device, dtype)
     return model, lambda: model(images).float().square().mean()
 
 
@@ -167,7 +181,10 @@ def _images(side: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor
 
 #: by name: those that take no tokens
 _OTHERS: Mapping[str, Callable[[torch.device, torch.dtype], tuple[nn.Module, Step]]] = {
-    "timm-vit": _timm,
+    "timm-vit-197": _timm,
+    "timm-vit-196": partial(_timm, has_class=False),
+    "timm-vit-3137": partial(_timm, side=896),
+    "timm-vit-3136": partial(_timm, side=896, has_class=False),
     "flux": _flux,
     "wan": _wan,
     "modernbert": _modernbert,

@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 #: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
 pytestmark = pytest.mark.filterwarnings("default")
 _LANGUAGE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
-LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit", "flux", "wan")
+LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit-197", "flux", "wan")
+#: what takes a CPU too long, or tells it nothing more
+FOR_A_GPU = ("vit-196", "vit-3137", "vit-3136", "timm-vit-196", "timm-vit-3137", "timm-vit-3136")
 #: whose rows can be compared; a mixture of experts cannot
 TOKENS = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @pytest.mark.attention_model
-@pytest.mark.parametrize("name", ["vit", "llama"])
-def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["vit", "llama", "mistral", *FOR_A_GPU[:3]])
+def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, name: str, dtype: str) -> None:
     """Every backend, in a training step."""
-    model, step = _of_torch(name, attn_model)
+    _require_gpu(attn_model, name in (*FOR_A_GPU, "mistral") or dtype != "bfloat16")
+    model, step = _of_torch(name, attn_model, dtype)
     attn_model.check(model, step, attn_backend, scatter=0)
 
 
@@ -40,17 +45,27 @@ def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backe
 
 
 @pytest.mark.attention_model
-@pytest.mark.parametrize("name", ["vit", "llama"])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_backends_in_library_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
+    """Every backend in place of the library's attention, in a training step."""
+    _require_gpu(attn_model, True)
+    attn_model.check(*_of_library(name, attn_model), attn_backend, scatter=0)
+
+
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", ["vit", "llama", "mistral"])
 def test_torch_models(attn_model: AttentionModel, name: str) -> None:
     """What torch chose, in a training step."""
     attn_model.check(*_of_torch(name, attn_model))
 
 
 @pytest.mark.attention_model
-@pytest.mark.parametrize("name", LIBRARY)
-def test_library_models(attn_model: AttentionModel, name: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*LIBRARY, *FOR_A_GPU[3:]])
+def test_library_models(attn_model: AttentionModel, name: str, dtype: str) -> None:
     """What the library chose, in a training step."""
-    attn_model.check(*_of_library(name, attn_model), scatter=0)
+    _require_gpu(attn_model, name in FOR_A_GPU or dtype != "bfloat16")
+    attn_model.check(*_of_library(name, attn_model, dtype), scatter=0)
 
 
 @pytest.mark.attention_model
@@ -61,28 +76,35 @@ def test_invariants_of_library_models(attn_model: AttentionModel, name: str) -> 
 
 
 @pytest.mark.attention_model(backward=False)
+@pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_decoding_of_library_models(attn_model: AttentionModel, name: str) -> None:
+def test_decoding_of_library_models(attn_model: AttentionModel, name: str, cache: str) -> None:
     """Every call of a prefill and of some steps through a cache."""
     model, ids = _of_tokens(name, attn_model)
-    attn_model.check(model, _decoding(model, ids), scatter=0)
+    attn_model.check(model, _decoding(model, ids, cache), scatter=0)
 
 
-def _of_torch(name: str, case: AttentionModel) -> tuple[Any, Any]:
+def _require_gpu(case: AttentionModel, is_for_a_gpu: bool) -> None:
+    """Skip on a CPU what would take it too long."""
+    if is_for_a_gpu and case.device.type == "cpu":
+        pytest.skip("on a GPU: a CPU runs a smaller part of the models, in bfloat16")
+
+
+def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
     """Return a model and its step; torch is imported by a test that runs, and not when it is collected."""
     import torch
 
     from pytest_attn.suite.torch_models import torch_model
 
-    return torch_model(name, case.device, torch.bfloat16)
+    return torch_model(name, case.device, getattr(torch, dtype))
 
 
-def _of_library(name: str, case: AttentionModel) -> tuple[Any, Any]:
+def _of_library(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
     import torch
 
     from pytest_attn.suite.library_models import library_model
 
-    return library_model(name, case.device, torch.bfloat16)
+    return library_model(name, case.device, getattr(torch, dtype))
 
 
 def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, torch.Tensor]:
@@ -93,15 +115,18 @@ def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, torch.Tensor]:
     return language_model(name, case.device, torch.bfloat16), token_ids(case.device)
 
 
-def _decoding(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _decoding(model: torch.nn.Module, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
     import torch
+
+    from pytest_attn.suite.library_models import cache_of
 
     def step() -> torch.Tensor:
         with torch.no_grad():
-            found = model(input_ids=ids[:, :40], use_cache=True)
-            for at in range(40, 44):
-                found = model(input_ids=ids[:, at : at + 1], past_key_values=found.past_key_values, use_cache=True)
-        logits: torch.Tensor = found.logits
-        return logits
+            cache = cache_of(kind, model, ids.shape[1])
+            logits = []
+            for start, end in ((0, 40), *((at, at + 1) for at in range(40, 44))):
+                found = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+                logits.append(found.logits)
+        return torch.cat(logits, 1)
 
     return step

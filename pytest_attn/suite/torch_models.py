@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: by how much the projections of q and k are larger than torch makes them: else all keys count alike, and faults hide
 _SHARPER = 6.0
-_SIDE, _KERNEL, _SOFTCAP = 12, 5, 20.0
+_SIDE, _KERNEL, _SOFTCAP, _WINDOW = 12, 5, 20.0, 33
 
 
 class Attention(nn.Module):
@@ -84,10 +84,20 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> 
     return found
 
 
+def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[-2], device=q.device)
+    behind = at[:, None] - at
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < _WINDOW))
+
+
 #: by name: attention, rows, width, heads, heads of k and v, whether it has a backward pass on a CPU
 _MODELS: dict[str, tuple[Attend, int, int, int, int, bool]] = {
     "vit": (_full, 197, 128, 2, 2, True),
+    "vit-196": (_full, 196, 128, 2, 2, True),
+    "vit-3137": (_full, 3137, 128, 2, 2, True),
+    "vit-3136": (_full, 3136, 128, 2, 2, True),
     "llama": (_grouped_causal, 128, 128, 4, 2, True),
+    "mistral": (_windowed, 128, 128, 2, 2, True),
     "softcap": (_soft_capped, _SIDE**2, 64, 2, 2, False),
     "neighborhood": (_neighborhood, _SIDE**2, 64, 2, 2, False),
 }

@@ -73,6 +73,87 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+def _cached(b, q, k_cache, v_cache, k, v, cache_seqlens, options):
+    """Attend for one batch entry; new keys are appended in place."""
+    length = cache_seqlens if isinstance(cache_seqlens, int) else int(cache_seqlens[b])
+    if k is not None:
+        k_cache[b, length : length + k.shape[1]] = k[b]
+        v_cache[b, length : length + v.shape[1]] = v[b]
+        length += k.shape[1]
+    one = slice(b, b + 1)
+    return attention(q[one], k_cache[one, :length], v_cache[one, :length], **options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(*qkv.unbind(2), *options)
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, *kv.unbind(2), *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *options)
+
+
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -101,11 +182,6 @@ def flash_attn_with_kvcache(
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
         out, lse = paged(q, k_cache, v_cache, block_table, cache_seqlens, **options)
     else:
-        if not isinstance(cache_seqlens, int):  # one per batch entry; alike here
-            cache_seqlens = int(cache_seqlens.unique())
-        if k is not None:  # appended in place
-            k_cache[:, cache_seqlens : cache_seqlens + k.shape[1]] = k
-            v_cache[:, cache_seqlens : cache_seqlens + v.shape[1]] = v
-            cache_seqlens += k.shape[1]
-        out, lse = attention(q, k_cache[:, :cache_seqlens], v_cache[:, :cache_seqlens], **options)
+        found = [_cached(b, q, k_cache, v_cache, k, v, cache_seqlens, options) for b in range(len(q))]
+        out, lse = (torch.cat(part) for part in zip(*found, strict=True))
     return (out, lse) if return_softmax_lse else out

@@ -54,7 +54,11 @@ class DotProductAttention(torch.nn.Module):
         self.qkv_format, self.attn_mask_type, self.attention_type = qkv_format, attn_mask_type, attention_type
         self.window_size, self.softcap, self.softmax_type = window_size, softcap, softmax_type
         self.scale = 1.0 / math.sqrt(self.dims[0]) if softmax_scale is None else softmax_scale
+        self.attention_dropout, self.cp_group, self.softmax_offset = attention_dropout, None, None
+        self.fused_attention = torch.nn.Module()
+        self.fused_attention.softmax_scale = self.scale
         if softmax_type == "learnable":
+            del self.softmax_offset
             self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads))
 
     def forward(
@@ -86,7 +90,9 @@ class DotProductAttention(torch.nn.Module):
             assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
             assert int(cu_seqlens_kv.diff().max()) <= max_seqlen_kv
         else:
-            assert qkv_format == "bshd"
+            assert qkv_format in ("bshd", "sbhd")
+            if qkv_format == "sbhd":
+                q, k, v = (t.transpose(0, 1) for t in (q, k, v))
             max_seqlen_q, max_seqlen_kv = q.shape[1], k.shape[1]
         params = dpa_utils.AttentionParams(
             q.dtype,
@@ -137,11 +143,13 @@ class DotProductAttention(torch.nn.Module):
             out = packed(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)[0]
         else:
             out = attention(q, k, v, bias=core_attention_bias, visible=_visible(kind, attention_mask), **options)[0]
+        if qkv_format == "sbhd":
+            out = out.transpose(0, 1)
         return out.reshape(*out.shape[:-2], -1)
 
 
 def _visible(kind, attention_mask):
-    if kind != "arbitrary":
+    if kind != "arbitrary" and not ("padding" in kind and attention_mask is not None):
         return None
     return attention_mask.logical_not()  # True is masked
 

@@ -182,6 +182,20 @@ def test_a_listing_counts_models(run):
     result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
 
 
+def test_a_listing_counts_each_model_of_a_parametrized_test(run):
+    result = run(
+        """
+@pytest.mark.attention_model
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_it(attn_model, attn_backend, name): pass
+""",
+        "--attn-list",
+        "--attn-backends=math,flash3",
+    )
+
+    result.stdout.fnmatch_lines(["*3 of 6 cases would run*"])
+
+
 def test_a_step_that_returns_nothing_to_judge_is_named_without_a_workload(run):
     result = run(
         """
@@ -263,3 +277,54 @@ def old_library(monkeypatch):
 
     assert result.parseoutcomes()["passed"] == 1
     assert "failed" not in result.parseoutcomes()
+
+
+def test_a_known_defect_of_a_backend_is_an_expected_failure_with_its_layers(run, pytester):
+    pytester.makeconftest(
+        """
+import pytest_attn
+
+
+def pytest_attn_backends(registry):
+    import torch.nn.functional as F
+
+    def known(q, k, v, workload):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 1.1
+
+    registry.add_function("known", known)
+    registry["known"].known_defects = (
+        pytest_attn.KnownDefect("lib#1", "out is a tenth too large", lambda w, m: True, ("out", "dq", "dk", "dv")),
+    )
+"""
+    )
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, attn_backend, model, step):
+    attn_model.check(model, step, attn_backend, precision="flash")
+""",
+        "--attn-backends=known",
+        "--attn-json=records.jsonl",
+    )
+
+    result.assert_outcomes(xfailed=1)
+    (record,) = map(json.loads, (pytester.path / "records.jsonl").read_text().splitlines())
+    assert (record["verdict"], record["reason"]) == ("known defect", "lib#1: out is a tenth too large")
+    assert [call["kernel"] for call in record["calls"]] == ["SDPA flash"] * 2
+
+
+def test_what_was_not_judged_is_told_below_the_table(run):
+    result = run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model):
+    model = nn.Sequential(Attention(), Attention()).bfloat16()
+    model[1].forward = lambda x: x + (x @ x.mT).softmax(-1) @ x
+    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
+    attn_model.check(model, lambda: model(x).float().square().mean(), scatter=0)
+""",
+        "-v",
+    )
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["layer * function * kernel * asks*", "  note: not judged: 1 made no attention call*"])

@@ -67,10 +67,10 @@ def test_the_library_appends_new_keys_to_a_cached_prefix(flash2):
 def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
     from fakes import HERE
 
-    written = "v_cache[:, cache_seqlens : cache_seqlens + v.shape[1]] = v"
+    written = "v_cache[b, length : length + v.shape[1]] = v[b]"
     source = (HERE / "flash2.py").read_text()
     assert written in source
-    flash2(**{"flash_attn/flash_attn_interface.py": source.replace(written, f"{written}.flip(1)")})
+    flash2(**{"flash_attn/flash_attn_interface.py": source.replace(written, f"{written}.flip(0)")})
     with pytest.raises(
         ContractError, match="of v_cache, where the new key 31 of batch entry 0 belongs, holds that of the new"
     ):
