@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import pytest
 
+from pytest_attn.backends.builtin import OVER_RANKS
+from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import CallableSubject, Dequantizer
 from pytest_attn.cases.case import AttentionCase
 from pytest_attn.cases.run import CaseRun
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.ranks.pool import Pool
     from pytest_attn.ranks.subject import RankedSubject
+    from pytest_attn.ranks.team import Team
 
 _Judged = TypeVar("_Judged")
 
@@ -46,7 +49,7 @@ def make_ranked_case(
     case = RankedCase(request, parameter, mark, session)
     if reason := case.skipped_because():
         case._run.outcome.skip(None, reason)
-    case._run.skip_unless_runnable(None)
+    case._run.skip_unless_runnable(case._run.backend)
     request.addfinalizer(case.finish)
     return case
 
@@ -58,8 +61,8 @@ class RankedCase(AttentionCase):
         self, request: pytest.FixtureRequest, parameter: RankedParameter, mark: AttentionMark, session: AttentionSession
     ) -> None:
         super().__init__(request, parameter, mark, session)
-        self._run = RankedRun(request, parameter, mark, session)
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
+        self._run = RankedRun(request, parameter, mark, session, self._sharding)
         self._pool: Pool | None = None
 
     @property
@@ -168,16 +171,18 @@ class RankedCase(AttentionCase):
     ) -> _Judged:
         """Return what `judge` makes of `fn` on the ranks; what these do wrong fails the test with its text alone."""
         __tracebackhide__ = True
-        from pytest_attn.ranks.subject import RankedSubject
         from pytest_attn.ranks.team import RankRaisedError, RanksLostError
 
         inner = self._run.subject(fn, name, self._spec)
-        if not isinstance(inner, CallableSubject):
-            raise ValueError(f"{inner.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v)")
+        if not isinstance(inner, CallableSubject | RankBackend):
+            raise ValueError(
+                f"{inner.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v),"
+                f" or one of {', '.join(OVER_RANKS)}"
+            )
         self._run.asked = inner
         try:
             pool = self._ready_pool()
-            verdict = judge(RankedSubject(inner, pool, self._sharding))
+            verdict = judge(_over(pool, inner, self._sharding))
             pool.leave(verdict)
             return verdict
         except (RankRaisedError, RanksLostError) as error:
@@ -200,6 +205,24 @@ class RankedCase(AttentionCase):
 class RankedRun(CaseRun):
     """A case in a run whose callable runs on ranks, which have a time limit of their own."""
 
+    def __init__(
+        self,
+        request: pytest.FixtureRequest,
+        parameter: RankedParameter,
+        mark: AttentionMark,
+        session: AttentionSession,
+        sharding: Sharding,
+    ) -> None:
+        super().__init__(request, parameter, mark, session)
+        self.sharding = sharding
+
+    def skip_unless_runnable(self, subject: Subject | None, backward: bool = False) -> None:
+        """Ask a backend that computes over ranks about its shards, too."""
+        from pytest_attn.ranks.subject import RankedBackend
+
+        asked = RankedBackend(subject, None, self.sharding) if isinstance(subject, RankBackend) else subject
+        super().skip_unless_runnable(asked, backward)
+
     def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[None]]:
         """Return no limit: the pool has one."""
         del subject
@@ -217,6 +240,15 @@ class RankedSaver(FailureSaver):
     def _kernel(self, folder: str) -> KernelSource:
         del folder
         return KernelSource("my_kernel", missing=f"a callable of (q, k, v) in one process; {self._case} ran on several ranks")
+
+
+def _over(team: Team, inner: CallableSubject | RankBackend, sharding: Sharding) -> RankedSubject:
+    """Return what is judged: a callable or a backend on the ranks of a team."""
+    from pytest_attn.ranks.subject import RankedBackend, RankedCallable
+
+    if isinstance(inner, RankBackend):
+        return RankedBackend(inner, team, sharding)
+    return RankedCallable(inner, team, sharding)
 
 
 def _refuse_dequantized(dequantized: Dequantizer | None) -> None:
