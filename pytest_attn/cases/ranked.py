@@ -153,10 +153,7 @@ class RankedCase(AttentionCase):
             return f"ranks run on cpu and cuda, not on {device.type}"
         if not dist.is_available() or not (dist.is_gloo_available() if device.type == "cpu" else dist.is_nccl_available()):
             return f"this torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}, which ranks on {device.type} need"
-        there = self._run.machine.device_count
-        if device.type == "cuda" and there < self.ranks:
-            return f"needs {self.ranks} GPUs, this machine has {there}"
-        return self._sharding.refused_because()
+        return self._too_few_gpus() or self._sharding.refused_because()
 
     def finish(self) -> None:
         """End the case on the ranks; fail the test where that of a rank has failed after its last judgment."""
@@ -165,6 +162,17 @@ class RankedCase(AttentionCase):
             pytest.fail(wrong, pytrace=False)
 
     # -- details -------------------------------------------------------------------------------------------------------
+
+    def _too_few_gpus(self) -> str:
+        """Say that there are fewer GPUs than ranks, which may not share one, "" where that is not so."""
+        from pytest_attn.ranks.shared_gpu import nccl_refuses_because
+
+        there, share = self._run.machine.device_count, self._session.settings.ranks_share_gpu
+        if self.device.type != "cuda" or there >= self.ranks:
+            return ""
+        if share == "no":
+            return f"needs {self.ranks} GPUs, this machine has {there}"
+        return nccl_refuses_because() if share == "nccl" else ""
 
     def _over_ranks(
         self, fn: Callable[..., Any] | Backend | str, name: str | None, judge: Callable[[RankedSubject], _Judged]
@@ -196,7 +204,8 @@ class RankedCase(AttentionCase):
         run = self._run
         if self._pool is None:
             with run.session.progress.during(f"starting {self.ranks} ranks", run.workload.id):
-                self._pool = Pools.of(run.item.config).pool(self.ranks, self.device.type, run.session.settings.rank_timeout)
+                limits = run.session.settings.rank_timeout, run.session.settings.ranks_share_gpu
+                self._pool = Pools.of(run.item.config).pool(self.ranks, self.device.type, *limits)
             self._pool.run(name_for_processes(run.item))
         self._pool.await_callable()
         return self._pool

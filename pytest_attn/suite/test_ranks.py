@@ -32,22 +32,30 @@ INPUTS = ("structured", "flat", "outlier")
 @pytest.mark.attention(*WORKLOADS, backends=CONTIGUOUS, inputs=INPUTS, ranks=RANKS, shard="contiguous")
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output, where each rank has one part of the sequence."""
-    attn.check(attn_backend)
+    check(attn, attn_backend)
 
 
 @pytest.mark.attention(*WORKLOADS, backends=CONTIGUOUS, inputs=INPUTS, ranks=RANKS, shard="contiguous", backward=True)
 def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output and the gradients."""
-    attn.check(attn_backend)
+    check(attn, attn_backend)
 
 
 @pytest.mark.attention(*WORKLOADS, backends=HEAD_TAIL, inputs=INPUTS, ranks=RANKS, shard="head-tail")
 def test_balanced_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output, where each rank has a chunk from the head and one from the tail."""
-    attn.check(attn_backend)
+    check(attn, attn_backend)
 
 
 @pytest.mark.attention(*WORKLOADS, backends=HEAD_TAIL, inputs=INPUTS, ranks=RANKS, shard="head-tail", backward=True)
 def test_balanced_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output and the gradients; in this order torch's ring was reported wrong (pytorch#163075)."""
-    attn.check(attn_backend)
+    check(attn, attn_backend)
+
+
+def check(attn: AttentionCase, backend: Backend) -> None:
+    """Check the case; on a CPU leave out most of the cases for which torch compiles a block mask."""
+    is_short = attn.ranks == 2 and attn.workload.name == "ranks-causal-gqa"
+    if attn.device.type == "cpu" and backend.name == "torch_cp_flex" and not is_short:
+        pytest.skip("compiles a block mask for every shape; too long for a CPU")
+    attn.check(backend)

@@ -15,7 +15,9 @@ from pytest_attn.backends.flex_mods import BLOCK, block_mask_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, within
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -112,6 +114,12 @@ class TorchCpFlex(_OfTorch):
             return f"needs torch 2.10, this is {machine.torch_version}"
         return None
 
+    def precision_on(self, kind: str) -> str | Precision:
+        """On a CPU flex_attention is not compiled here: a compilation for each shape takes longer than the rest."""
+        import torch
+
+        return uncompiled_flex_precision(torch.__version__) if kind == "cpu" else super().precision_on(kind)
+
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse lengths without whole blocks on each rank, as torch does, and what flex_attention refuses."""
         w, blocks = sharding.workload, sharding.ranks * BLOCK
@@ -139,7 +147,7 @@ class TorchCpFlex(_OfTorch):
             whole = create_block_mask(_all_visible, None, None, w.q_len, w.kv_len, device=str(place.device))
         with unlimited_recompiles():
             (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
-        flex = torch.compile(flex_attention, dynamic=False)
+        flex = flex_attention if place.device.type == "cpu" else torch.compile(flex_attention, dynamic=False)
 
         class Attention(torch.nn.Module):
             """What a model's attention module is."""
