@@ -164,15 +164,13 @@ class RankedCase(AttentionCase):
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _too_few_gpus(self) -> str:
-        """Say that there are fewer GPUs than ranks, which may not share one, "" where that is not so."""
+        """Say that there are fewer GPUs than ranks, which may or can not share one, "" where that is not so."""
         from pytest_attn.ranks.shared_gpu import nccl_refuses_because
+        from pytest_attn.session.requirements import too_few_gpus_because
 
-        there, share = self._run.machine.device_count, self._session.settings.ranks_share_gpu
-        if self.device.type != "cuda" or there >= self.ranks:
-            return ""
-        if share == "no":
-            return f"needs {self.ranks} GPUs, this machine has {there}"
-        return nccl_refuses_because() if share == "nccl" else ""
+        machine, share = self._run.machine, self._session.settings.ranks_share_gpu
+        is_shared_by_nccl = share == "nccl" and self.device.type == "cuda" and machine.device_count < self.ranks
+        return nccl_refuses_because() if is_shared_by_nccl else too_few_gpus_because(self.ranks, machine, share)
 
     def _over_ranks(
         self, fn: Callable[..., Any] | Backend | str, name: str | None, judge: Callable[[RankedSubject], _Judged]

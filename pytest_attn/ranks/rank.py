@@ -70,6 +70,7 @@ class Rank:
         given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # by which libraries choose a device
             given |= {"backend": "nccl", "device_id": self.device}
         if self._share == "gloo":
             register_host_group()

@@ -38,7 +38,8 @@ def run(pytester, monkeypatch):
     """Run a module with ranks that find what the tests import."""
 
     def running(module, *arguments):
-        folders = [TESTS, TESTS / "fakes" / "kernels_of_ranks", os.environ.get("PYTHONPATH", "")]
+        own = [TESTS / "fakes" / name for name in ("kernels_of_ranks", "transformers_of_rings")]
+        folders = [TESTS, *own, os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
         pytester.makeconftest(CONFTEST)
         pytester.makepyfile(HEAD + module)
@@ -191,3 +192,17 @@ def test_over_ranks(attn, attn_backend):
         "torch_cp@rotate=ring: has no rotate=ring; it takes allgather, alltoall",
     ):
         result.stdout.fnmatch_lines([f"*{reason}*"])
+
+
+def test_a_listing_counts_cases_over_ranks(run):
+    result = run(
+        """
+@pytest.mark.attention(CAUSAL.replace(q_len=256, kv_len=256), CAUSAL, ranks=2)
+def test_over_ranks(attn, attn_backend):
+    attn.check(attn_backend)
+""",
+        *("--attn-backends=torch_cp_flex", "--attn-list"),
+    )
+    result.stdout.fnmatch_lines(
+        ["*1 case of torch_cp_flex: needs q_len and kv_len that are multiples of 256*", "*1 of 2 cases would run*"]
+    )
