@@ -9,7 +9,7 @@ from rings import AllGather, Problem, Ring, Ulysses
 from pytest_attn import Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.ranks.subject import RankedSubject
+from pytest_attn.ranks.subject import RankedCallable
 from pytest_attn.workloads.sharding import Sharding
 
 FULL = Workload(64, heads=4, kv_heads=2, head_dim=32)
@@ -85,4 +85,4 @@ def judged_over_ranks(kernel, workload, ranks, shard="contiguous", fault="", ref
         lambda exchange: kernel(exchange, problem, fault, spec.returns_lse), sharding, spec.layout, spec.returns_lse
     )
     callable_ = spec.subject(Registry(), lambda q, k, v: None, kernel.__name__)
-    return judge(RankedSubject(callable_, team, sharding), spec, references, keep_evidence=True)
+    return judge(RankedCallable(callable_, team, sharding), spec, references, keep_evidence=True)

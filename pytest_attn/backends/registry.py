@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES
+from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES, OVER_RANKS
 from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.graphed import Graphed
+from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.workloads.functions import describe
@@ -27,8 +28,15 @@ class Registry:
     def __init__(self) -> None:
         self._loaders: dict[str, Callable[[], Backend]] = {}
         self._loaded: dict[str, Backend] = {}
-        for name, (module, cls) in BUILTIN.items():
+        for name, (module, cls) in {**BUILTIN, **OVER_RANKS}.items():
             self._loaders[name] = _loader(module, cls)
+
+    def computes_over_ranks(self, name: str) -> bool:
+        """Whether a backend is for tests with ranks=...; loads none of the built-in ones."""
+        base = split(self.canonical(name))[0].partition("+")[0]
+        if base in BUILTIN or base in OVER_RANKS or base not in self._loaders:
+            return base in OVER_RANKS
+        return isinstance(self[base], RankBackend)
 
     @property
     def families(self) -> list[tuple[str, str]]:

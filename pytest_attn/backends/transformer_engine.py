@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import sees_nothing
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import sequence_boundaries
+from pytest_attn.backends.library import Library
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Document, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
+
+#: its kernels by the names of its log, with the variables that allow them, in the order of its list of available ones
+KERNELS = {
+    "FlashAttention": "NVTE_FLASH_ATTN",
+    "FusedAttention": "NVTE_FUSED_ATTN",
+    "UnfusedDotProductAttention": "NVTE_UNFUSED_ATTN",
+}
+
+
+def _cudnn_of_torch() -> dict[str, str]:
+    """Point Transformer Engine to torch's own cuDNN: it looks for a system's first, and two of them do not go together."""
+    if os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
+        return {}
+    nvidia = find_spec("nvidia")
+    folders = [os.path.join(folder, "cudnn") for folder in (nvidia and nvidia.submodule_search_locations) or ()]
+    return next(({"CUDNN_HOME": folder} for folder in folders if os.path.isdir(folder)), {})
+
+
+TRANSFORMER_ENGINE = Library(
+    ("transformer-engine-torch", "transformer-engine"),
+    "transformer_engine.pytorch.attention.dot_product_attention",
+    "pip install --no-build-isolation transformer-engine[pytorch]",
+    _cudnn_of_torch,
+)
 
 
 # -- how a workload is said -------------------------------------------------------------------------------------------
@@ -102,7 +130,24 @@ def fully_masked_rows_refused(w: Workload, device: str) -> list[str]:
     return ["gives queries that see no key other results than zeros"] if fully_masked else []
 
 
+def half_open_window_refused(w: Workload) -> list[str]:
+    """Refuse a window that its pair of numbers cannot say."""
+    is_half_open = isinstance(w.mask, Window) and (w.mask.left is None) != (w.mask.right is None)
+    return ["takes no window that is open on one side"] if is_half_open and w.mask != Window(None, 0) else []
+
+
 # -- its globals ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def selected(te: ModuleType, kernel: str, remembered: dict[str, Any]) -> Iterator[None]:
+    """Allow one of KERNELS only, with what a module remembered of its own last selection instead of another's."""
+    selection = te._attention_backends
+    allowed = {name: str(int(kernel == other)) for other, name in KERNELS.items()}
+    with environment(allowed), restored(selection), restored(te.dot_product_attention._alibi_cache):
+        selection.update(remembered or {"attention_params": None})
+        yield
+        remembered.update(selection)
 
 
 @contextmanager

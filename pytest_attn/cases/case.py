@@ -50,6 +50,11 @@ class AttentionCase(CaseTensors):
         self._looked_at.add("backend")
         return self._run.backend
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks compute the case together; 1 in a test without ranks=."""
+        return 1
+
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
     ) -> Comparison:
@@ -234,5 +239,7 @@ class AttentionCase(CaseTensors):
 
 def backend_of(case: AttentionCase) -> Backend:
     """Return the backend of a case whose test takes one; which does not count as a look at the case."""
-    assert case._run.backend is not None
-    return case._run.backend
+    run: CaseRun | None = getattr(case, "_run", None)
+    backend = run.backend if run else case.backend  # a rank has no run
+    assert backend is not None
+    return backend

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.ranks.rank import Rank
 from pytest_attn.ranks.serving import RankServer
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pytest_attn.backends.backend import Backend
+    from pytest_attn.backends.subject import AttentionFn
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.workloads.inputs import Inputs
@@ -34,13 +39,19 @@ class RankCase(CaseTensors):
     cu_seqlens and kv_lens count what the rank holds.
     """
 
-    backend = None
     is_judged = True  # which the other process finds out
 
     def __init__(self, rank: Rank, parameter: RankedParameter, mark: AttentionMark, session: AttentionSession) -> None:
         super().__init__(parameter.workload, mark, session)
         self._rank = rank
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
+        self._registry = session.registrations.registry
+        self._backend = session.kernels.backend_named(parameter.backend) if parameter.backend else None
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend of the case, None where the test takes none."""
+        return self._backend
 
     @property
     def rank(self) -> int:
@@ -115,14 +126,14 @@ class RankCase(CaseTensors):
         """Refused: exact attention is computed once, by the process that judges."""
         raise ValueError("a rank has no attn.reference; attn.check compares what all ranks return")
 
-    def check(self, fn: Callable[..., Any], name: str | None = None) -> Comparison:
+    def check(self, fn: Callable[..., Any] | Backend | str, name: str | None = None) -> Comparison:
         """Compute `fn` on this rank's shards as often as the process that judges asks for it; return its comparison."""
         comparison: Comparison = self._served(fn, name)
         return comparison
 
     def check_invariants(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | Backend | str,
         only: Iterable[str] | str | None = None,
         skip: Iterable[str] | str | None = None,
         name: str | None = None,
@@ -131,17 +142,35 @@ class RankCase(CaseTensors):
         report: InvariantReport = self._served(fn, name)
         return report
 
-    def measure(self, fn: Callable[..., Any], backward: object = False, name: str | None = None) -> NoReturn:
+    def measure(self, fn: Callable[..., Any] | Backend | str, backward: object = False, name: str | None = None) -> NoReturn:
         """Check `fn`, and skip the rest: calls over ranks are not timed."""
         self.check(fn, name)
         pytest.skip("it runs on several ranks")
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    def _served(self, fn: Callable[..., Any], name: str | None) -> Any:
-        layout = "thd" if self._workload.is_packed else self._mark.layout
-        server = RankServer(fn, self._sharding, self.rank, layout, self._mark.returns_lse, self.device)
+    def _served(self, fn: Callable[..., Any] | Backend | str, name: str | None) -> Any:
+        layout, returns_lse = self._mark.layout, self._mark.returns_lse
+        backend = self._registry[fn] if isinstance(fn, str) else fn
+        if isinstance(backend, RankBackend):
+            fn, layout, returns_lse = self._prepared(backend), "bhsd", False
+        layout = "thd" if self._workload.is_packed else layout
+        assert callable(fn)
+        server = RankServer(fn, self._sharding, self.rank, layout, returns_lse, self.device)
         return self._rank.serve(server, name or "")
+
+    def _prepared(self, backend: RankBackend) -> AttentionFn:
+        """Return what calls a library on this rank, prepared when the judge first asks: it may form groups, and hang."""
+        prepared: list[AttentionFn] = []
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            with quiet(), current(str(self.device)):
+                if not prepared:
+                    place = Place(self.rank, self.ranks, self.group, self.mesh, self.device)
+                    prepared.append(backend.prepare_on_rank(self._inputs, self._sharding, place, self._mark.backward))
+                return prepared[0](q, k, v)
+
+        return call
 
     @property
     def _rows(self) -> torch.Tensor:

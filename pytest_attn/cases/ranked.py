@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import pytest
 
+from pytest_attn.backends.builtin import OVER_RANKS
+from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import CallableSubject, Dequantizer
 from pytest_attn.cases.case import AttentionCase
 from pytest_attn.cases.run import CaseRun
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.ranks.pool import Pool
     from pytest_attn.ranks.subject import RankedSubject
+    from pytest_attn.ranks.team import Team
 
 _Judged = TypeVar("_Judged")
 
@@ -46,7 +49,7 @@ def make_ranked_case(
     case = RankedCase(request, parameter, mark, session)
     if reason := case.skipped_because():
         case._run.outcome.skip(None, reason)
-    case._run.skip_unless_runnable(None)
+    case._run.skip_unless_runnable(case._run.backend)
     request.addfinalizer(case.finish)
     return case
 
@@ -58,8 +61,8 @@ class RankedCase(AttentionCase):
         self, request: pytest.FixtureRequest, parameter: RankedParameter, mark: AttentionMark, session: AttentionSession
     ) -> None:
         super().__init__(request, parameter, mark, session)
-        self._run = RankedRun(request, parameter, mark, session)
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
+        self._run = RankedRun(request, parameter, mark, session, self._sharding)
         self._pool: Pool | None = None
 
     @property
@@ -150,10 +153,7 @@ class RankedCase(AttentionCase):
             return f"ranks run on cpu and cuda, not on {device.type}"
         if not dist.is_available() or not (dist.is_gloo_available() if device.type == "cpu" else dist.is_nccl_available()):
             return f"this torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}, which ranks on {device.type} need"
-        there = self._run.machine.device_count
-        if device.type == "cuda" and there < self.ranks:
-            return f"needs {self.ranks} GPUs, this machine has {there}"
-        return self._sharding.refused_because()
+        return self._too_few_gpus() or self._sharding.refused_because()
 
     def finish(self) -> None:
         """End the case on the ranks; fail the test where that of a rank has failed after its last judgment."""
@@ -163,21 +163,32 @@ class RankedCase(AttentionCase):
 
     # -- details -------------------------------------------------------------------------------------------------------
 
+    def _too_few_gpus(self) -> str:
+        """Say that there are fewer GPUs than ranks, which may or can not share one, "" where that is not so."""
+        from pytest_attn.ranks.shared_gpu import nccl_refuses_because
+        from pytest_attn.session.requirements import too_few_gpus_because
+
+        machine, share = self._run.machine, self._session.settings.ranks_share_gpu
+        is_shared_by_nccl = share == "nccl" and self.device.type == "cuda" and machine.device_count < self.ranks
+        return nccl_refuses_because() if is_shared_by_nccl else too_few_gpus_because(self.ranks, machine, share)
+
     def _over_ranks(
         self, fn: Callable[..., Any] | Backend | str, name: str | None, judge: Callable[[RankedSubject], _Judged]
     ) -> _Judged:
         """Return what `judge` makes of `fn` on the ranks; what these do wrong fails the test with its text alone."""
         __tracebackhide__ = True
-        from pytest_attn.ranks.subject import RankedSubject
         from pytest_attn.ranks.team import RankRaisedError, RanksLostError
 
         inner = self._run.subject(fn, name, self._spec)
-        if not isinstance(inner, CallableSubject):
-            raise ValueError(f"{inner.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v)")
+        if not isinstance(inner, CallableSubject | RankBackend):
+            raise ValueError(
+                f"{inner.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v),"
+                f" or one of {', '.join(OVER_RANKS)}"
+            )
         self._run.asked = inner
         try:
             pool = self._ready_pool()
-            verdict = judge(RankedSubject(inner, pool, self._sharding))
+            verdict = judge(_over(pool, inner, self._sharding))
             pool.leave(verdict)
             return verdict
         except (RankRaisedError, RanksLostError) as error:
@@ -191,7 +202,8 @@ class RankedCase(AttentionCase):
         run = self._run
         if self._pool is None:
             with run.session.progress.during(f"starting {self.ranks} ranks", run.workload.id):
-                self._pool = Pools.of(run.item.config).pool(self.ranks, self.device.type, run.session.settings.rank_timeout)
+                limits = run.session.settings.rank_timeout, run.session.settings.ranks_share_gpu
+                self._pool = Pools.of(run.item.config).pool(self.ranks, self.device.type, *limits)
             self._pool.run(name_for_processes(run.item))
         self._pool.await_callable()
         return self._pool
@@ -199,6 +211,24 @@ class RankedCase(AttentionCase):
 
 class RankedRun(CaseRun):
     """A case in a run whose callable runs on ranks, which have a time limit of their own."""
+
+    def __init__(
+        self,
+        request: pytest.FixtureRequest,
+        parameter: RankedParameter,
+        mark: AttentionMark,
+        session: AttentionSession,
+        sharding: Sharding,
+    ) -> None:
+        super().__init__(request, parameter, mark, session)
+        self.sharding = sharding
+
+    def skip_unless_runnable(self, subject: Subject | None, backward: bool = False) -> None:
+        """Ask a backend that computes over ranks about its shards, too."""
+        from pytest_attn.ranks.subject import RankedBackend
+
+        asked = RankedBackend(subject, None, self.sharding) if isinstance(subject, RankBackend) else subject
+        super().skip_unless_runnable(asked, backward)
 
     def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[None]]:
         """Return no limit: the pool has one."""
@@ -217,6 +247,15 @@ class RankedSaver(FailureSaver):
     def _kernel(self, folder: str) -> KernelSource:
         del folder
         return KernelSource("my_kernel", missing=f"a callable of (q, k, v) in one process; {self._case} ran on several ranks")
+
+
+def _over(team: Team, inner: CallableSubject | RankBackend, sharding: Sharding) -> RankedSubject:
+    """Return what is judged: a callable or a backend on the ranks of a team."""
+    from pytest_attn.ranks.subject import RankedBackend, RankedCallable
+
+    if isinstance(inner, RankBackend):
+        return RankedBackend(inner, team, sharding)
+    return RankedCallable(inner, team, sharding)
 
 
 def _refuse_dequantized(dequantized: Dequantizer | None) -> None:

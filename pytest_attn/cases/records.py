@@ -99,7 +99,7 @@ def _kernel(session: AttentionSession, subject: Subject | str) -> dict[str, Any]
 
 
 def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
-    machine = session.machines.machine(device)
+    machine, share = session.machines.machine(device), session.settings.ranks_share_gpu
     return {
         "name": machine.name,
         "device": machine.device,
@@ -109,4 +109,5 @@ def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
         "torch": str(machine.torch_version),  # torch has a class of its own for it
         "python": platform.python_version(),
         "pytest_attn": __version__,
+        **({} if share == "no" else {"ranks_share_gpu": share}),
     }

@@ -36,11 +36,12 @@ _LATER_SECONDS = 60.0
 class Pool(Team):
     """So many ranks on one kind of device. seconds: how long a call may take, 0 for as long as it will.
 
+    share: how they share a GPU, "no" where each has its own.
     is_usable: whether the next case may use it. Raises RanksLostError where the ranks do not start.
     """
 
-    def __init__(self, launcher: Launcher, ranks: int, kind: str, seconds: float) -> None:
-        self.ranks, self.kind, self._seconds = ranks, kind, seconds
+    def __init__(self, launcher: Launcher, ranks: int, kind: str, seconds: float, share: str = "no") -> None:
+        self.ranks, self.kind, self._seconds, self._share = ranks, kind, seconds, share
         self.is_usable = True
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="pytest-attn-ranks-", dir=base))
@@ -139,7 +140,7 @@ class Pool(Team):
             while len(self._lines) < self.ranks:
                 self._accept(listener, end)
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
-        self._say(folder=str(self.folder), kind=self.kind, timeout=timeout)
+        self._say(folder=str(self.folder), kind=self.kind, timeout=timeout, share=self._share)
         self._answers("ready", _START_SECONDS)
 
     def _accept(self, listener: socket.socket, end: float) -> None:

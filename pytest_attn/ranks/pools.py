@@ -24,11 +24,11 @@ class Pools:
             config.add_cleanup(made.close)
         return config.stash[_POOLS]
 
-    def pool(self, ranks: int, kind: str, seconds: float) -> Pool:
-        """Return the pool of so many ranks. Raises RanksLostError where it does not start."""
+    def pool(self, ranks: int, kind: str, seconds: float, share: str) -> Pool:
+        """Return the pool of so many ranks. share: how they share a GPU. Raises RanksLostError where it does not start."""
         found = self._pools.get((ranks, kind))
         if found is None or not found.is_usable:
-            found = self._pools[ranks, kind] = Pool(self._launcher, ranks, kind, seconds)
+            found = self._pools[ranks, kind] = Pool(self._launcher, ranks, kind, seconds, share)
             self.started += 1
         return found
 

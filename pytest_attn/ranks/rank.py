@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.ranks.collectives import watch_collectives
 from pytest_attn.ranks.serving import RankServer
+from pytest_attn.ranks.shared_gpu import BACKEND, permit_in_nccl, register_host_group
 from pytest_attn.ranks.team import Tensors
 from pytest_attn.ranks.wire import COLLECTIVE, SOCKET_VARIABLE, STACK, Line, Message, read_tensors, write_tensors
 
@@ -44,6 +45,7 @@ class Rank:
         self._line.say(rank=self.rank, pid=os.getpid())
         start: Message = self._line.hear() or {}
         self._folder, self.kind, self._timeout = Path(start["folder"]), start["kind"], float(start["timeout"])
+        self._share = start["share"]
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
         self._mesh: DeviceMesh | None = None
@@ -67,8 +69,14 @@ class Rank:
         self._collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
         given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
         if self.kind == "cuda":
-            torch.cuda.set_device(self.rank)
+            torch.cuda.set_device(self.device)
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # by which libraries choose a device
             given |= {"backend": "nccl", "device_id": self.device}
+        if self._share == "gloo":
+            register_host_group()
+            given = {"backend": BACKEND, "timeout": given["timeout"]}
+        elif self._share == "nccl":
+            permit_in_nccl()
         dist.init_process_group(**given)
         self._line.say(ready=True)
 
@@ -77,7 +85,9 @@ class Rank:
         """The rank's own device."""
         import torch
 
-        return torch.device("cuda", self.rank) if self.kind == "cuda" else torch.device(self.kind)
+        if self.kind != "cuda":
+            return torch.device(self.kind)
+        return torch.device("cuda", self.rank if self._share == "no" else self.rank % torch.cuda.device_count())
 
     @property
     def group(self) -> ProcessGroup:

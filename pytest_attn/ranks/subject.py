@@ -1,4 +1,4 @@
-"""A callable over ranks, as what is tested: it is handed whole tensors, and whole tensors come back.
+"""A callable or backend over ranks, as what is tested: it is handed whole tensors, and whole tensors come back.
 
 So it is judged by all that judges a callable of one process: distributions, odd strides, equal calls, invariants.
 """
@@ -8,25 +8,28 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.subject import AttentionFn, CallableSubject
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.over_ranks import RankBackend
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
 from pytest_attn.ranks.shards import join
 from pytest_attn.ranks.team import Team, Tensors
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
 
-class RankedSubject(CallableSubject):
-    """A user's callable, called on every rank of a team with its shards."""
+class RankedSubject(Subject):
+    """What is called on every rank of a team with its shards."""
 
-    def __init__(self, callable_: CallableSubject, team: Team, sharding: Sharding) -> None:
-        super().__init__(callable_.user_function, callable_.name, callable_.layout, callable_.precision, callable_.returns_lse)
-        self.given_name = callable_.given_name
-        self.team, self.sharding = team, sharding
-        self._numbers = count(1)
+    team: Team
+    sharding: Sharding
+    _numbers: count[int]
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return what hands whole tensors to the team, forward and backward."""
@@ -71,3 +74,49 @@ class RankedSubject(CallableSubject):
         if layout == "bshd" and name != "lse":
             shape = (shape[0], shape[2], shape[1], *shape[3:])
         return join([one[name] for one in shards], name, shape, self.sharding, layout).to(device)
+
+
+class RankedCallable(RankedSubject, CallableSubject):
+    """A user's callable over ranks."""
+
+    def __init__(self, callable_: CallableSubject, team: Team, sharding: Sharding) -> None:
+        super().__init__(callable_.user_function, callable_.name, callable_.layout, callable_.precision, callable_.returns_lse)
+        self.given_name = callable_.given_name
+        self.team, self.sharding, self._numbers = team, sharding, count(1)
+
+
+class RankedBackend(RankedSubject):
+    """A backend over ranks, which computes one workload, split in one way. team: None where it is only asked what it takes."""
+
+    def __init__(self, backend: RankBackend, team: Team | None, sharding: Sharding) -> None:
+        self.backend, self.name, self.library = backend, backend.name, backend.library
+        self.capabilities, self.known_defects = backend.capabilities, backend.known_defects
+        self.sharding, self._numbers = sharding, count(1)
+        if team is not None:
+            self.team = team
+
+    def version(self) -> str:
+        """Return the library's version."""
+        return self.backend.version()
+
+    def precision_on(self, kind: str) -> str | Precision:
+        """Return the backend's profile."""
+        return self.backend.precision_on(kind)
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Ask the backend."""
+        return self.backend.unavailable_because(machine)
+
+    def broken_because(self) -> str | None:
+        """Import the library."""
+        return self.backend.broken_because()
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Ask the backend about its workload and split; other workloads would need other shards."""
+        if workload != self.sharding.workload:
+            return ["is asked about one workload over ranks"]
+        return self.backend.refusals_over(self.sharding, machine, backward)
+
+    def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """Ask the backend."""
+        return self.backend.defects_on(workload, machine, backward)

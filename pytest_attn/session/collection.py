@@ -39,8 +39,6 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
             session.machines.device(mark.device)
         cases = session.kernels.cases(mark, takes_backend="attn_backend" in metafunc.fixturenames)
         if mark.ranks:
-            if "attn_backend" in metafunc.fixturenames:
-                raise ValueError("a backend computes in one process; a test with ranks takes attn, and no attn_backend")
             cases = [RankedParameter.of(case, ranks) for case in cases for ranks in mark.ranks]
         elif cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
             cases = [*cases, *fuzz_parameters(cases)]

@@ -84,7 +84,8 @@ def case_id(case: CaseParameter) -> str:
     if isinstance(case, ModelParameter):
         return case.backend or "model"
     if isinstance(case, RankedParameter):
-        return f"{case.workload.id}-ranks{case.ranks}"
+        named = f"{case.workload.id}-ranks{case.ranks}"
+        return f"{named}-{case.backend.removeprefix(MUTANT)}" if case.backend else named
     if case.backend is None:
         return case.workload.id
     return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"

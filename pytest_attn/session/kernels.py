@@ -56,10 +56,18 @@ class SelectedKernels:
         return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
 
     def backends(self, mark: AttentionMark) -> list[str] | list[None]:
-        """Return the backends of a marker that are selected; where nobody selected any, all of them."""
-        chosen = mark.backends if mark.backends and not self.selection.names_backends else None
-        selected = chosen or self.selection.backends(mark.device)
-        return [name for name in selected if mark.backends is None or split(name)[0] in mark.backends]
+        """Return the backends of a marker that are selected; where nobody selected any, all of them.
+
+        A test with ranks takes those that compute over ranks, any other test takes the others. A configuration that the
+        marker names is selected with its backend.
+        """
+        named = mark.backends or ()
+        selected = list(named) if named and not self.selection.names_backends else self.selection.backends(mark.device)
+        if mark.backends is not None:
+            narrowed = [name for name in selected if name in named or split(name)[0] in named]
+            selected = list(dict.fromkeys([*narrowed, *(name for name in named if split(name)[0] in selected)]))
+        over_ranks = self.registrations.registry.computes_over_ranks
+        return [name for name in selected if over_ranks(name) == bool(mark.ranks)]
 
     def backend_named(self, name: str) -> Backend:
         """Return the backend of a case."""

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from pytest_attn.backends.listing import tables
+from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import listing
-from pytest_attn.session.items import ModelParameter, parameter_of
+from pytest_attn.session.items import CaseParameter, ModelParameter, RankedParameter, parameter_of
 from pytest_attn.session.machines import NoTorchError
-from pytest_attn.session.requirements import unmet_because
+from pytest_attn.session.requirements import too_few_gpus_because, unmet_because
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.session.summary import print_section
+from pytest_attn.workloads.sharding import Sharding
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -26,12 +28,23 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
             _count_model(session, item, parameter.backend)
         if parameter is None or marker is None or isinstance(parameter, ModelParameter):
             continue
-        workload, name = parameter
-        machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
-        obstacle = session.registrations.registry[name].obstacle if name else obstacle_of_any
         with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
-            reason = unmet_because(item, session) or obstacle(workload, machine, backward)
-            session.collected.count(reason, name or "any kernel")
+            reason = unmet_because(item, session) or _obstacle(session, parameter, marker)
+            session.collected.count(reason, parameter.backend or "any kernel")
+
+
+def _obstacle(session: AttentionSession, parameter: CaseParameter, marker: pytest.Mark) -> str | None:
+    """Say what stands in the way of a case."""
+    workload, name = parameter
+    machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
+    backend = session.registrations.registry[name] if name else None
+    if not isinstance(parameter, RankedParameter):
+        return (backend.obstacle if backend else obstacle_of_any)(workload, machine, backward)
+    sharding = Sharding(workload, marker.kwargs.get("shard", "contiguous"), parameter.ranks)
+    reason = too_few_gpus_because(parameter.ranks, machine, session.settings.ranks_share_gpu) or sharding.refused_because()
+    if reason or not isinstance(backend, RankBackend):
+        return reason or obstacle_of_any(workload, machine, backward)
+    return backend.obstacle_over(sharding, machine, backward)
 
 
 def _count_model(session: AttentionSession, item: pytest.Item, name: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_attn.backends.configured import split
 from pytest_attn.session.items import parameter_of
 from pytest_attn.session.session import AttentionSession
 
@@ -41,4 +42,4 @@ def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str,
         reason = session.kernels.backend_named(parameter.backend).unavailable_because(machine)
     except Exception:  # of a device that is not there, or of a conftest's backend: told when the item runs
         return None
-    return (parameter.backend, reason) if reason else None
+    return (split(parameter.backend)[0], reason) if reason else None

@@ -1,9 +1,10 @@
-"""attention_requires: a test is skipped with the first requirement that its machine does not meet."""
+"""attention_requires: a test is skipped with the first requirement that its machine does not meet; and GPUs for ranks."""
 
 from __future__ import annotations
 
 import pytest
 
+from pytest_attn.backends.machine import Machine
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.marks import RequiresMark
 from pytest_attn.session.session import AttentionSession
@@ -27,3 +28,10 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     marks = (RequiresMark.from_marker(mark, registry) for mark in item.iter_markers("attention_requires"))
     reasons = (mark.unmet_because(session.machines.machine(device), registry) for mark in marks)
     return next(filter(None, reasons), None)
+
+
+def too_few_gpus_because(ranks: int, machine: Machine, share: str) -> str:
+    """Say that there are fewer GPUs than ranks, which may not share one, "" where that is not so."""
+    if machine.kind != "cuda" or machine.device_count >= ranks or share != "no":
+        return ""
+    return f"needs {ranks} GPUs, this machine has {machine.device_count}"

@@ -64,6 +64,13 @@ class Settings:
         "SECONDS",
         options.seconds,
     )
+    ranks_share_gpu: str = option(
+        "Let ranks share a GPU if there are fewer GPUs than ranks: gloo moves tensors through the host, nccl needs NCCL 2.30;"
+        " records say so (default: no)",
+        "no",
+        "HOW",
+        options.sharing,
+    )
     memory: int = option(
         "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
         "4GiB",

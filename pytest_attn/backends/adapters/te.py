@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ
 from pytest_attn.backends.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, without_padding
-from pytest_attn.backends.library import Library, refusal_of_build
+from pytest_attn.backends.library import refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.transformer_engine import (
+    KERNELS,
+    TRANSFORMER_ENGINE,
     call_options,
     fully_masked_rows_refused,
     goes_in_sequence,
+    half_open_window_refused,
     listening,
     module_of,
     module_options,
     needs_tensor,
-    restored,
+    selected,
     unfilled_inputs,
 )
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Causal, Window
+from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-#: Its kernels by the names of its log, with the variables that allow them, in the order of its list of available ones.
-_KERNELS = {
-    "FlashAttention": "NVTE_FLASH_ATTN",
-    "FusedAttention": "NVTE_FUSED_ATTN",
-    "UnfusedDotProductAttention": "NVTE_UNFUSED_ATTN",
-}
 _MASKS = frozenset(("top-left", "bottom-right", "window", "documents"))
 _FEATURES = frozenset(("scale", "grouped heads", "packed", "padded", "backward"))
-
-
-def _cudnn_of_torch() -> dict[str, str]:
-    """Point Transformer Engine to torch's own cuDNN: it looks for a system's first, and two of them do not go together."""
-    if os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
-        return {}
-    nvidia = find_spec("nvidia")
-    folders = [os.path.join(folder, "cudnn") for folder in (nvidia and nvidia.submodule_search_locations) or ()]
-    return next(({"CUDNN_HOME": folder} for folder in folders if os.path.isdir(folder)), {})
 
 
 class TransformerEngine(LibraryBackend):
@@ -67,14 +51,9 @@ class TransformerEngine(LibraryBackend):
     what it remembers of the last one and its log are put aside and come back.
     """
 
-    source = Library(
-        ("transformer-engine-torch", "transformer-engine"),
-        "transformer_engine.pytorch.attention.dot_product_attention",
-        "pip install --no-build-isolation transformer-engine[pytorch]",
-        _cudnn_of_torch,
-    )
+    source = TRANSFORMER_ENGINE
     variants = ("graph",)
-    #: which of `_KERNELS`
+    #: which of `KERNELS`
     kernel: str
 
     def refusal_in(self, error: Exception) -> str | None:
@@ -97,9 +76,7 @@ class TransformerEngine(LibraryBackend):
     def unsaid(self, w: Workload, machine: Machine) -> list[str]:
         """List what its arguments cannot say of a workload, or say in another sense."""
         del machine
-        reasons = []
-        if isinstance(w.mask, Window) and (w.mask.left is None) != (w.mask.right is None) and w.mask != Window(None, 0):
-            reasons.append("takes no window that is open on one side")
+        reasons = half_open_window_refused(w)
         if w.is_packed and needs_tensor(w):
             reasons.append("takes no mask of its own for packed sequences")
         return reasons
@@ -119,7 +96,7 @@ class TransformerEngine(LibraryBackend):
         remembered: dict[str, Any] = {}
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with self._selected(te, remembered), listening(te, said):
+            with selected(te, self.kernel, remembered), listening(te, said):
                 out: torch.Tensor = module(*self.as_taken(q, k, v), **options)
             return out.view(*out.shape[:-1], w.heads, w.v_head_dim)
 
@@ -128,16 +105,6 @@ class TransformerEngine(LibraryBackend):
     def as_taken(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q, k and v in memory as the kernel reads them."""
         return tensors
-
-    @contextmanager
-    def _selected(self, te: ModuleType, remembered: dict[str, Any]) -> Iterator[None]:
-        """Allow this kernel only, with what the module remembered of its own last selection instead of another's."""
-        selection = te._attention_backends
-        allowed = {name: str(int(kernel == self.kernel)) for kernel, name in _KERNELS.items()}
-        with environment(allowed), restored(selection), restored(te.dot_product_attention._alibi_cache):
-            selection.update(remembered or {"attention_params": None})
-            yield
-            remembered.update(selection)
 
     def _not_selected_because(self, te: ModuleType, inputs: Inputs, backward: bool) -> list[str]:
         """Let the module ask its selection about these tensors, and stop before it computes."""
@@ -159,7 +126,7 @@ class TransformerEngine(LibraryBackend):
                 raise
         finally:
             te.utils.get_attention_backend = select
-        if available[list(_KERNELS).index(self.kernel)]:
+        if available[list(KERNELS).index(self.kernel)]:
             return []
         about = [" ".join(line.split()) for line in said if line.startswith("Disabling")]
         reasons = [line for line in about if self.kernel in line or "all backends" in line]

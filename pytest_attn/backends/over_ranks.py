@@ -1,0 +1,155 @@
+"""Backends that compute over several ranks: what each is handed on a rank, and what it refuses of a workload that is split."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import LibraryBackend
+from pytest_attn.backends.configured import Options
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.functions import function_label
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: into how many equal parts each way to split cuts a sequence, for every rank
+PARTS_OF_A_RANK = {"contiguous": 1, "head-tail": 2, "striped": 1}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: its number among how many, their process group and mesh of one dimension, its own device."""
+
+    rank: int
+    ranks: int
+    group: ProcessGroup
+    mesh: DeviceMesh
+    device: torch.device
+
+
+class RankBackend(LibraryBackend):
+    """A backend whose function is called on every rank with its shards: a test with ranks=... takes it.
+
+    Subclasses say which ways to split a sequence are theirs, and which values their options have. `refused_over` asks what
+    only the split tells.
+    """
+
+    #: the ways to split a sequence that it knows, of `SHARDS`
+    shards: tuple[str, ...] = ("contiguous",)
+    #: whether all ranks must hold as much
+    needs_equal_shards: bool = True
+    #: the values of each option; none for one that takes any whole number
+    choices: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+    @abstractmethod
+    def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
+        """Return a callable of the rank's shards of q, k and v, (batch, heads, rows, dim) or packed, that returns out's.
+
+        inputs: the whole tensors of the workload on the rank's device. Called on every rank at the same time.
+        """
+
+    def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
+        """List what the library refuses of a split that the declarations let through."""
+        del sharding, machine, backward
+        return []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.tunable = frozenset(cls.choices)
+
+    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
+        """List why it refuses a workload split so; empty where it claims it."""
+        reasons = self._unknown_options() or self.capabilities.refusals(sharding.workload, backward)
+        return reasons or self._shard_refusals(sharding) or self.refused_over(sharding, machine, backward)
+
+    def obstacle_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> str | None:
+        """Say why a case cannot run over these ranks; None if it is claimed."""
+        if reason := self.unavailable_because(machine):
+            return reason
+        with quiet(), current(machine.device):
+            return self.broken_because() or "; ".join(self.refusals_over(sharding, machine, backward)) or None
+
+    def obstacle(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
+        """Say that one process is not enough."""
+        del workload, machine, backward
+        return f"{self.name} computes over several ranks; say ranks=2 in the marker of the test"
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Refused: there is no group."""
+        raise ValueError(f"{self.name} computes over several ranks; call it in a test with ranks=...")
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """None: calls over ranks are not timed."""
+        return ()
+
+    def _unknown_options(self) -> list[str]:
+        reasons = []
+        for name, value in self.configuration.items():
+            known = self.choices[name]
+            if known and value not in known:
+                reasons.append(f"has no {name}={value}; it takes {', '.join(known)}")
+            elif not known and not (isinstance(value, int) and value >= 1):
+                reasons.append(f"takes a number of ranks, 1 or more, as {name}, not {value}")
+        return reasons
+
+    def _shard_refusals(self, sharding: Sharding) -> list[str]:
+        shard, w = sharding.shard, sharding.workload
+        if not isinstance(shard, str) or shard not in self.shards:
+            found = shard if isinstance(shard, str) else function_label(shard)
+            return [f"takes {' and '.join(self.shards)} shards only, not {found}"]
+        parts = PARTS_OF_A_RANK[shard] * sharding.ranks
+        lengths = {*(w.q_lens or (w.q_len,)), *((w.kv_lens or ()) if w.is_packed else (w.kv_len,))}
+        if self.needs_equal_shards and (uneven := sorted(length for length in lengths if length % parts)):
+            return [f"needs lengths that are multiples of {parts} over {sharding.ranks} ranks, not {uneven[0]}"]
+        return []
+
+
+def heads_refusals(workload: Workload, ranks: int) -> list[str]:
+    """Refuse heads that cannot be shared out evenly over ranks, as an all-to-all from rows to heads does."""
+    reasons = []
+    if workload.heads % ranks:
+        reasons.append(f"needs heads that are a multiple of {ranks}, not {workload.heads}")
+    if workload.kv_heads % ranks:
+        reasons.append(f"needs kv_heads that are a multiple of {ranks}, not {workload.kv_heads}")
+    return reasons
+
+
+def within(context: Callable[[], AbstractContextManager[object]], fn: AttentionFn) -> AttentionFn:
+    """Return fn, called in a context in both directions: a library may patch torch for the backward pass, too."""
+    import torch
+
+    class Within(torch.autograd.Function):
+        """Keeps the graph of the call, to go through it in the context."""
+
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            ctx.leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+            with torch.enable_grad(), context():
+                ctx.out = fn(*ctx.leaves)
+            out: torch.Tensor = ctx.out.detach()
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *douts: torch.Tensor) -> Any:
+            with context():
+                return torch.autograd.grad(ctx.out, ctx.leaves, douts[0], retain_graph=True, allow_unused=True)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            return Within.apply(q, k, v)  # type: ignore[no-untyped-call]
+        with context():
+            return fn(q, k, v)
+
+    return call
