@@ -105,8 +105,9 @@ class Record(TypedDict):
         dict[str, Any] | None,
         "workload, subject, direction, verdict, key (of its baseline), p50 (seconds), interval"
         " (low, high, confidence), samples (with --attn-json-samples), blocks, spent (seconds), mode, calls, l2, host"
-        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, decision"
-        " (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
+        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, ranks (of a"
+        " callable that ranks compute: number, shard, topology, communication_by, apart; by rank seconds, own, communication),"
+        " decision (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
     ]
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
     seconds: Annotated[float, "how long the test took, all its questions together"]
