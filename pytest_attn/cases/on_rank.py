@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.latency.protocol import threads
+from pytest_attn.ranks.paged import RankCache, parts_of, whole_of
 from pytest_attn.ranks.rank import Rank
 from pytest_attn.ranks.serving import RankServer
-from pytest_attn.ranks.shards import cut
 from pytest_attn.ranks.timing import RankTiming
 from pytest_attn.session.items import RankedParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.page_lists import PageLists, page_lists
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -98,18 +100,25 @@ class RankCase(CaseTensors):
     @property
     def cu_seqlens_kv(self) -> torch.Tensor | None:
         """Boundaries of the rank's part of packed key sequences, (batch + 1,), int32."""
-        return self._boundaries(self._workload.kv_lens)
+        return None if self._cache is not None else self._boundaries(self._workload.kv_lens)
 
     @property
     def kv_lens(self) -> torch.Tensor | None:
-        """How many of the rank's keys each batch entry sees at most, (batch,), int32, where padded."""
+        """How many of the rank's keys each batch entry sees at most, (batch,), int32, where padded or in pages."""
         import torch
 
+        if self._cache is not None:
+            return self._cache.kv_lens.to(self.device)
         lengths = self._inputs.kv_lens
         if lengths is None:
             return None
         keys = self._sharding.keys[self.rank].to(lengths.device)
         return (keys[None] < lengths[:, None]).sum(1, dtype=torch.int32)
+
+    @property
+    def page_table(self) -> torch.Tensor | None:
+        """The rank's own pages of each batch entry, (batch, pages per sequence), int32."""
+        return None if self._cache is None else self._cache.page_table.to(self.device)
 
     @property
     def reference(self) -> NoReturn:
@@ -156,6 +165,8 @@ class RankCase(CaseTensors):
 
         if lengths is None or not self._workload.is_packed:
             return None
+        if self._cache is not None:  # queries are whole on every rank
+            return self._inputs.cu_seqlens
         mine = self._sharding.lengths_of(lengths, self.rank)
         return torch.tensor([0, *mine]).cumsum(0).to(self.device, torch.int32)
 
@@ -168,13 +179,25 @@ class RankCase(CaseTensors):
         return draw_inputs(self._workload, spec.inputs[0], spec.seed, self.device)
 
     @cached_property
+    def _cache(self) -> RankCache | None:
+        return RankCache(self._sharding, self.rank) if self._sharding.shares_pages else None
+
+    @cached_property
+    def _page_lists(self) -> PageLists | None:
+        if self._cache is None:
+            return None
+        own = dataclasses.replace(self._inputs, page_table=self.page_table, kv_lens=self.kv_lens)
+        return page_lists(own)
+
+    @cached_property
+    def _parts(self) -> dict[str, torch.Tensor]:
+        spec = self._spec
+        return parts_of(whole_of(self._inputs, spec), self._sharding, spec.layout, self.rank)
+
+    @cached_property
     def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._shard("k", self._inputs.k), self._shard("v", self._inputs.v)
+        return self._parts["k"], self._parts["v"]
 
     def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._shard("q", tensor)
-
-    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's shard of q, k or v, in the test's layout."""
-        spec = self._spec
-        return cut(spec.in_layout(tensor), name, self._sharding, spec.layout, self.rank)
+        del tensor  # the whole q
+        return self._parts["q"]

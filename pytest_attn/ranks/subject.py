@@ -5,6 +5,8 @@ So it is judged by all that judges a callable of one process: distributions, odd
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from pytest_attn.backends.subject import AttentionFn, CallableSubject
 from pytest_attn.correctness.contract import ContractError, native_shape
 from pytest_attn.ranks.shards import join
 from pytest_attn.ranks.team import Team, Tensors
+from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 
@@ -33,6 +36,7 @@ class RankedSubject(CallableSubject):
         import torch
 
         layout = "thd" if self.sharding.workload.is_packed else self.layout
+        gathered = partial(_gathered, inputs) if self.sharding.shares_pages else _as_they_are
 
         class OverRanks(torch.autograd.Function):
             """One call of the callable on all ranks, and its backward pass."""
@@ -50,7 +54,7 @@ class RankedSubject(CallableSubject):
                 return None, *(self._joined(shards, f"d{name}", layout, dout.device) for name in "qkv")
 
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            number = next(self._numbers)
+            number, (k, v) = next(self._numbers), gathered(k, v)
             if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
                 return OverRanks.apply(number, q, k, v)  # type: ignore[no-untyped-call]
             results = self._forward(number, {"q": q, "k": k, "v": v}, layout, backward=False)
@@ -71,3 +75,13 @@ class RankedSubject(CallableSubject):
         if layout == "bshd" and name != "lse":
             shape = (shape[0], shape[2], shape[1], *shape[3:])
         return join([one[name] for one in shards], name, shape, self.sharding, layout).to(device)
+
+
+def _as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return k, v
+
+
+def _gathered(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values out of their pages, (batch, kv_heads, kv_len, dim): each rank puts its own into other pages."""
+    k, v = canonical(inputs.workload, k, v)
+    return dataclasses.replace(inputs, k=k, v=v).gathered()

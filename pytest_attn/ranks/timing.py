@@ -27,6 +27,7 @@ from pytest_attn.latency.warming import Warmer
 from pytest_attn.latency.work import DISTRIBUTION, Work
 from pytest_attn.ranks.clocks import DeviceClock, HostClock, RankClock
 from pytest_attn.ranks.communication import communication_of
+from pytest_attn.ranks.paged import parts_of, whole_of
 from pytest_attn.ranks.shards import cut
 from pytest_attn.session.child import own_processes
 from pytest_attn.workloads.inputs import draw_inputs
@@ -161,15 +162,14 @@ class RankTiming:
 
         spec = self._spec
         inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, self._device)
-        given = zip("qkv", spec.handed(inputs), strict=True)
-        shards = [self._shard(name, tensor) for name, tensor in given]
+        shards = [*parts_of(whole_of(inputs, spec), self._sharding, spec.layout, self._rank.rank).values()]
         empty_rows = EmptyRows(inputs, spec.empty_rows)
         dout = spec.in_layout(empty_rows.blanked(inputs.dout))
         is_whole = False
         if direction != "forward":
             with torch.no_grad():
                 is_whole = self._out_of(shards).shape == dout.shape
-        mine = dout.clone() if is_whole else self._shard("dout", dout)
+        mine = dout.clone() if is_whole else cut(dout, "dout", self._sharding, spec.layout, self._rank.rank)
         counted = (lambda result: result.nan_to_num(0.0)) if empty_rows.are_there else (lambda result: result)
         return Work(self._fn, shards, mine, direction, counted)
 
@@ -177,9 +177,6 @@ class RankTiming:
         result: Any = self._fn(*shards)
         out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
         return out
-
-    def _shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return cut(whole, name, self._sharding, self._spec.layout, self._rank.rank)
 
 
 def threads_of_rank() -> int:
