@@ -78,7 +78,7 @@ class Verdict(str, Enum):
     @classmethod
     def named(cls, name: str) -> Verdict | None:
         """Return a verdict by its name; None for one that this version does not know."""
-        return next((verdict for verdict in cls if verdict.value == name), None)
+        return _BY_NAME.get(name)
 
     @property
     def severity(self) -> int:
@@ -94,3 +94,6 @@ class Verdict(str, Enum):
     def is_doubtful(self) -> bool:
         """Whether somebody should look at it although nothing failed."""
         return self.level in ("warning", "notice")
+
+
+_BY_NAME = {verdict.value: verdict for verdict in Verdict}

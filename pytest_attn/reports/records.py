@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
@@ -146,9 +146,10 @@ def changed(record: Record, **changes: Any) -> Record:
     return new_record(**{**record, **changes})
 
 
-def _empty() -> dict[str, Any]:
-    """Return a value for each field that says nothing, none of them shared with another record."""
-    return {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items()} | {"schema": SCHEMA}
+def _empty(there: Collection[str] = ()) -> dict[str, Any]:
+    """Return a value for each field but those that are there: one that says nothing, and is shared with no other record."""
+    empty = {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items() if name not in there}
+    return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
 def latency_of(record: Record) -> dict[str, Any]:
@@ -250,8 +251,10 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
             raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
-    known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
-    return cast(Record, {**_empty(), **known, **_of_older_lines(record)})
+    known = record
+    if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
+        known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
+    return cast(Record, {**_empty(known), **known, **_of_older_lines(record)})
 
 
 def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
@@ -271,6 +274,7 @@ def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
 _REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
 _TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_QUOTED = tuple(f'"{word}"' for word in _WORDS)
 
 
 def name_of(number: float) -> str:
