@@ -51,6 +51,7 @@ class Verdict(str, Enum):
 
     MISMATCH = "mismatch", "wrong", "", Tone.BAD, "✗", "error"
     BROKEN = "broken", "invariant broken", "with a broken invariant", Tone.BAD, "✗", "error"
+    NO_RESULT = "no result", "no result", "without a result", Tone.BAD, "!", "error"  # it hung, or its process ended
     RAISED = "raised", "raised", "", Tone.BAD, "!", "error"
     REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
     UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"

@@ -17,6 +17,7 @@ from pytest_attn.failures.script import KernelSource
 from pytest_attn.session.items import RankedParameter, name_for_processes
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -208,6 +209,9 @@ class RankedCase(AttentionCase):
             return verdict
         except (RankRaisedError, RanksLostError) as error:
             broken = str(error)
+            if isinstance(error, RanksLostError):
+                reason = broken.splitlines()[0].rstrip(":")
+                self._run.outcome.record(inner, Verdict.NO_RESULT, reason=reason)
         self._run.outcome.fail(broken)
 
     def _ready_pool(self) -> Pool:

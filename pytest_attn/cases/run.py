@@ -134,6 +134,8 @@ class CaseRun:
         if isinstance(ended, RefusedError):
             self.outcome.skip(subject, str(ended), question)
         verdict = Verdict.BROKEN if question == "invariants" else Verdict.MISMATCH
+        if isinstance(ended, DeadlineError):
+            verdict = Verdict.NO_RESULT
         self.outcome.record(subject, verdict, question=question, reason=str(ended).splitlines()[0].rstrip(":"))
         if isinstance(ended, ContractError):
             self.fail_of_contract(ended, subject, spec)

@@ -35,9 +35,9 @@ class Record(TypedDict):
     question: Annotated[str, "what was asked: check, invariants or latency"]
     verdict: Annotated[
         str,
-        "of a check: passed, mismatch, known defect, expected, skipped, raised; of invariants: held, broken, known defect,"
-        " expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline, recorded, unrecorded,"
-        " unconfirmed, untimed, raised",
+        "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
+        " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline, recorded,"
+        " unrecorded, unconfirmed, untimed, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     cause: Annotated[
