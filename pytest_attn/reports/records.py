@@ -36,8 +36,8 @@ class Record(TypedDict):
     verdict: Annotated[
         str,
         "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
-        " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline, recorded,"
-        " unrecorded, unconfirmed, untimed, raised",
+        " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline,"
+        " recorded, unrecorded, unconfirmed, untimed, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     cause: Annotated[
