@@ -29,9 +29,16 @@ def test_none_begins_before_the_last_has_come(tmp_path, ranks):
         assert all(late >= 0 for _, _, late in turn)
 
 
+def test_the_last_of_the_moments_counts(tmp_path):
+    own, other = (Starts(tmp_path / "starts", rank, 2) for rank in range(2))
+    moment = time.perf_counter_ns() + 5_000_000
+    other._moments[2 + 1] = moment  # in the second bank, which the first start is in
+    own.wait()
+    assert time.perf_counter_ns() >= moment
+
+
 def test_a_rank_that_begins_late_says_by_how_much(tmp_path, monkeypatch):
     class Clock:
-        sched_yield = staticmethod(lambda: None)
         now = 0
 
         def perf_counter_ns(self):
