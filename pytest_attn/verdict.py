@@ -51,6 +51,7 @@ class Verdict(str, Enum):
 
     MISMATCH = "mismatch", "wrong", "", Tone.BAD, "✗", "error"
     BROKEN = "broken", "invariant broken", "with a broken invariant", Tone.BAD, "✗", "error"
+    NO_RESULT = "no result", "no result", "without a result", Tone.BAD, "!", "error"  # it hung, or its process ended
     RAISED = "raised", "raised", "", Tone.BAD, "!", "error"
     REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
     UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"
@@ -78,7 +79,7 @@ class Verdict(str, Enum):
     @classmethod
     def named(cls, name: str) -> Verdict | None:
         """Return a verdict by its name; None for one that this version does not know."""
-        return next((verdict for verdict in cls if verdict.value == name), None)
+        return _BY_NAME.get(name)
 
     @property
     def severity(self) -> int:
@@ -94,3 +95,6 @@ class Verdict(str, Enum):
     def is_doubtful(self) -> bool:
         """Whether somebody should look at it although nothing failed."""
         return self.level in ("warning", "notice")
+
+
+_BY_NAME = {verdict.value: verdict for verdict in Verdict}

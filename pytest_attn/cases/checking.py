@@ -79,7 +79,7 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
     __tracebackhide__ = True
     references, deadline, thorough = run.session.references, run.deadline(subject), run.session.settings.thorough
     outcome, child = run.outcome, run.session.child
-    apart = names_apart(spec, only, skip, thorough)
+    apart = names_apart(spec, only, skip, thorough) if run.has_processes_to_lose else ()
 
     def ask(names: Names) -> InvariantReport:
         __tracebackhide__ = True

@@ -90,7 +90,7 @@ class Measuring:
                 run.outcome.skip(measurement.subject, f"right, but not timed: {refusal}")
             self._leave_record(measurement, Verdict.RAISED, f"{type(error).__name__}: {error}".splitlines()[0])
             raise
-        self._leave_record(measurement, Verdict.RAISED, reason)
+        self._leave_record(measurement, Verdict.RAISED, reason.splitlines()[0].rstrip(":"))
         run.outcome.fail(f"cannot be timed: {measurement.name}: {reason}")
 
     def _fail_if_regressed(self, measurement: Measurement, latency: Latency, decision: Decision) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.precision import Precision
-    from pytest_attn.cases.modeling import ModelMeasuring
+    from pytest_attn.cases.modeling import Excuse, ModelMeasuring
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.models.check import Target
@@ -51,6 +51,7 @@ class AttentionModel:
         functions: Iterable[Callable[..., Any] | str] = (),
         scatter: int = 4,
         precision: str | Precision | None = None,
+        excused: Iterable[Excuse] = (),
     ) -> ModelComparison:
         """Hold every attention call of `step` against exact attention on its own tensors; the marker says whether backward.
 
@@ -58,6 +59,8 @@ class AttentionModel:
         backend: what computes the calls, by default the model itself. functions: attention of your own, as for
         `pytest_attn.capture`. scatter: runs with exact attention and random rounding, which `ratios` are made of; 0 for none.
         precision: where a function of yours says it rounds, as in the marker `attention`; a backend says it itself.
+        excused: what else does not fail the test. "refusals" skips it where the backend refuses some of the calls and computes
+        the others right. "known defects" expects those of what the model itself chose.
 
         Returns the comparison. Raises AssertionError where a call is wrong, was not read or not replaced, and where none was
         caught. Skips where the backend refuses every call; a known defect of the backend is an expected failure. The model is
@@ -67,7 +70,8 @@ class AttentionModel:
         from pytest_attn.cases.modeling import check_model
 
         self.is_judged = True
-        found = check_model(self._run, model, step, backend, tuple(functions), scatter, precision)
+        options: Any = {"precision": precision, "excused": tuple(excused)}
+        found = check_model(self._run, model, step, backend, tuple(functions), scatter, **options)
         self._timed.note((model, step, backend), found)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
@@ -29,6 +29,9 @@ from pytest_attn.workloads.workload import Workload
 if TYPE_CHECKING:
     import torch
 
+#: what need not fail the test of a model
+Excuse: TypeAlias = Literal["refusals", "known defects"]
+
 
 def check_model(
     run: CaseRun,
@@ -39,9 +42,15 @@ def check_model(
     scatter: int,
     precision: str | Precision | None = None,
     compiled: bool = True,
+    excused: tuple[Excuse, ...] = (),
 ) -> ModelComparison:
-    """Judge a model; return the comparison if it passed, else end the test."""
+    """Judge a model; return the comparison if it passed, else end the test.
+
+    Raises ValueError for an excuse that is none.
+    """
     __tracebackhide__ = True
+    if unknown := sorted(set(excused) - set(get_args(Excuse))):
+        raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
     subject = None if target is None else replacement(target, run.session.registrations.registry, precision)
     name, limits, backward = type(model).__name__, run.session.settings.limits, run.mark.backward
     with run.session.progress.during(f"checking {subject.name if subject else 'the attention'}", name):
@@ -55,7 +64,7 @@ def check_model(
         found = judge_model(model, step, subject, backward, **options)
     outcome = _outcome(run, name, found)
     whose = subject or "model"
-    if subject is not None and found.refused and not any(call.is_replaced for call in found.calls):
+    if subject is not None and found.refused and (_refuses_all(found) or ("refusals" in excused and found.explained)):
         outcome.skip(subject, "; ".join(dict.fromkeys(refused.reason for refused in found.refused)), model=name)
     verdict = Verdict.PASSED if found.passed else Verdict.MISMATCH
     reason = "" if found.passed else headline(found)
@@ -64,12 +73,16 @@ def check_model(
     details: dict[str, Any] = {"calls": [_facts(call) for call in found.calls], "ratios": dict(found.ratios), "model": name}
     details["notes"] = list(found.notes)
     details["compiled"] = found.compiled.to_dict() if found.compiled else None
-    if subject is not None and found.known_defects:
-        outcome.xfail(subject, "; ".join(found.known_defects), comparison, **details)
+    if found.known_defects and (subject is not None or "known defects" in excused):
+        outcome.xfail(whose, "; ".join(found.known_defects), comparison, **details)
     outcome.record(whose, verdict, comparison, reason=reason, **details)
     if not found.passed:
         outcome.fail(found.message)
     return found
+
+
+def _refuses_all(found: ModelComparison) -> bool:
+    return not any(call.is_replaced for call in found.calls)
 
 
 def _outcome(run: CaseRun, name: str, found: ModelComparison | None) -> Outcome:

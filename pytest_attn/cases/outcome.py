@@ -47,7 +47,8 @@ class Outcome:
         **known: Any,
     ) -> None:
         """Leave the record of a judgment. subject: or what reports call it; known: more fields, by default a check's."""
-        reason = headline(comparison) if verdict is Verdict.MISMATCH and comparison else ""
+        is_wrong = verdict is Verdict.MISMATCH and comparison is not None and not comparison.passed
+        reason = headline(comparison) if is_wrong and comparison else ""
         fields: dict[str, Any] = {
             "question": "check",
             "direction": "forward+backward" if self._backward else "forward",
@@ -77,7 +78,7 @@ class Outcome:
         pytest.skip(f"{subject.name}: {reason}" if subject else reason)
 
     def xfail(
-        self, subject: Subject, known: str, comparison: Comparison | None = None, question: str = "check", **fields: Any
+        self, subject: Subject | str, known: str, comparison: Comparison | None = None, question: str = "check", **fields: Any
     ) -> NoReturn:
         """Expect the failure of the test, with its record: what is wrong is a known defect. fields: more of the record."""
         __tracebackhide__ = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
@@ -16,10 +16,10 @@ from pytest_attn.cases.case import AttentionCase
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.failures.script import KernelSource
-from pytest_attn.reports.terminal import count
 from pytest_attn.session.items import RankedParameter, name_for_processes
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.correctness.spec import CheckSpec
     from pytest_attn.invariants.report import InvariantReport
+    from pytest_attn.latency.result import Latency
     from pytest_attn.ranks.pool import Pool
     from pytest_attn.ranks.subject import RankedSubject
     from pytest_attn.ranks.team import Team
@@ -102,13 +103,10 @@ class RankedCase(AttentionCase):
         """
         __tracebackhide__ = True
         _refuse_dequantized(dequantized)
-        from pytest_attn.cases.checking import check
-        from pytest_attn.ranks.located import located
 
         def judged(subject: RankedSubject) -> Comparison:
             __tracebackhide__ = True
-            self._checked, self._comparison = subject, None
-            return check(self._run, subject, self._spec, partial(located, sharding=self._sharding))
+            return self._check_over_ranks(subject, self._mark.backward)
 
         self._comparison = self._over_ranks(fn, name, judged)
         return self._comparison
@@ -134,11 +132,31 @@ class RankedCase(AttentionCase):
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
-    ) -> NoReturn:
-        """Check `fn`, and skip the rest: calls over ranks are not timed."""
+    ) -> Latency:
+        """Check `fn`, time it on all ranks at once, and compare the p50 of the slowest with the baseline.
+
+        Arguments, results and errors are those of `AttentionCase`. A baseline is one of so many ranks, of their shards, and of
+        what connects their devices.
+        """
         __tracebackhide__ = True
-        subject = self.check(fn, name).subject
-        pytest.skip(f"{subject} passed the check, but was not timed: it runs on {count(self.ranks, 'rank')}")
+        from pytest_attn.cases.measuring import Measuring
+        from pytest_attn.latency.work import direction_of
+        from pytest_attn.timing.ranked_measurement import RankedMeasurement
+
+        direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
+        measuring = self._measuring = self._measuring or Measuring(self._run)
+
+        def judged(subject: RankedSubject) -> Latency:
+            __tracebackhide__ = True
+            if measuring.timekeeper.checks_first and not self._is_checked(subject, needs_gradients):
+                self._comparison = self._check_over_ranks(subject, needs_gradients)
+            run, pool = self._run, self._pool
+            assert pool is not None
+            known = (run.session, run.item, self._spec, subject, direction, self._comparison)
+            measurement = RankedMeasurement(*known, number=1, pool=pool, sharding=self._sharding)
+            return measuring.measure(measuring.number(measurement))
+
+        return self._over_ranks(fn, name, judged)
 
     def assert_close(self, out: torch.Tensor) -> None:
         """Refused: one process alone cannot compute a result of several ranks."""
@@ -172,6 +190,15 @@ class RankedCase(AttentionCase):
         is_shared_by_nccl = share == "nccl" and self.device.type == "cuda" and machine.device_count < self.ranks
         return nccl_refuses_because() if is_shared_by_nccl else too_few_gpus_because(self.ranks, machine, share)
 
+    def _check_over_ranks(self, subject: RankedSubject, backward: bool) -> Comparison:
+        """Compare what the ranks compute, with or without gradients."""
+        __tracebackhide__ = True
+        from pytest_attn.cases.checking import check, spec_with
+        from pytest_attn.ranks.located import located
+
+        self._checked, self._comparison = subject, None
+        return check(self._run, subject, spec_with(self._spec, backward), partial(located, sharding=self._sharding))
+
     def _over_ranks(
         self, fn: Callable[..., Any] | Backend | str, name: str | None, judge: Callable[[RankedSubject], _Judged]
     ) -> _Judged:
@@ -193,6 +220,9 @@ class RankedCase(AttentionCase):
             return verdict
         except (RankRaisedError, RanksLostError) as error:
             broken = str(error)
+            if isinstance(error, RanksLostError):
+                reason = broken.splitlines()[0].rstrip(":")
+                self._run.outcome.record(inner, Verdict.NO_RESULT, reason=reason)
         self._run.outcome.fail(broken)
 
     def _ready_pool(self) -> Pool:
@@ -222,6 +252,11 @@ class RankedRun(CaseRun):
     ) -> None:
         super().__init__(request, parameter, mark, session)
         self.sharding = sharding
+
+    @property
+    def has_processes_to_lose(self) -> bool:
+        """Not so: its ranks are processes of their own, and a pool that is lost is replaced."""
+        return False
 
     def skip_unless_runnable(self, subject: Subject | None, backward: bool = False) -> None:
         """Ask a backend that computes over ranks about its shards, too."""

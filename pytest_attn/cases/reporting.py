@@ -16,7 +16,7 @@ from pytest_attn.session.session import session_of
 from pytest_attn.verdict import Verdict
 
 #: what a test may await, with pytest.raises or an xfail mark
-_AWAITED = (Verdict.MISMATCH, Verdict.BROKEN)
+_AWAITED = (Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT)
 
 
 def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:

@@ -42,6 +42,11 @@ class CaseRun:
         self._callables: dict[str, list[Callable[..., object]]] = {}
 
     @property
+    def has_processes_to_lose(self) -> bool:
+        """Whether invariants that may end CUDA are asked in a process of their own."""
+        return True
+
+    @property
     def machine(self) -> Machine:
         """The device, described."""
         return self.session.machines.machine(self.mark.device)
@@ -134,6 +139,8 @@ class CaseRun:
         if isinstance(ended, RefusedError):
             self.outcome.skip(subject, str(ended), question)
         verdict = Verdict.BROKEN if question == "invariants" else Verdict.MISMATCH
+        if isinstance(ended, DeadlineError):
+            verdict = Verdict.NO_RESULT
         self.outcome.record(subject, verdict, question=question, reason=str(ended).splitlines()[0].rstrip(":"))
         if isinstance(ended, ContractError):
             self.fail_of_contract(ended, subject, spec)

@@ -181,6 +181,7 @@ class CaseTensors(ServingTensors):
             returns_lse=mark.returns_lse,
             seed=settings.seed,
             limits=settings.limits,
+            diagnosis_timeout=settings.diagnosis_timeout,
             empty_rows=mark.empty_rows,
             contiguous=mark.contiguous,
             signature=mark.signature,

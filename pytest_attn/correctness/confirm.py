@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.precision import Precision
@@ -13,6 +13,7 @@ from pytest_attn.correctness.compare import compare_all, residual_over_budget
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.mistakes import likely_mistakes
+from pytest_attn.correctness.patience import Patience
 from pytest_attn.correctness.reference import Reference, as_compared, compute_reference, heads_first, score_elements
 from pytest_attn.workloads.heads import is_interleaved, key_heads
 from pytest_attn.workloads.inputs import Inputs
@@ -45,12 +46,16 @@ class Returned:
 
 @dataclass(frozen=True)
 class WholeCase:
-    """All that a kernel returned, and how it compares. limits: of out and lse, and of gradients."""
+    """All that a kernel returned, and how it compares. limits: of out and lse, and of gradients.
+
+    patience: how long it may be looked for what explains it.
+    """
 
     workload: Workload
     returned: Sequence[Returned]
     rows: Sequence[TensorComparison]
     limits: tuple[Limits, Limits]
+    patience: Patience = field(default_factory=Patience, compare=False)
 
     def z_under(self, profile: Precision, name: str) -> float | None:
         """Return the largest |z| of the tensors of this name under another profile, None unless the whole case passes."""

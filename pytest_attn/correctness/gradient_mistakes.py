@@ -21,6 +21,9 @@ from pytest_attn.correctness.reference import Reference
 if TYPE_CHECKING:
     import torch
 
+#: what is left out where time is over
+_CHANGES = "mistakes in steps of the backward pass"
+
 
 def name_gradient(comparison: TensorComparison, bad: torch.Tensor, reference: Reference, case: WholeCase) -> list[Suggestion]:
     """Return what explains a gradient on every distribution, or the profiles that do; nothing where nothing does."""
@@ -74,10 +77,10 @@ def _change(name: str, bad: torch.Tensor, reference: Reference, case: WholeCase)
     if place is None:
         return []
     got = next(got for got, of in case.of(name) if of is reference)
-    fits = [
-        (change.text, _left(change, name, got, reference, place, bad)) for change in likely_changes(reference, name, place)
-    ]
-    for text, _ in sorted(((text, left) for text, left in fits if left is not None), key=lambda found: found[1]):
+    changes = case.patience.each(_CHANGES, likely_changes(reference, name, place))
+    fits = [(change.text, _left(change, name, got, reference, place, bad)) for change in changes]
+    by_left = sorted(((text, left) for text, left in fits if left is not None), key=lambda found: found[1])
+    for text, _ in case.patience.each(_CHANGES, by_left):
         if _is_change(text, name, bad, case):
             return [Suggestion("backward", {"tensor": name, "text": text})]
     return []

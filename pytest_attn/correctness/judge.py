@@ -19,6 +19,7 @@ from pytest_attn.correctness.dropout import require_fair, require_same, with_mas
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.kept import KeptResult
 from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.patience import Patience
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.signed import as_out
@@ -64,7 +65,8 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_eviden
     empty_rows = EmptyRows(reference.called_with, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
-    case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits)
+    patience = Patience(spec.diagnosis_timeout)
+    case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits, patience)
     mismatch = None if row.passed else _mismatch(_Failed(row, reference, tensors), case, keep_evidence)
     return Comparison(spec.workload.id, "out", (row,), reference.is_sampled, mismatch=mismatch, sampled=reference.sampled)
 
@@ -162,7 +164,8 @@ class _Judgment:
 
     def comparison(self) -> Comparison:
         """Return what was found, with what explains the first tensor that is wrong."""
-        case = WholeCase(self.spec.workload, self.returned, self.rows, limits_named(self.spec.limits))
+        patience = Patience(self.spec.diagnosis_timeout)
+        case = WholeCase(self.spec.workload, self.returned, self.rows, limits_named(self.spec.limits), patience)
         mismatch = _mismatch(self.failed, case, self.keep_evidence) if self.failed else None
         return Comparison(
             self.spec.workload.id,
@@ -278,7 +281,7 @@ def _mismatch(failed: _Failed, case: WholeCase, keep_evidence: bool) -> Mismatch
     row, reference, tensors, notes = failed
     location, suggestions = explain(row, tensors[row.name], reference, case)
     evidence = Evidence(row.distribution, reference, dict(tensors)) if keep_evidence else None
-    return Mismatch(row, location, tuple(suggestions), notes, evidence)
+    return Mismatch(row, location, tuple(suggestions), (*notes, *case.patience.notes()), evidence)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ Claim: TypeAlias = "Callable[[torch.Tensor, Reference], bool]"
 
 def name_lse(reference: Reference, case: WholeCase) -> list[Suggestion]:
     """Return what explains lse on every distribution; nothing where nothing does."""
-    for suggestion, holds in _claims(reference, case):
+    for suggestion, holds in case.patience.each("mistakes of lse", _claims(reference, case)):
         if all(holds(got, expected) for got, expected in case.of("lse")):
             return [suggestion]
     declared = reference.precision.name

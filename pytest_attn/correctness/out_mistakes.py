@@ -26,6 +26,9 @@ _SCALE_STEPS = 6
 #: scores of packed sequences, of which all rows are computed, above which no mistake is tried
 _PACKED_ELEMENTS = 1 << 24
 
+#: what is left out where time is over
+_MISTAKES, _PROFILES = "likely mistakes", "precision profiles"
+
 #: positions of rows, None for all, and what the kernel returned there
 Tried: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor]"
 
@@ -37,7 +40,7 @@ def name_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: W
         _mistake(got, bad, reference, case, limits)
         or _misplaced(got, reference, case, limits)
         or _scale_or_profile(tried, reference, case, limits)
-        or name_online(bad, reference, case)
+        or ([] if case.patience.is_over("mistakes in running sums") else name_online(bad, reference, case))
     )
 
 
@@ -50,9 +53,11 @@ def _mistake(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: W
     if w.is_packed and score_elements(w) > _PACKED_ELEMENTS:
         return []
     few, more = (_worst_rows(got, bad, reference, w, number) for number in (_FEW, _ROWS))
-    fitting = [m for m in likely_mistakes(reference.inputs, w) if _z(m, few, reference, limits) is not None]
-    known = ((_z(mistake, more, reference, limits), mistake.text) for mistake in fitting)
-    for z, text in sorted(((z, text) for z, text in known if z is not None), key=lambda found: found[0]):
+    likely = case.patience.each(_MISTAKES, likely_mistakes(reference.inputs, w))
+    fitting = case.patience.each(_MISTAKES, [m for m in likely if _z(m, few, reference, limits) is not None])
+    known = [(_z(mistake, more, reference, limits), mistake.text) for mistake in fitting]
+    by_z = sorted(((z, text) for z, text in known if z is not None), key=lambda found: found[0])
+    for z, text in case.patience.each(_MISTAKES, by_z):
         if case.is_mistake(text):
             return [Suggestion("mistake", {"mistake": text, "z": z})]
     return []
@@ -92,7 +97,7 @@ def _spread(positions: torch.Tensor, number: int) -> torch.Tensor:
 def _misplaced(got: torch.Tensor, reference: Reference, case: WholeCase, limits: Limits) -> list[Suggestion]:
     """Say that the right rows are in the wrong place, if they are on every distribution."""
     out = reference.tensors["out"]
-    for suggestion, move in _moves(got, out.rows is not None):
+    for suggestion, move in case.patience.each("other places of rows", _moves(got, out.rows is not None)):
 
         def fits(got: torch.Tensor, reference: Reference, move: Callable[[torch.Tensor], torch.Tensor] = move) -> bool:
             expected = reference.tensors["out"]
@@ -126,9 +131,9 @@ def _rolled(dim: int, shift: int, tensor: torch.Tensor) -> torch.Tensor:
 def _scale_or_profile(tried: Tried, reference: Reference, case: WholeCase, limits: Limits) -> list[Suggestion]:
     """Name the scale that explains the case, or the precision profiles: what fits the rows better."""
     w, (rows, got) = case.workload, tried
-    profiles = SUGGESTED.items()
+    profiles = case.patience.each(_PROFILES, SUGGESTED.items())
     fits = {name: largest_z(got, reference.inputs, w, rows, profile, limits) for name, profile in profiles}
-    scale = _fitted_scale(got, rows, reference, w)
+    scale = None if case.patience.is_over("another scale") else _fitted_scale(got, rows, reference, w)
     z = largest_z(got, reference.inputs, w.replace(scale=scale), rows, reference.precision, limits) if scale else None
     if scale and z is not None and all(z < fit for fit in fits.values() if fit is not None) and case.has_scale(scale):
         return [Suggestion("scale", {"scale": scale, "expected": w.softmax_scale, "z": z})]
@@ -160,10 +165,11 @@ def _fitted_scale(got: torch.Tensor, rows: torch.Tensor | None, reference: Refer
     return scale if abs(math.log(scale / w.softmax_scale)) > 1e-3 else None
 
 
-def fitting_profiles(name: str, tried: Iterable[str], declared: str, case: WholeCase) -> list[Suggestion]:
+def fitting_profiles(name: str, profiles: Iterable[str], declared: str, case: WholeCase) -> list[Suggestion]:
     """Name those of the profiles under which the whole case would pass, rare ones where no other does."""
-    names = [one for one in tried if not (SUGGESTED[one].moves_lse and case.scores_are_exact)]
+    names = [one for one in profiles if not (SUGGESTED[one].moves_lse and case.scores_are_exact)]
     for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
-        if found := {profile: z for profile in some if (z := case.z_under(SUGGESTED[profile], name)) is not None}:
+        tried = case.patience.each(_PROFILES, some)
+        if found := {profile: z for profile in tried if (z := case.z_under(SUGGESTED[profile], name)) is not None}:
             return [Suggestion("profiles", {"profiles": found, "declared": declared})]
     return []

@@ -13,6 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.patience import DEFAULT_SECONDS
 from pytest_attn.correctness.reference import EXTRA
 from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.signed import SignedSubject
@@ -32,7 +33,8 @@ class CheckSpec:
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
     distributions. precision, layout, returns_lse, empty_rows, contiguous: what the kernel declares. limits: a name in
     `correctness.limits.LIMITS`. parameters: what the kernel closes over, by name ("sinks", "bias", "alibi"), whose
-    gradients are compared as well. signature: of a callable, where layout and returns_lse do not say all; it settles both.
+    gradients are compared as well. diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end.
+    signature: of a callable, where layout and returns_lse do not say all; it settles both.
     """
 
     workload: Workload
@@ -47,6 +49,7 @@ class CheckSpec:
     empty_rows: str = "zero"
     contiguous: bool = False
     signature: Signature | None = None
+    diagnosis_timeout: float = dataclasses.field(default=DEFAULT_SECONDS, compare=False)
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -14,15 +14,33 @@ from pytest_attn.latency.waiting import thread_waited
 _MOST_WAITING = 0.1
 
 
-class CpuDisturbanceMonitor(DisturbanceMonitor):
-    """The monitor of a CPU: a block is disturbed if the operating system kept the thread that timed it waiting for its turn.
+class WaitingMonitor(DisturbanceMonitor):
+    """Watches whether the operating system kept the calling thread waiting for its turn: a block is disturbed where it did.
 
-    Linux counts that time per thread; elsewhere there is no verdict. A measurement is disturbed if many of its samples had to
-    share their core.
+    Linux counts that time per thread; elsewhere there is no verdict.
     """
 
-    def __init__(self, contention: ContentionMonitor) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
+
+    def begin(self) -> None:
+        """Read both clocks before a block."""
+        self._wall, self._waited = time.perf_counter(), thread_waited()
+
+    def disturbance(self) -> str | None:
+        """Compare the time spent waiting for a core with all that passed."""
+        wall, waited = time.perf_counter() - self._wall, thread_waited() - self._waited
+        self.begin()
+        if wall <= 0 or waited <= _MOST_WAITING * wall:
+            return None
+        return f"this thread waited {waited / wall:.0%} of the time for a core: other processes compute"
+
+
+class CpuDisturbanceMonitor(WaitingMonitor):
+    """The monitor of a CPU: a measurement is also disturbed if many of its samples had to share their core."""
+
+    def __init__(self, contention: ContentionMonitor) -> None:
+        super().__init__()
         self._contention = contention
 
     def begin_all(self, subject: str) -> None:
@@ -41,15 +59,3 @@ class CpuDisturbanceMonitor(DisturbanceMonitor):
     def lasting_disturbance(self) -> str | None:
         """Say whether many samples had to share their core."""
         return self._contention.disturbance()
-
-    def begin(self) -> None:
-        """Read both clocks before a block."""
-        self._wall, self._waited = time.perf_counter(), thread_waited()
-
-    def disturbance(self) -> str | None:
-        """Compare the time spent waiting for a core with all that passed."""
-        wall, waited = time.perf_counter() - self._wall, thread_waited() - self._waited
-        self.begin()
-        if wall <= 0 or waited <= _MOST_WAITING * wall:
-            return None
-        return f"this thread waited {waited / wall:.0%} of the time for a core: other processes compute"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.calls import TimedCall, called, verified
@@ -30,10 +30,28 @@ _PLACES = 6
 #: MiB that are kept from the allocator in turn, so that it gives a kernel other memory than before
 _GAPS = (2, 34, 10, 58, 18, 46, 26)
 #: seconds for which the device is kept waiting for the host, and how much longer than it took to launch
-_SHORTEST_BACKLOG_SECONDS, _MOST_BACKLOG_SECONDS, _BACKLOG_MARGIN = 1e-3, 0.2, 1.5
+SHORTEST_BACKLOG_SECONDS, _MOST_BACKLOG_SECONDS, _BACKLOG_MARGIN = 1e-3, 0.2, 1.5
+#: how often a block is enqueued behind a device that sleeps longer each time
+ATTEMPTS = 4
 #: seconds of a call from which as few as possible are made before it is timed
 SLOW_SECONDS = 3e-3
 _SHARE_OF_FREE_MEMORY = 0.25
+
+
+class Attempt(NamedTuple):
+    """A block that was enqueued once, within so many seconds: seconds of one call of each item.
+
+    held: whether the device slept until all was enqueued.
+    """
+
+    seconds: list[float]
+    enqueued: float
+    held: bool
+
+    @property
+    def wanted(self) -> float:
+        """For how many seconds the device should sleep the next time."""
+        return wanted_backlog(self.enqueued)
 
 
 class CudaTimer(Timer):
@@ -69,37 +87,42 @@ class CudaTimer(Timer):
                     return plan
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
-            renew = functools.partial(self._move, work) if most >= 2 * len(work.sets) else work.refresh
+            renew = functools.partial(self.move, work) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, launch, repeated(work.stage, calls), renew)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Enqueue the whole block behind a sleeping device; HostTimer where it would not stay asleep."""
+        names = tuple(item.name for item in items)
+        needed = self._backlogs.get(names, SHORTEST_BACKLOG_SECONDS)
+        for _ in range(ATTEMPTS):
+            attempt = self.attempt(items, needed)
+            self._backlogs[names] = attempt.wanted
+            if attempt.held:
+                return attempt.seconds
+            needed = longer_backlog(needed, attempt.wanted)
+        raise BacklogError(too_slow(len(items), attempt.enqueued))
+
+    def attempt(self, items: Sequence[Item], backlog: float) -> Attempt:
+        """Enqueue a block once, behind a device that sleeps for `backlog` seconds."""
         import torch
 
-        names = tuple(item.name for item in items)
-        needed = self._backlogs.get(names, _SHORTEST_BACKLOG_SECONDS)
-        for _ in range(4):
-            pairs = []
-            with no_collection():
-                self._sleep(needed)
-                begun = time.perf_counter()
-                for item in items:
-                    call = item.stage()
-                    self._flush()
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                    begin.record()
-                    call()
-                    end.record()
-                    pairs.append((begin, end))
-                held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
-                enqueued = time.perf_counter() - begun
-                torch.cuda.synchronize(self.device)
-            wanted = max(_SHORTEST_BACKLOG_SECONDS, _BACKLOG_MARGIN * enqueued)
-            self._backlogs[names] = min(wanted, _MOST_BACKLOG_SECONDS)
-            if held:
-                return [b.elapsed_time(e) * 1e-3 / item.calls for (b, e), item in zip(pairs, items, strict=True)]
-            needed = min(max(2 * needed, wanted), _MOST_BACKLOG_SECONDS)
-        raise BacklogError(f"launching {len(items)} samples took {enqueued:.3g} s, longer than the device can be kept waiting")
+        pairs = []
+        with no_collection():
+            self._sleep(backlog)
+            begun = time.perf_counter()
+            for item in items:
+                call = item.stage()
+                self._flush()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                call()
+                end.record()
+                pairs.append((begin, end))
+            held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
+            enqueued = time.perf_counter() - begun
+            torch.cuda.synchronize(self.device)
+        seconds = [b.elapsed_time(e) * 1e-3 / item.calls for (b, e), item in zip(pairs, items, strict=True)]
+        return Attempt(seconds, enqueued, held)
 
     def peak_memory(self, work: Work) -> int | None:
         """From torch's allocator, of a second call: the first one may leave workspaces behind."""
@@ -107,7 +130,7 @@ class CudaTimer(Timer):
             work.stage()()
             return peak_of(work.stage(), self.device)
 
-    def _move(self, work: Work) -> None:
+    def move(self, work: Work) -> None:
         """Give the work, and what its kernel allocates, other memory, and its data another sign."""
         import torch
 
@@ -146,7 +169,7 @@ class CudaTimer(Timer):
         A kernel that is slow, as the first calls tell, is called as few times as possible.
         """
         is_slow = min(call.done for call in looks) > SLOW_SECONDS
-        self._verify_behind_backlog(work)
+        self.verify_behind_backlog(work)
         launch = min(call.launched for call in looks) if is_slow else self._launching(work)
         return launch, self._estimate(work, launch, samples=1 if is_slow else 3)
 
@@ -163,7 +186,7 @@ class CudaTimer(Timer):
         except BacklogError:
             return None
 
-    def _verify_behind_backlog(self, work: Work) -> None:
+    def verify_behind_backlog(self, work: Work) -> None:
         """Change the data, call and look at the result, all while the device sleeps, over poisoned free memory.
 
         A kernel on another stream that does not wait reads the old data; if nobody waits for it, the poison stays.
@@ -192,6 +215,21 @@ class CudaTimer(Timer):
 
 class BacklogError(Exception):
     """The device did not stay behind the host: the host waits for it, or launches too slowly."""
+
+
+def wanted_backlog(enqueued: float) -> float:
+    """Return for how many seconds a device should sleep while a block is enqueued that took so many."""
+    return min(max(SHORTEST_BACKLOG_SECONDS, _BACKLOG_MARGIN * enqueued), _MOST_BACKLOG_SECONDS)
+
+
+def longer_backlog(backlog: float, wanted: float) -> float:
+    """Return for how many seconds it should sleep where `backlog` were too few."""
+    return min(max(2 * backlog, wanted), _MOST_BACKLOG_SECONDS)
+
+
+def too_slow(items: int, enqueued: float) -> str:
+    """Say that a device cannot be kept waiting for so long."""
+    return f"launching {items} samples took {enqueued:.3g} s, longer than the device can be kept waiting"
 
 
 def torch_free_memory(device: torch.device) -> int:

@@ -99,6 +99,14 @@ class Gpu:
         }
         return {name: value for name, value in found.items() if value is not None}
 
+    def has_nvlink_to(self, other: Gpu) -> bool | None:
+        """Say whether NVLink connects the two; None where nobody knows."""
+        index = getattr(self._nvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
+        if index is None:
+            return None
+        status = self._ask("nvmlDeviceGetP2PStatus", self._whole, other._whole, index)
+        return None if status is None else bool(status == _SUCCESS)
+
     def highest_clock(self) -> int | None:
         """Return the highest SM clock that the GPU says it supports, in MHz."""
         memory = self._ask("nvmlDeviceGetSupportedMemoryClocks", self._whole) or [0]

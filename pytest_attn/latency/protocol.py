@@ -30,7 +30,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: gate can detect: times of another protocol cannot be compared. How long a measurement lasts only changes its scatter.
 PROTOCOLS = {"cuda": 3, "cpu": 2}
 #: what the samples of the kernel are called; the others are those of the anchors
-_SUBJECT = "op"
+SUBJECT = "op"
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
 _NO_GRAPH = "recorded in a CUDA graph, which cannot be captured now: timed call by call, which takes longer"
 _NOT_ON_DEVICE = (
@@ -78,12 +78,12 @@ class Stopwatch:
         Raises StaleError for a kernel whose results are not those of its data when it is called again.
         """
         begun = time.perf_counter()
-        self.monitor.begin_all(_SUBJECT)
+        self.monitor.begin_all(SUBJECT)
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
         disturbances += [*_lost_graph(mode, plan.mode), *filter(None, [plan.doubt])]
-        medians = [median(block[_SUBJECT]) for block in blocks]
+        medians = [median(block[SUBJECT]) for block in blocks]
         anchors = {name: median(median(block[name]) for block in blocks) for name in self.anchors}
         return Latency(
             workload=workload,
@@ -91,7 +91,7 @@ class Stopwatch:
             direction=work.direction,
             p50=median(medians),
             interval=median_interval(medians),
-            samples=tuple(sample for block in blocks for sample in block[_SUBJECT]),
+            samples=tuple(sample for block in blocks for sample in block[SUBJECT]),
             blocks=len(blocks),
             mode=plan.mode,
             calls=plan.calls,
@@ -113,12 +113,16 @@ class Stopwatch:
         try:
             return plan, *self._blocks(plan, self._timer_of(plan), work, seconds, compiled_at)
         except BacklogError:
-            timer = HostTimer(self.device)
+            timer = self._host_timer()
             plan = timer.plan(work)
             return plan, *self._blocks(plan, timer, work, seconds, time.perf_counter())
 
     def _timer_of(self, plan: Plan) -> Timer:
-        return self.timer if plan.mode != "host" or isinstance(self.timer, HostTimer) else HostTimer(self.device)
+        return self.timer if plan.mode != "host" or isinstance(self.timer, HostTimer) else self._host_timer()
+
+    def _host_timer(self) -> Timer:
+        """Return what times calls whose device does not stay behind its host."""
+        return HostTimer(self.device)
 
     def _blocks(
         self, plan: Plan, timer: Timer, work: Work, seconds: float | None, compiled_at: float
@@ -140,7 +144,7 @@ class Stopwatch:
             if seconds is None:
                 seconds = seconds_for_blocks(kind, time.perf_counter() - compiled_at)
             schedule = Schedule(self._now, seconds, wanted_half_width(kind, plan.seconds))
-            while schedule.wants_another([block[_SUBJECT] for block in blocks]):
+            while schedule.wants_another([block[SUBJECT] for block in blocks]):
                 block, disturbance = self._undisturbed(timer, items, plan)
                 blocks.append(block)
                 disturbances += [disturbance] if disturbance else []
@@ -189,7 +193,7 @@ def _items_of(plan: Plan, anchors: Mapping[str, Anchor]) -> list[Item]:
     """Put the anchors between the samples, first and last."""
     of_sample = plan.seconds * plan.calls
     samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
-    op = Item(_SUBJECT, plan.stage, plan.calls)
+    op = Item(SUBJECT, plan.stage, plan.calls)
     compute, memory = (anchor_item(name, anchors[name]) for name in (COMPUTE, MEMORY))
     if samples >= 4:
         half = [op] * (samples // 2)

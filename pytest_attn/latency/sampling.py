@@ -7,7 +7,7 @@ import math
 from pytest_attn.latency.timer import Mode
 
 #: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
-_OWN_EVENTS_SECONDS = 250e-6
+OWN_EVENTS_SECONDS = 250e-6
 #: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
 _SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "replay": 0.8e-3, "batched": 0.2e-3}
 _MOST_CALLS: dict[Mode, int] = {"graph": 40, "replay": 40, "batched": 20}
@@ -28,7 +28,7 @@ def choose_mode(recorded: Mode | None, launch: float, device: float | None) -> M
     if device is None or launch > _host_bound_from(recorded, device):
         return "host"
     if recorded in (None, "host"):
-        return "graph" if device < _OWN_EVENTS_SECONDS else "events"
+        return "graph" if device < OWN_EVENTS_SECONDS else "events"
     return recorded
 
 

@@ -29,7 +29,7 @@ GRAPHS: tuple[Mode, ...] = ("graph", "replay")
 #: does what is not timed, and returns what is
 Stage: TypeAlias = Callable[[], Callable[[], object]]
 
-_SHORTEST_HOST_SAMPLE = 1e-3
+SHORTEST_HOST_SAMPLE = 1e-3
 
 
 class Item(NamedTuple):
@@ -94,7 +94,7 @@ class HostTimer(Timer):
             for _ in range(3):  # peak_memory has called nothing
                 work.stage()()
             seconds = min(self._one(work.stage()) for _ in range(3))
-            calls = max(1, math.ceil(_SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
+            calls = max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
             doubt = look_for_kept_results(work)
             work.rotate_over(2)
         return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh, doubt)

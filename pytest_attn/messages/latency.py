@@ -9,6 +9,7 @@ from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.result import Latency
 from pytest_attn.messages.durations import duration
 from pytest_attn.messages.lines import labeled
+from pytest_attn.messages.ranks import describe_ranks
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
 ACCEPT = '--attn-update-baselines "why it is slower"'
@@ -27,6 +28,7 @@ def describe_regression(decision: Decision, recorded: Baseline, latency: Latency
         labeled("runs", f"{duration(latency.p50)} in this process; decided on {runs}"),
         labeled("recorded", f"{span}, {recorded.date}: {recorded.reason}"),
         labeled("anchors", f"{moved or 'none'} (timed as {latency.mode}, {calls} a sample, L2 {latency.l2})"),
+        labeled("ranks", describe_ranks(latency.ranks)) if latency.ranks else "",
         labeled("certainty", _certainty(decision.detectable, cases)) if decision.detectable is not None else "",
     ]
     return "\n".join(line for line in lines if line)

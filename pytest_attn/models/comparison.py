@@ -83,15 +83,15 @@ class ModelComparison:
 
     @property
     def known_defects(self) -> tuple[str, ...]:
-        """The known defects of its backend, where these explain everything that is wrong; else none."""
-        wrong = [call for call in self.calls if not call.passed]
-        explained = (
-            bool(self.subject)
-            and not (self.compiled and self.compiled.wrong)
-            and self.is_complete
-            and all(call.known for call in wrong)
-        )
-        return tuple(dict.fromkeys(call.known for call in wrong)) if explained else ()
+        """The known defects of what computed the calls, where these explain everything that is wrong; else none."""
+        known = dict.fromkeys(call.known for call in self.calls if not call.passed)
+        return tuple(known) if self.is_complete and self.explained else ()
+
+    @property
+    def explained(self) -> bool:
+        """Whether known defects explain all that is wrong, or nothing is."""
+        is_compiled_right = not (self.compiled and self.compiled.wrong)
+        return is_compiled_right and not self.unread and all(call.passed or call.known for call in self.calls)
 
     @property
     def worst(self) -> CallComparison | None:

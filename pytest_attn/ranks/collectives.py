@@ -33,24 +33,41 @@ def watch_collectives(path: Path) -> Collectives:
             watched = record.watching(name, peer, plain)
             for module in (dist, distributed_c10d):
                 setattr(module, name, watched)
+    setattr(distributed_c10d.Work, "wait", record.counting(distributed_c10d.Work.wait))  # noqa: B010
     return record
 
 
 class Collectives:
     """The file, and how many collectives there were. One that calls another counts once.
 
-    is_late: whether this rank comes late to each, as one on a busy machine does; nothing may depend on that.
+    is_late: whether this rank comes late to each, as one on a busy machine does; nothing may depend on that. seconds: spent in
+    all of them, and in waiting for those that were begun without waiting.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._number = self._depth = 0
         self.is_late = False
+        self.seconds = 0.0
+
+    def counting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose seconds count as those of a collective, unless it is a part of one."""
+
+        @functools.wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return plain(*args, **kwargs)
+            begun = time.perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return counted
 
     def watching(self, name: str, peer: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that says where it is. peer: "to" or "from" where its second argument is another rank."""
 
-        @functools.wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             if self._depth == 1:
@@ -65,7 +82,7 @@ class Collectives:
                 self._write(said, "has left")
                 self._depth -= 1
 
-        return watched
+        return functools.wraps(plain)(self.counting(watched))
 
     def _write(self, said: str, state: str) -> None:
         if self._depth == 1:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Entry:
     """All rows and keys of a batch entry: (heads, rows, keys), or (heads, rows or keys, dim), with the heads of keys repeated.
 
-    of_row, of_key: the rank that holds each. row_at, key_at: which of the rank's own it is.
+    of_row, of_key: the rank that holds each; 0 for rows that all have. row_at, key_at: which of the rank's own it is. length:
+    how many keys the entry has where it is padded or in pages.
     """
 
     def __init__(self, reference: Reference, sharding: Sharding, batch: int) -> None:
@@ -29,7 +30,11 @@ class Entry:
         self.sharding, self.group = sharding, w.group
         segment = self.part.block.segment
         self.rows, self.keys = self.part.rows + segment.q_start, self.part.at + segment.kv_start
-        self.of_row, self.row_at = (t[self.rows] for t in owners(sharding.rows))
+        if sharding.shares_pages:  # every rank has all rows
+            self.of_row, self.row_at = self.rows * 0, self.rows
+        else:
+            self.of_row, self.row_at = (t[self.rows] for t in owners(sharding.rows))
+        self.length = w.kv_lens[batch] if w.kv_lens else w.kv_len
         self.of_key, self.key_at = (t[self.keys] for t in owners(sharding.keys))
         self.scores: torch.Tensor = self.part.scores[0]
         self.q: torch.Tensor = self.part.q[0].double()

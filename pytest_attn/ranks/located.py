@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch
 from pytest_attn.correctness.reference import score_elements
+from pytest_attn.ranks.cache_mistakes import cache_mistakes_of
 from pytest_attn.ranks.entry import Entry, owners
 from pytest_attn.ranks.mistakes import RankMistake, mistakes_of
 from pytest_attn.workloads.sharding import Sharding
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 #: scores of a workload above which no mistake is tried
 _MOST_SCORES = 1 << 22
-#: which part of the deviation, by its norm, an explanation may leave
-_LEFT = 0.1
+#: which part of the deviation, by its norm, an explanation may leave; of a page's, which is little, rounding leaves more
+_LEFT, _LEFT_IN_PAGES = 0.1, 0.2
 #: how many different mistakes of ranks are reported at most
 _SHOWN = 4
 
@@ -29,6 +30,8 @@ def located(comparison: Comparison, sharding: Sharding) -> Comparison:
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.evidence is None:
         return comparison
+    if sharding.shares_pages:
+        return _located_in_pages(comparison, mismatch, mismatch.evidence, sharding)
     name = mismatch.row.name
     ranks = _wrong_ranks(mismatch, sharding)
     notes = [("ranks", _whose_rows(mismatch, sharding, ranks))]
@@ -37,6 +40,14 @@ def located(comparison: Comparison, sharding: Sharding) -> Comparison:
     notes += [("suggests", text) for text in _told(name, found, sharding.ranks)]
     suggestions = () if is_certain else mismatch.suggestions
     said = replace(mismatch, notes=(*notes, *mismatch.notes), suggestions=suggestions)
+    return replace(comparison, mismatch=said)
+
+
+def _located_in_pages(comparison: Comparison, mismatch: Mismatch, evidence: Evidence, sharding: Sharding) -> Comparison:
+    """Return a failing comparison of ranks that share a paged cache: what they merge is one result, whose out tells most."""
+    found = explained("out", evidence, sharding, [0])
+    notes = [("suggests", f"out is {mistake.text}") for mistake in found.values()]
+    said = replace(mismatch, notes=(*notes, *mismatch.notes), suggestions=() if found else mismatch.suggestions)
     return replace(comparison, mismatch=said)
 
 
@@ -50,13 +61,17 @@ def explained(name: str, evidence: Evidence, sharding: Sharding, ranks: Sequence
     entries = [Entry(reference, sharding, batch) for batch in range(w.batch)]
     got = [entry.mine(name, evidence.results[name]) for entry in entries]
     exact = [entry.of_whole(name, reference.tensors[name].value) for entry in entries]
+    most = _LEFT_IN_PAGES if sharding.shares_pages else _LEFT
     fits: dict[int, dict[str, tuple[float, RankMistake]]] = {}
     for rank in ranks:
         deviation = _distance(name, rank, entries, got, exact)
+        if deviation == 0:
+            return {}
         fits[rank] = {}
-        for mistake in mistakes_of(name, sharding, rank):
+        tried = cache_mistakes_of(sharding) if sharding.shares_pages else mistakes_of(name, sharding, rank)
+        for mistake in tried:
             left = _distance(name, rank, entries, got, [mistake.made(entry) for entry in entries]) / deviation
-            if left <= _LEFT:  # mistakes may amount to the same: what is left is rounded
+            if left <= most:  # mistakes may amount to the same: what is left is rounded
                 fits[rank][mistake.text] = (round(left, 3), mistake)
     return _chosen(fits)
 

@@ -12,7 +12,9 @@ from pytest_attn.ranks.collectives import last_collective
 from pytest_attn.ranks.wire import COLLECTIVE, OUTPUT, STACK, Message
 
 #: frames that are the user's are shown; those of the machinery end the stack
-_OWN = ("pytest_attn/ranks/serving.py", "pytest_attn/ranks/rank.py")
+_OWN = tuple(
+    f"pytest_attn/{name}.py" for name in ("ranks/serving", "ranks/rank", "ranks/timing", "ranks/clocks", "latency/work")
+)
 #: frames that tell nothing
 _WRAPPERS = ("pytest_attn/ranks/collectives.py", "c10d_logger.py", "<frozen importlib")
 #: frames that are shown at either end of a long stack
@@ -48,9 +50,11 @@ def describe_ended(rank: int, seen: Seen, when: str = "while the case ran", othe
     return "\n".join(lines)
 
 
-def describe_raised(rank: int, ranks: int, answer: Message) -> str:
-    """Say what the callable raised on a rank."""
-    return f"rank {rank} of {ranks} raised {answer['raised']}:\n{answer['text']}"
+def describe_wrong(rank: int, ranks: int, answer: Message) -> str:
+    """Say what a rank has answered instead of a result: what the callable raised there, or what is wrong with what it did."""
+    if "raised" in answer:
+        return f"rank {rank} of {ranks} raised {answer['raised']}:\n{answer['text']}"
+    return str(answer.get("contract") or f"rank {rank}: {answer.get('stale')}")
 
 
 def describe_hang(
@@ -59,8 +63,7 @@ def describe_hang(
     """Say which ranks wait for what, with their stacks. raised: what other ranks have raised, for which these wait."""
     if raised:
         rank, answer = next(iter(sorted(raised.items())))
-        told = describe_raised(rank, ranks, answer) if "raised" in answer else str(answer.get("contract"))
-        first = f"{told}\nwhile others wait:"
+        first = f"{describe_wrong(rank, ranks, answer)}\nwhile others wait:"
     else:
         first = f"the ranks gave no result within {seconds:g} s (--attn-rank-timeout):"
     lines = [first]

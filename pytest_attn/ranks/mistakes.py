@@ -29,7 +29,7 @@ def mistakes_of(name: str, sharding: Sharding, rank: int) -> Iterator[RankMistak
     """Yield what a rank may have got wrong in a tensor, the plainest first."""
     if name == "out":
         yield from _of_keys(sharding, rank)
-        yield from _of_merging()
+        yield from of_merging()
         yield from _of_masks(sharding, rank)
         yield from _of_places(sharding, rank)
     else:
@@ -44,24 +44,24 @@ def _of_keys(sharding: Sharding, rank: int) -> Iterator[RankMistake]:
     ranks = range(sharding.ranks)
     others = [one for one in ranks if one != rank]
     if others:
-        yield RankMistake("attention to its own keys only", partial(_weighted, dict.fromkeys(others, 0)))
+        yield RankMistake("attention to its own keys only", partial(weighted, dict.fromkeys(others, 0)))
     for source in ranks:
-        yield RankMistake(f"attention without the keys of rank {source}", partial(_weighted, {source: 0}))
-        yield RankMistake(f"attention with the keys of rank {source} twice", partial(_weighted, {source: 2}))
+        yield RankMistake(f"attention without the keys of rank {source}", partial(weighted, {source: 0}))
+        yield RankMistake(f"attention with the keys of rank {source} twice", partial(weighted, {source: 2}))
         zeros = f"attention with zeros in the place of the keys and values of rank {source}"
-        yield RankMistake(zeros, partial(_zeroed, source))
+        yield RankMistake(zeros, partial(zeroed, source))
     lengths = sorted({len(one) for one in sharding.keys})
     if len(lengths) > 1:
         text = f"attention without the tail of longer shards: to the first {lengths[0]} keys of each rank"
         yield RankMistake(text, partial(_shortened, lengths[0]))
     for step in range(2, sharding.ranks - 1):
         unseen = {(rank - late) % sharding.ranks: 0 for late in range(step, sharding.ranks)}
-        yield RankMistake(f"attention to the keys of the first {step} steps only", partial(_weighted, unseen))
+        yield RankMistake(f"attention to the keys of the first {step} steps only", partial(weighted, unseen))
     for source in ranks:
         for other in ranks:
             if source != other:
                 text = f"attention with the keys of rank {other} twice, and without those of rank {source}"
-                yield RankMistake(text, partial(_weighted, {source: 0, other: 2}))
+                yield RankMistake(text, partial(weighted, {source: 0, other: 2}))
     own = dict.fromkeys(ranks, rank)
     yield RankMistake("attention that reads its own keys and values at every step: stale buffers", partial(_reread, own, own))
     yield RankMistake("attention that reads its own values at every step: stale buffers", partial(_reread, {}, own))
@@ -73,7 +73,7 @@ def _of_keys(sharding: Sharding, rank: int) -> Iterator[RankMistake]:
     yield RankMistake("attention to chunks in reverse order, masked as in the right one", partial(_reread, turned, turned))
 
 
-def _weighted(times: dict[int, int], entry: Entry) -> torch.Tensor:
+def weighted(times: dict[int, int], entry: Entry) -> torch.Tensor:
     """Return attention in which the keys of some ranks count so often."""
     scores = entry.scores.clone()
     for source, number in times.items():
@@ -81,7 +81,7 @@ def _weighted(times: dict[int, int], entry: Entry) -> torch.Tensor:
     return entry.out(scores, entry.v)
 
 
-def _zeroed(source: int, entry: Entry) -> torch.Tensor:
+def zeroed(source: int, entry: Entry) -> torch.Tensor:
     """Return attention that sees a rank's keys, and reads zeros there."""
     k, v, at = entry.k.clone(), entry.v.clone(), entry.of_key == source
     k[:, at], v[:, at] = 0.0, 0.0
@@ -111,7 +111,8 @@ def _replaced(entry: Entry, tensor: torch.Tensor, of: dict[int, int]) -> torch.T
 # -- out: merging ----------------------------------------------------------------------------------------------------------
 
 
-def _of_merging() -> Iterator[RankMistake]:
+def of_merging() -> Iterator[RankMistake]:
+    """Yield wrong ways to merge the results of the ranks' keys."""
     text = "that of chunks merged by a natural lse as if it were one of base 2"
     yield RankMistake(text, partial(_merged, math.log(2)))
     yield RankMistake("the mean of the chunks' results, whatever their lse", partial(_merged, 0.0))

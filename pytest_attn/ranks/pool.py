@@ -12,13 +12,15 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.latency.work import StaleError
 from pytest_attn.ranks.launching import Launcher, Process, kill, send
-from pytest_attn.ranks.lost import Seen, describe_ended, describe_hang, describe_raised
+from pytest_attn.ranks.lost import Seen, describe_ended, describe_hang, describe_wrong
 from pytest_attn.ranks.team import RankRaisedError, RanksLostError, Team, Tensors
 from pytest_attn.ranks.wire import SOCKET_VARIABLE, Line, Message, read_tensors, write_tensors
+from pytest_attn.session.child import OWN_VARIABLE, own_processes
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,7 @@ class Pool(Team):
         self._lines: dict[int, Line] = {}
         self._ended: dict[int, Message] = {}
         self._is_running = self._is_doubtful = False
+        self.is_warm = False  # whether anything was timed on its GPUs
         self._files = 0
         try:
             self._start(launcher)
@@ -95,6 +98,12 @@ class Pool(Team):
     def backward(self, number: int, dout: torch.Tensor) -> list[Tensors]:
         """Have all ranks compute the gradients of a call."""
         return self._call("backward", number, {"dout": dout})
+
+    def step(self, what: str, **given: object) -> list[Any]:
+        """Have all ranks make a step of a measurement (ranks/timing.py); return their answers, by rank."""
+        self._say(do="step", what=what, given=given)
+        answers = self._results()
+        return [answers[rank]["result"] for rank in range(self.ranks)]
 
     # -- its end -----------------------------------------------------------------------------------------------------------
 
@@ -165,21 +174,24 @@ class Pool(Team):
         try:
             late = number % self.ranks if number > 1 else None  # after the first call, one rank after the other
             self._say(do=do, number=number, tensors=str(path), late=late, **more)
-            answers = self._answers("result")
+            answers = self._results()
         finally:
             path.unlink(missing_ok=True)
-        for kind in ("contract", "raised"):
-            for rank in (rank for rank in range(self.ranks) if kind in answers[rank]):
-                self._is_doubtful = True
-                if kind == "contract":
-                    raise ContractError(answers[rank][kind])
-                raise RankRaisedError(describe_raised(rank, self.ranks, answers[rank]))
         results: list[Tensors] = []
         for rank in range(self.ranks):
             found = Path(answers[rank]["result"])
             results.append(read_tensors(found))
             found.unlink()
         return results
+
+    def _results(self) -> dict[int, Message]:
+        """Return the results of all ranks; raise what the first of them says instead."""
+        answers = self._answers("result")
+        for kind, error in (("contract", ContractError), ("stale", StaleError), ("raised", RankRaisedError)):
+            for rank in (rank for rank in range(self.ranks) if kind in answers[rank]):
+                self._is_doubtful = True
+                raise error(describe_wrong(rank, self.ranks, answers[rank]))
+        return answers
 
     def _answers(self, wanted: str, seconds: float = 0.0) -> dict[int, Message]:
         """Wait for an answer of every rank. Raises RanksLostError where one ends, or they take too long."""
@@ -259,6 +271,7 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     given = {name: str(value) for name, value in made.items()}
     given |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    given[OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
     if Path("/sys/class/net/lo").exists():
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not be known to itself
     return given

@@ -9,17 +9,21 @@ import queue
 import socket
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.latency.work import StaleError
 from pytest_attn.ranks.collectives import watch_collectives
 from pytest_attn.ranks.serving import RankServer
 from pytest_attn.ranks.shared_gpu import BACKEND, permit_in_nccl, register_host_group
+from pytest_attn.ranks.starts import Starts
 from pytest_attn.ranks.team import Tensors
-from pytest_attn.ranks.wire import COLLECTIVE, SOCKET_VARIABLE, STACK, Line, Message, read_tensors, write_tensors
+from pytest_attn.ranks.wire import COLLECTIVE, SOCKET_VARIABLE, STACK, STARTS, Line, Message, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +34,34 @@ if TYPE_CHECKING:
 LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
 
 
+#: what calls the callable: its own frames follow
+_CALLERS = (
+    "ranks/serving.py",
+    "ranks/timing.py",
+    "ranks/clocks.py",
+    "latency/calls.py",
+    "latency/work.py",
+    "latency/cuda_timer.py",
+)
+
+
+class Steps(Protocol):
+    """What times a callable on this rank, a step at a time (ranks/timing.py)."""
+
+    def step(self, what: str, given: Mapping[str, Any]) -> Any:
+        """Make a step of these keyword arguments; return what the judge learns from it."""
+
+
 class CaseOverError(BaseException):
     """The judge has ended the case, of which this rank computes a part."""
 
 
 class Rank:
-    """One process of a pool. rank, ranks: its number and how many there are; is_over: whether the judge has ended the case."""
+    """One process of a pool.
+
+    rank, ranks: its number and how many there are. is_over: whether the judge has ended the case. starts, collectives: where
+    it begins a sample together with the others, and what is known of its collectives.
+    """
 
     def __init__(self) -> None:
         connection = socket.socket(socket.AF_UNIX)
@@ -48,6 +74,7 @@ class Rank:
         self._share = start["share"]
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
+        self.starts = Starts(self._folder / STARTS, self.rank, self.ranks)
         self._mesh: DeviceMesh | None = None
         self._results = 0
         self.is_over = False
@@ -66,7 +93,7 @@ class Rank:
                 import_module(name)
         if "OMP_NUM_THREADS" in os.environ:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        self._collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
+        self.collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
         given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
@@ -121,8 +148,11 @@ class Rank:
         """Say how the test of a case ended here."""
         self._line.say(ended=outcome, text=text)
 
-    def serve(self, server: RankServer, fn_name: str) -> Any:
-        """Compute what the judge asks of one callable; return its verdict. Raises CaseOverError where the case is over."""
+    def serve(self, server: RankServer, timing: Steps, fn_name: str) -> Any:
+        """Compute, and time, what the judge asks of one callable; return its verdict.
+
+        Raises CaseOverError where the case is over.
+        """
         self._line.say(checking=fn_name)
         while True:
             order = self._orders.get()
@@ -132,25 +162,34 @@ class Rank:
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
-            self._compute(server, order)
+            self._answer(partial(self._timed, timing) if order["do"] == "step" else partial(self._computed, server), order)
 
-    def _compute(self, server: RankServer, order: Message) -> None:
-        """Answer one call with a file of shards, or with what went wrong."""
+    def _answer(self, answer: Callable[[Message], Any], order: Message) -> None:
+        """Answer an order with its result, or with what went wrong."""
         try:
-            given = read_tensors(order["tensors"])
-            self._collectives.is_late = order["late"] == self.rank
-            if order["do"] == "forward":
-                results: Tensors = server.forward(order["number"], given, order["backward"])
-            else:
-                results = server.backward(order["number"], given["dout"])
-            self._results += 1
-            path = self._folder / f"result-{self.rank}-{self._results}"
-            write_tensors(path, results)
-            self._line.say(result=str(path))
+            self._line.say(result=answer(order))
         except ContractError as error:
             self._line.say(contract=str(error))
+        except StaleError as error:
+            self._line.say(stale=str(error))
         except Exception as error:
             self._line.say(raised=type(error).__name__, text=_told(error))
+
+    def _timed(self, timing: Steps, order: Message) -> Any:
+        return timing.step(order["what"], order["given"])
+
+    def _computed(self, server: RankServer, order: Message) -> str:
+        """Return the file with the shards of one call."""
+        given = read_tensors(order["tensors"])
+        self.collectives.is_late = order["late"] == self.rank
+        if order["do"] == "forward":
+            results: Tensors = server.forward(order["number"], given, order["backward"])
+        else:
+            results = server.backward(order["number"], given["dout"])
+        self._results += 1
+        path = self._folder / f"result-{self.rank}-{self._results}"
+        write_tensors(path, results)
+        return str(path)
 
     def _listen(self) -> None:
         """Put orders into the queue; end the process where the judge is gone, wherever the main thread waits."""
@@ -162,7 +201,7 @@ class Rank:
 def _told(error: Exception) -> str:
     """Return the traceback from the user's own code on."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if frame.filename.endswith("ranks/serving.py")]
+    own = [number for number, frame in enumerate(frames) if frame.filename.endswith(_CALLERS)]
     shown = frames[own[-1] + 1 :] if own else frames
     lines = [*traceback.format_list(shown), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip()

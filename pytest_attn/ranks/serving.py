@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.ranks.paged import parts_of
 from pytest_attn.ranks.shards import cut
 from pytest_attn.ranks.team import Tensors
 from pytest_attn.workloads.functions import describe
@@ -48,7 +49,8 @@ class RankServer:
         """Return the rank's shards of out, and lse. Raises ContractError; what the callable raises passes through."""
         import torch
 
-        given = {name: self._shard(tensor, name).requires_grad_(backward) for name, tensor in tensors.items()}
+        parts = parts_of(tensors, self._sharding, self._layout, self._rank, self._device)
+        given = {name: part.detach().requires_grad_(backward) for name, part in parts.items()}
         kept = {name: shard.detach().clone() for name, shard in given.items()}
         with torch.set_grad_enabled(backward):
             results = self._named(self._fn(*given.values()))
@@ -73,7 +75,7 @@ class RankServer:
         found = torch.autograd.grad(
             call.out,
             list(call.given.values()),
-            self._shard(dout, "dout", like=call.out),
+            self._shard_of_dout(dout, call.out),
             allow_unused=True,
             retain_graph=True,
         )
@@ -91,11 +93,11 @@ class RankServer:
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    def _shard(self, tensor: torch.Tensor, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rank's shard of a whole tensor; all of dout where out is whole on every rank."""
-        if like is not None and like.shape == tensor.shape:
-            return tensor.detach().clone().to(self._device or tensor.device)
-        return cut(tensor.detach(), name, self._sharding, self._layout, self._rank, self._device)
+    def _shard_of_dout(self, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the rank's shard of dout; all of it where out is whole on every rank."""
+        if out.shape == dout.shape:
+            return dout.detach().clone().to(self._device or dout.device)
+        return cut(dout.detach(), "dout", self._sharding, self._layout, self._rank, self._device)
 
     def _named(self, result: object) -> dict[str, torch.Tensor]:
         """Return the results by name; raise ContractError where these are other than expected."""

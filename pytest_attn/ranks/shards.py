@@ -58,11 +58,11 @@ def join(shards: list[torch.Tensor], name: str, whole: tuple[int, ...], sharding
 
     Where each rank returns all rows, they must be equal. Raises ContractError naming the rank of a shard that does not fit.
     """
-    dim = rows_dim(name, layout)
+    dim, parts = _split_along(name, sharding, layout)
     if len(shards) > 1 and all(tuple(shard.shape) == whole for shard in shards):
         return _replicated(shards, name)
     joined = shards[0].new_empty(whole)
-    for rank, (shard, positions) in enumerate(zip(shards, sharding.of(name), strict=True)):
+    for rank, (shard, positions) in enumerate(zip(shards, parts, strict=True)):
         expected = (*whole[:dim], len(positions), *whole[dim + 1 :])
         if tuple(shard.shape) != expected:
             found = tuple(shard.shape)
@@ -71,6 +71,18 @@ def join(shards: list[torch.Tensor], name: str, whole: tuple[int, ...], sharding
             raise ContractError(f"rank {rank}: {name} has dtype {shard.dtype}; rank 0 returned {shards[0].dtype}")
         joined.index_copy_(dim, positions.to(joined.device), shard.to(joined.device))
     return joined
+
+
+def _split_along(name: str, sharding: Sharding, layout: str) -> tuple[int, list[torch.Tensor]]:
+    """Return the dimension along which ranks share a result, and what each has of it: rows; heads where keys are in pages."""
+    import torch
+
+    if not sharding.shares_pages:
+        return rows_dim(name, layout), sharding.of(name)
+    heads_dim = {"bhsd": 1, "bshd": 2, "thd": 1}[layout]
+    if name == "lse":
+        heads_dim = 0 if layout == "thd" else 1
+    return heads_dim, list(torch.arange(sharding.workload.heads).tensor_split(sharding.ranks))
 
 
 def _replicated(shards: list[torch.Tensor], name: str) -> torch.Tensor:

@@ -5,6 +5,8 @@ So it is judged by all that judges a callable of one process: distributions, odd
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
 from pytest_attn.ranks.shards import join
 from pytest_attn.ranks.team import Team, Tensors
+from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -36,6 +39,7 @@ class RankedSubject(Subject):
         import torch
 
         layout = "thd" if self.sharding.workload.is_packed else self.layout
+        gathered = partial(_gathered, inputs) if self.sharding.shares_pages else _as_they_are
 
         class OverRanks(torch.autograd.Function):
             """One call of the callable on all ranks, and its backward pass."""
@@ -53,7 +57,7 @@ class RankedSubject(Subject):
                 return None, *(self._joined(shards, f"d{name}", layout, dout.device) for name in "qkv")
 
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            number = next(self._numbers)
+            number, (k, v) = next(self._numbers), gathered(k, v)
             if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
                 return OverRanks.apply(number, q, k, v)  # type: ignore[no-untyped-call]
             results = self._forward(number, {"q": q, "k": k, "v": v}, layout, backward=False)
@@ -120,3 +124,13 @@ class RankedBackend(RankedSubject):
     def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
         """Ask the backend."""
         return self.backend.defects_on(workload, machine, backward)
+
+
+def _as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return k, v
+
+
+def _gathered(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values out of their pages, (batch, kv_heads, kv_len, dim): each rank puts its own into other pages."""
+    k, v = canonical(inputs.workload, k, v)
+    return dataclasses.replace(inputs, k=k, v=v).gathered()

@@ -18,6 +18,8 @@ Message: TypeAlias = "dict[str, Any]"
 SOCKET_VARIABLE = "PYTEST_ATTN_RANK_SOCKET"
 #: what a rank leaves in the folder of its pool
 STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
+#: there, where ranks begin a sample together
+STARTS = "starts"
 
 
 class Line:

@@ -16,6 +16,7 @@ _WRONG = {
     "mismatch": ("wrong", ""),
     "expected": ("wrong", "as expected: "),
     "broken": ("wrong", "breaks "),
+    "no result": ("raised", ""),
     "raised": ("raised", ""),
     "known defect": ("known defect", ""),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from pytest_attn.messages.durations import duration_in_column
+from pytest_attn.messages.ranks import describe_ranks
 from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.steps import step_lines
@@ -45,7 +46,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
             yield line, {"bold": True} if number == 0 else _markup(shown[number - 1])
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
-    for line in step_lines(shown):
+    for line in (*step_lines(shown), *_rank_lines(shown)):
         yield line, {}
     yield from _reasons(records)
     yield closing(records)
@@ -88,6 +89,13 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
         f"{latency['mode']}{calls}, {latency['l2']}",
     )
     return (*row, duration_in_column(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
+
+
+def _rank_lines(records: Sequence[Record]) -> Iterator[str]:
+    """Yield a line per case that ranks computed together."""
+    for r in records:
+        if ranks := latency_of(r).get("ranks"):
+            yield f"{'ranks':12}  {r['subject']} on {r['workload']}: {describe_ranks(ranks)}"
 
 
 def _reasons(records: Sequence[Record]) -> Iterator[Line]:

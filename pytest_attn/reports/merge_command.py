@@ -11,7 +11,6 @@ from typing import Any
 from pytest_attn.files import write_atomically, written_atomically
 from pytest_attn.reports.merging import problems
 from pytest_attn.reports.part_files import PartFile, lines_of, scan
-from pytest_attn.reports.records import Record, read_line
 
 _WORDS = "Join the files of all parts of a run with --attn-shard, once none is missing and none is of another run."
 
@@ -29,7 +28,8 @@ def run_merge(given: argparse.Namespace) -> int:
     """Merge; return 0, or 1 where the parts are not one whole run, which is said. Other files are a usage error: exit 2."""
     _require_possible(given)
     try:
-        parts = sorted((part for path in given.files for part in scan(path)), key=lambda part: part.number)
+        is_report = not given.out.endswith(".jsonl")
+        parts = sorted((part for path in given.files for part in scan(path, is_report)), key=lambda part: part.number)
     except FileNotFoundError as error:
         given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
     except OSError as error:
@@ -74,7 +74,7 @@ def _write(path: str, parts: Sequence[PartFile]) -> None:
             for line in _lines(parts):
                 file.write(line)
         return
-    records = [*_records(parts)]
+    records = [record for part in parts for record in part.records or ()]
     if path.endswith(".html"):
         from pytest_attn.reports.html.page import report_page
 
@@ -83,12 +83,6 @@ def _write(path: str, parts: Sequence[PartFile]) -> None:
         from pytest_attn.reports.markdown import markdown_summary
 
         write_atomically(path, markdown_summary(records))
-
-
-def _records(parts: Sequence[PartFile]) -> Iterator[Record]:
-    for line in _lines(parts):
-        if record := read_line(line, "a line"):
-            yield record
 
 
 def _lines(parts: Sequence[PartFile]) -> Iterator[str]:

@@ -22,7 +22,7 @@ class PartFile:
 
     facts: of its first line. ended: of its last one, empty where there is none. good: the numbers of the lines that are
     records. damaged: what is wrong with others. tests: their ids. found: what must be the same in all parts. libraries:
-    versions by backend, which must be the same too.
+    versions by backend, which must be the same too. records: all of them, None where only their lines are wanted.
     """
 
     path: str
@@ -33,6 +33,7 @@ class PartFile:
     tests: set[str] = field(default_factory=set)
     found: dict[str, set[str]] = field(default_factory=dict)
     libraries: dict[str, set[str]] = field(default_factory=dict)
+    records: list[Record] | None = None
 
     def __post_init__(self) -> None:
         if self.facts:
@@ -58,6 +59,8 @@ class PartFile:
     def add(self, record: Record, number: int) -> None:
         """Take note of a record and its line."""
         self.good.append(number)
+        if self.records is not None:
+            self.records.append(record)
         self.tests.add(stable_id(record["test"]))
         machine = record["machine"]
         if machine:
@@ -76,14 +79,21 @@ def lines_of(path: str) -> Iterator[tuple[int, bytes]]:
         yield from enumerate(file, 1)
 
 
-def scan(path: str) -> list[PartFile]:
-    """Return the parts in a file: as a rule one; several where files were put behind one another. Raises OSError."""
+def scan(path: str, with_records: bool = False) -> list[PartFile]:
+    """Return the parts in a file: as a rule one; several where files were put behind one another. Raises OSError.
+
+    with_records: whether they keep their records, which take far more memory than their lines.
+    """
+
+    def part(facts: Mapping[str, Any]) -> PartFile:
+        return PartFile(path, facts, records=[] if with_records else None)
+
     found: list[PartFile] = []
     for number, raw in lines_of(path):
         if not raw.strip():
             continue
         if not found:
-            found.append(PartFile(path, {}))
+            found.append(part({}))
         try:
             if not raw.endswith(b"\n"):
                 raise ValueError(f"{path}, line {number}: is cut short")
@@ -96,12 +106,12 @@ def scan(path: str) -> list[PartFile]:
             elif facts["state"] == "ended":
                 _end(found[-1], facts)
             else:
-                found.append(PartFile(path, facts))
+                found.append(part(facts))
         except UnicodeDecodeError:
             found[-1].damaged.append(f"{path}, line {number}: is not UTF-8")
         except ValueError as error:
             found[-1].damaged.append(str(error))
-    return [one for one in found if one.facts or one.good or one.damaged] or [PartFile(path, {})]
+    return [one for one in found if one.facts or one.good or one.damaged] or [part({})]
 
 
 def _end(part: PartFile, facts: Mapping[str, Any]) -> None:

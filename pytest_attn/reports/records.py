@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
@@ -35,9 +35,9 @@ class Record(TypedDict):
     question: Annotated[str, "what was asked: check, invariants or latency"]
     verdict: Annotated[
         str,
-        "of a check: passed, mismatch, known defect, expected, skipped, raised; of invariants: held, broken, known defect,"
-        " expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline, recorded, unrecorded,"
-        " unconfirmed, untimed, raised",
+        "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
+        " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline,"
+        " recorded, unrecorded, unconfirmed, untimed, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     cause: Annotated[
@@ -112,8 +112,9 @@ class Record(TypedDict):
         dict[str, Any] | None,
         "workload, subject, direction, verdict, key (of its baseline), p50 (seconds), interval"
         " (low, high, confidence), samples (with --attn-json-samples), blocks, spent (seconds), mode, calls, l2, host"
-        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, decision"
-        " (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
+        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, ranks (of a"
+        " callable that ranks compute: number, shard, topology, communication_by, apart; by rank seconds, own, communication),"
+        " decision (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
     ]
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
     seconds: Annotated[float, "how long the test took, all its questions together"]
@@ -152,9 +153,10 @@ def changed(record: Record, **changes: Any) -> Record:
     return new_record(**{**record, **changes})
 
 
-def _empty() -> dict[str, Any]:
-    """Return a value for each field that says nothing, none of them shared with another record."""
-    return {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items()} | {"schema": SCHEMA}
+def _empty(there: Collection[str] = ()) -> dict[str, Any]:
+    """Return a value for each field but those that are there: one that says nothing, and is shared with no other record."""
+    empty = {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items() if name not in there}
+    return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
 def latency_of(record: Record) -> dict[str, Any]:
@@ -256,8 +258,10 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
             raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
-    known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
-    return cast(Record, {**_empty(), **known, **_of_older_lines(record)})
+    known = record
+    if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
+        known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
+    return cast(Record, {**_empty(known), **known, **_of_older_lines(record)})
 
 
 def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
@@ -277,6 +281,7 @@ def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
 _REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
 _TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_QUOTED = tuple(f'"{word}"' for word in _WORDS)
 
 
 def name_of(number: float) -> str:

@@ -9,7 +9,10 @@ from pytest_attn.reports.records import Record
 from pytest_attn.verdict import Cause, Verdict
 
 #: how a cell says what happened to its cases, the gravest first; a skip is a refusal here
-_SHOWN = (Verdict.MISMATCH, Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.PASSED, Verdict.SKIPPED)
+_SHOWN = (
+    *(Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED, Verdict.PASSED),
+    *(Verdict.SKIPPED,),
+)
 _MISSING = Cause.NOT_HERE.value
 _WORDS = {verdict: verdict.word for verdict in _SHOWN} | {Verdict.SKIPPED: "refused"}
 

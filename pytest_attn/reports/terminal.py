@@ -24,8 +24,8 @@ _MOST_RATIOS = 3
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
 _COUNTED = (
-    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.RAISED),
-    *(Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
+    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT),
+    *(Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
 )  # pytest counts skips, those without a judgment too: one number, not two
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 #: seconds between two looks at whether the one who started the server still lives, besides the end of its socket
 _LOOK_SECONDS = 5.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-#: what pytest would rewrite, of that which is imported ahead
+#: packages that pytest would rewrite, of what is imported ahead: plugins, which may be named by -p
 _MARKED = frozenset(("pytest_attn", "hypothesis", "_hypothesis_globals"))
 #: what a process may have open below /dev that has used no accelerator
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/ptmx", "/dev/shm/")
@@ -179,7 +179,7 @@ def _become(request: Request) -> None:
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
     sys.orig_argv[:] = [sys.executable, "-m", "pytest", *request["arguments"]]
-    for name in _MARKED & sys.modules.keys():
+    for name in [one for one in sys.modules if one.partition(".")[0] in _MARKED]:
         sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"  # or pytest warns that it was imported before its assertions
     if "numpy.random" in sys.modules:  # `random` has seen to itself
         sys.modules["numpy.random"].seed()

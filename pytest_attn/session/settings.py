@@ -71,6 +71,13 @@ class Settings:
         "HOW",
         options.sharing,
     )
+    diagnosis_timeout: float = option(
+        "Seconds in which what explains a wrong result is looked for; then what was left out is said, 0 looks without end"
+        " (default: 60)",
+        "60",
+        "SECONDS",
+        options.seconds,
+    )
     memory: int = option(
         "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
         "4GiB",

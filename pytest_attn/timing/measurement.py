@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -24,6 +24,9 @@ from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.session.child import own_processes
 from pytest_attn.session.items import id_from_root, name_for_processes
 from pytest_attn.session.session import AttentionSession
+
+if TYPE_CHECKING:
+    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -64,6 +67,11 @@ class Measurement:
         l2 = self.session.settings.l2 if self.spec.device.type == "cuda" else "warm"
         layout = self.spec.for_subject(self.subject).layout
         return case_key(self.spec.workload.id, name, self.direction, l2, layout, self._threads)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """What is timed on, and must be free meanwhile."""
+        return [self.spec.device]
 
     @property
     def _threads(self) -> int | None:
@@ -199,10 +207,11 @@ class Measurement:
         """Hold the GPU's clock while it is timed, where that is asked for; refuse where there is no GPU at all."""
         import torch
 
-        wanted, device = self.session.settings.lock_clocks, self.spec.device
-        if wanted and (device.type == "cuda" or not torch.cuda.is_available()):
+        wanted, devices = self.session.settings.lock_clocks, self.devices
+        if wanted and (devices[0].type == "cuda" or not torch.cuda.is_available()):
             try:
-                stack.enter_context(locked_clocks(device, None if wanted == "max" else int(wanted)))
+                for device in devices:
+                    stack.enter_context(locked_clocks(device, None if wanted == "max" else int(wanted)))
             except ClockError as error:
                 raise pytest.UsageError(f"--attn-lock-clocks: {error}") from None
 

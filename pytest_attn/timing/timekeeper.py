@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ class Comparing(Timekeeper):
     def take(self, measurement: Measurement) -> Latency:
         """Time and compare."""
         device = measurement.spec.device
-        with device_lock(device):
+        with _locked(measurement):
             latency = measurement.time(self._recorded_mode(measurement))
         decision = judge_latency(
             measurement.measured(latency),
@@ -103,7 +104,7 @@ class Comparing(Timekeeper):
             return [name] if is_lacking(runs, key, wanted) else []
 
         device = measurement.spec.device
-        with device_lock(device), counting as progress:
+        with _locked(measurement), counting as progress:
             is_forked = are_forked(self.session.settings.fresh, [device.type])
             found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, is_forked=is_forked)
         timed = [run for run in found if run["key"] == key]
@@ -129,7 +130,7 @@ class Recorder(Timekeeper):
 
     def take(self, measurement: Measurement) -> Latency:
         """Time, and keep what is to be recorded."""
-        with device_lock(measurement.spec.device):
+        with _locked(measurement):
             latency = measurement.time(self._mode(measurement))
         today = datetime.now(tz=timezone.utc).date().isoformat()
         baseline = measurement.to_baseline(latency, self.session.settings.update_baselines or "", today)
@@ -162,6 +163,15 @@ class HandingOver(Timekeeper):
         run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
         self._child.hand_over({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
         return replace(latency, decision=Decision(Verdict.MEASURED))
+
+
+@contextmanager
+def _locked(measurement: Measurement) -> Iterator[None]:
+    """Let no other process time on what a measurement needs; devices in one order for all."""
+    with ExitStack() as stack:
+        for device in measurement.devices:
+            stack.enter_context(device_lock(device))
+        yield
 
 
 TIMEKEEPER = pytest.StashKey[Timekeeper]()

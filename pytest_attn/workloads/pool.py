@@ -20,7 +20,7 @@ def pool_of(drawn: torch.Tensor, table: torch.Tensor, w: Workload, draw: Draw, n
     """
     assert w.kv_pages is not None
     dense = _side_by_side(drawn, w, draw, name) if w.is_packed else drawn
-    pages = _cut(dense, table.shape[1], w.kv_pages.size)
+    pages = cut_into_pages(dense, table.shape[1], w.kv_pages.size)
     pool = pages.new_empty(pages.shape)
     if w.kv_pages.pool:
         pool = draw.normal(f"{name} of nobody", (w.kv_pages.pool, *pages.shape[1:]))
@@ -30,13 +30,13 @@ def pool_of(drawn: torch.Tensor, table: torch.Tensor, w: Workload, draw: Draw, n
 
 def descales_in_pool(dense: torch.Tensor, table: torch.Tensor, pages: Pages) -> torch.Tensor:
     """Scatter descales of keys, (batch, kv_heads, kv_len), into (pages, size, kv_heads); 0 for keys that no sequence has."""
-    cut = _cut(dense.unsqueeze(-1), table.shape[1], pages.size).squeeze(-1)
+    cut = cut_into_pages(dense.unsqueeze(-1), table.shape[1], pages.size).squeeze(-1)
     pool = cut.new_zeros(pages.pool or len(cut), *cut.shape[1:])
     pool[table.flatten().long()] = cut
     return pool
 
 
-def _cut(dense: torch.Tensor, per_sequence: int, size: int) -> torch.Tensor:
+def cut_into_pages(dense: torch.Tensor, per_sequence: int, size: int) -> torch.Tensor:
     """Cut keys, (batch, kv_heads, kv_len, d), into pages (batch * per_sequence, size, kv_heads, d), with 0 beyond kv_len."""
     batch, heads, length, dim = dense.shape
     padded = dense.new_zeros(batch, heads, per_sequence * size, dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,16 +86,27 @@ class Sharding:
     shard: Shard
     ranks: int
 
+    @property
+    def shares_pages(self) -> bool:
+        """Whether ranks share a paged cache, and each has all query rows (decode context parallel)."""
+        return self.workload.kv_pages is not None
+
     @cached_property
     def rows(self) -> list[torch.Tensor]:
         """For each rank its positions among the query rows, packed sequences end to end; int64, on the CPU."""
+        import torch
+
         w = self.workload
+        if self.shares_pages:
+            return [torch.arange(sum(w.q_lens) if w.q_lens else w.q_len)] * self.ranks
         return self._split(w.q_lens or (w.q_len,))
 
     @cached_property
     def keys(self) -> list[torch.Tensor]:
-        """For each rank its positions among the keys."""
+        """For each rank its positions among the keys; within each sequence, where they are in pages."""
         w = self.workload
+        if w.kv_pages is not None:
+            return self._tokens(w.kv_pages.size)
         return self._split(w.kv_lens if w.q_lens and w.kv_lens else (w.kv_len,))
 
     def of(self, name: str) -> list[torch.Tensor]:
@@ -108,8 +120,8 @@ class Sharding:
     def refused_because(self) -> str:
         """Say why the workload cannot be split so, "" where it can. Raises ValueError for a function that splits wrongly."""
         w = self.workload
-        if w.kv_pages:
-            return "keys in pages are not split over ranks"
+        if w.kv_pages and self.shard == "head-tail":
+            return "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail"
         if w.cached is not None or w.pad == "left":
             return "cached keys and keys padded on the left are not split over ranks"
         if w.is_quantized or w.v_in_k:
@@ -120,7 +132,20 @@ class Sharding:
             if empty := [rank for rank, one in enumerate(shards) if not len(one)]:
                 return f"rank {empty[0]} of {self.ranks} would have no {name}"
         ascending = all(bool((one[1:] > one[:-1]).all()) for one in self.keys)
-        return "" if ascending or not w.kv_lens or w.is_packed else "padding needs keys in ascending order on each rank"
+        if ascending or not (w.kv_lens or w.kv_pages) or w.packs_keys:
+            return ""
+        return "padding and pages need keys in ascending order on each rank"
+
+    def _tokens(self, size: int) -> list[torch.Tensor]:
+        """Return for each rank its tokens of a sequence in pages: whole pages where shards are contiguous."""
+        import torch
+
+        length = self.workload.kv_len
+        if self.shard != "contiguous":
+            return positions_of(self.shard, length, self.ranks)
+        pages = torch.arange(math.ceil(length / size)).tensor_split(self.ranks)
+        tokens = torch.arange(length)
+        return [tokens[int(mine[0]) * size : (int(mine[-1]) + 1) * size] if len(mine) else tokens[:0] for mine in pages]
 
     def _split(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         import torch

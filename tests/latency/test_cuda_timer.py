@@ -70,7 +70,7 @@ def made_up(monkeypatch, seconds=1e-5):
     monkeypatch.setattr(cuda_timer, "verified", lambda work: calls.verified(work)._replace(launched=1e-5, done=1e-4))
     monkeypatch.setattr(gpu, "_launching", lambda work: 1e-5)
     monkeypatch.setattr(gpu, "_estimate", lambda work, launch, samples: seconds)
-    monkeypatch.setattr(gpu, "_verify_behind_backlog", lambda work: setattr(gpu, "looked_behind", gpu.looked_behind + 1))
+    monkeypatch.setattr(gpu, "verify_behind_backlog", lambda work: setattr(gpu, "looked_behind", gpu.looked_behind + 1))
     monkeypatch.setattr(cuda_timer, "torch_free_memory", lambda device: 1 << 34)
     return gpu
 
@@ -197,7 +197,7 @@ def test_a_block_is_launched_while_the_device_sleeps_each_sample_between_two_eve
         Event.log.append("stage")
         return lambda: Event.log.append("call")
 
-    monkeypatch.setattr(cuda_timer, "_SHORTEST_BACKLOG_SECONDS", 5.0)
+    monkeypatch.setattr(cuda_timer, "SHORTEST_BACKLOG_SECONDS", 5.0)
     assert asleep.block([Item("op", stage, 4)] * 2) == [0.25e-3] * 2
     assert Event.log == ["sleep", *["stage", "flush", "event", "call", "event"] * 2, "look", "wait"]
 
@@ -215,7 +215,7 @@ def test_a_backlog_is_as_long_as_the_launches_of_the_block_before_took(asleep, m
         asleep.block([Item("op", stage)] * 2)
         taken.append(len(staged))
     assert taken == [4, 2, 2, 2, 2]
-    assert asleep._backlogs["op", "op"] == cuda_timer._SHORTEST_BACKLOG_SECONDS, "it is short again"
+    assert asleep._backlogs["op", "op"] == cuda_timer.SHORTEST_BACKLOG_SECONDS, "it is short again"
     assert asleep._backlogs.get(("another",)) is None
     asleep.plan(timed(attention, SMALL, asleep.device, "forward"), "batched")
     assert asleep._backlogs == {}

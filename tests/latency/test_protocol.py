@@ -174,7 +174,8 @@ def test_records_have_the_names_that_they_always_had():
     decided = replace(latency, decision=Decision(Verdict.PASSED))
     assert list(decided.to_dict()) == [
         *("workload", "subject", "direction", "p50", "interval", "samples", "blocks", "mode", "calls", "l2", "host"),
-        *("anchors", "memory", "threads", "disturbances", "notes", "conditions", "spent", "cupti", "decision", "verdict"),
+        *("anchors", "memory", "threads", "disturbances", "notes", "conditions", "spent", "cupti", "ranks"),
+        *("decision", "verdict"),
     ]
     assert decided.to_dict()["host"] == 2e-5
     assert (latency.to_dict()["verdict"], decided.to_dict()["verdict"]) == ("measured", "passed")

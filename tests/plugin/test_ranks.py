@@ -102,6 +102,8 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
         "*rank 0: waits in all_reduce, its collective *",
         "*rank 1 was killed by SIGKILL while the case ran*",
         "*the ranks gave no result within 4 s (--attn-rank-timeout):*",
+        "no result * fn on * the ranks gave no result within 4 s (--attn-rank-timeout)",
+        "no result * fn on * rank 1 was killed by SIGKILL while the case ran",
         "*rank 1: waits in recv from 0, its collective 1*",
         "*ranks      rank 1 (of 2): all 17 rows, 9 to 25",
         "*out of rank 1 is attention to its own keys only*",

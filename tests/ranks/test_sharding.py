@@ -55,7 +55,9 @@ def test_a_function_may_give_any_order():
     ("workload", "shard", "text"),
     [
         (Workload(1, 64, heads=1), "contiguous", "rank 1 of 2 would have no query row"),
-        (Workload(1, 64, heads=1, kv_pages=Pages(16)), "contiguous", "keys in pages are not split"),
+        (Workload(1, 64, heads=1, kv_pages=Pages(16)), "head-tail", "shared by pages (contiguous) or by tokens (striped)"),
+        (Workload(1, 16, heads=1, kv_pages=Pages(16)), "contiguous", "rank 1 of 2 would have no key"),
+        (Workload(1, 4, heads=1, kv_pages=Pages(16)), lambda length, ranks: [[1, 0], [2, 3]], "ascending order"),
         (Workload(4, heads=1, batch=2, kv_lens=(3, 4)), lambda length, ranks: [[1, 0], [2, 3]], "ascending order"),
     ],
 )

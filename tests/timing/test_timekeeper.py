@@ -32,6 +32,7 @@ class Measurement:
     def __init__(self, latency=LATENCY, key="mine"):
         self.latency, self.key, self.modes = latency, key, []
         self.spec, self.item = SimpleNamespace(device=CPU), SimpleNamespace(nodeid=f"test_{key}.py::test_{key}")
+        self.devices = [CPU]
         self.name, self.test_name = f"{key} on tiny, forward", self.item.nodeid
         self.policy, self.cases = replace(POLICIES["cpu"], runs=2), 1
 

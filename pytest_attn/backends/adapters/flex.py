@@ -226,6 +226,8 @@ class FlexFlash(Flex):
 
     def refusal_in(self, error: Exception) -> str | None:
         """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
+        if unusable := re.search(r"flash attention cannot be used: ([^\n(]*)", str(error)):
+            return f"its compiler says that {unusable[1].strip()[:1].lower()}{unusable[1].strip()[1:]}"
         missing = re.search(r"UNSUPPORTED CUTEDSL OPERATION: '(\w+)'", str(error))
         if missing:
             return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel"

@@ -209,7 +209,7 @@ class Fuzzing:
     def _leave_failure(self, failure: FailingDraw) -> str:
         """Leave the record and the test to paste; return what the failure's message says about them."""
         found = f"found by --attn-fuzz={self._draws}, draw {self._failed_at}"
-        judged = next((r for r in failure.records if r["verdict"] == Verdict.MISMATCH), None)
+        judged = next((r for r in failure.records if r["verdict"] in (Verdict.MISMATCH, Verdict.NO_RESULT)), None)
         left = judged or self._record(Verdict.RAISED, failure.first_line)
         reason = f"{left['reason']} ({found}; the smallest that fails)"
         named: Record = {**left, "workload": failure.workload.id, "name": "fuzz", "source": "fuzz", "reason": reason}

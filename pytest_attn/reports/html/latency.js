@@ -67,7 +67,7 @@ function timesByLength(rows, backends, lengths, caption) {
 
 // Rows of timed workload and direction, each with what its backends took against the fastest that is exact and right.
 function racesOf(cases) {
-  const wrong = new Set(cases.filter((one) => ["mismatch", "raised", "broken"].includes(one.verdict)).map((one) => `${one.backend}\n${one.workload.id}`));
+  const wrong = new Set(cases.filter((one) => ["mismatch", "no result", "raised", "broken"].includes(one.verdict)).map((one) => `${one.backend}\n${one.workload.id}`));
   const approximate = new Set(cases.filter((one) => one.verdict === "approximate").map((one) => one.backend));
   const timed = cases.filter((one) => isTimed(one) && !wrong.has(`${one.backend}\n${one.workload.id}`));
   const races = [...grouped(timed, (one) => `${one.workload.id}\n${directionOf(one)}`).values()];

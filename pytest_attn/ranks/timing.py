@@ -1,0 +1,184 @@
+"""What a rank does while one callable is timed over all ranks: a few steps, which all of them make in the same order.
+
+A callable meets the other ranks in its collectives, so no rank may call it once more, or once less, than the others. The judge
+decides what comes next (ranks/timed.py); nothing here depends on what this rank alone has seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.anchors import anchor_item, make_anchors
+from pytest_attn.latency.calls import verified
+from pytest_attn.latency.cpu_disturbance import WaitingMonitor
+from pytest_attn.latency.cuda_timer import CudaTimer
+from pytest_attn.latency.disturbance import DisturbanceMonitor
+from pytest_attn.latency.kept_results import look
+from pytest_attn.latency.peak import peak_of
+from pytest_attn.latency.protocol import SUBJECT
+from pytest_attn.latency.timer import Item, repeated
+from pytest_attn.latency.waiting import process_waited
+from pytest_attn.latency.warming import Warmer
+from pytest_attn.latency.work import DISTRIBUTION, Work
+from pytest_attn.ranks.clocks import DeviceClock, HostClock, RankClock
+from pytest_attn.ranks.communication import communication_of
+from pytest_attn.ranks.paged import parts_of, whole_of
+from pytest_attn.ranks.shards import cut
+from pytest_attn.session.child import own_processes
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_attn.ranks.rank import Rank
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: sets of tensors that calls take in turn
+_SETS = 2
+
+
+class RankTiming:
+    """Times one callable on one rank."""
+
+    def __init__(self, fn: Callable[..., Any], spec: CheckSpec, sharding: Sharding, rank: Rank) -> None:
+        self._fn, self._spec, self._sharding, self._rank = fn, spec, sharding, rank
+        self._steps: dict[str, Callable[..., Any]] = {
+            "begin": self._begin,
+            "call": self._call,
+            "look": self._look,
+            "behind": self._behind,
+            "peak": self._peak,
+            "warm": self._warm,
+            "block": self._block,
+            "renew": self._renew,
+            "watch": self._watch,
+            "disturbance": self._disturbance,
+            "communication": self._communication,
+        }
+
+    def step(self, what: str, given: Mapping[str, Any]) -> Any:
+        """Make a step of these keyword arguments; return what the judge learns from it, as JSON has it."""
+        if what == "begin":
+            return self._begin(**given)
+        with self._work.context():
+            return self._steps[what](**given)
+
+    def _begin(self, direction: Any, cold: bool, threads: int) -> None:
+        """Cut this rank's tensors. cold: whether a GPU's L2 is written before each sample. threads: of a CPU's rank."""
+        import torch
+
+        self._rank.collectives.is_late = False
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
+        self._cold = cold
+        self._work = self._work_of(direction)
+        self._clocks: dict[str, RankClock] = {"host": HostClock(self._device, self._rank.starts, self._rank.collectives)}
+        if self._device.type == "cuda":
+            self._clocks["device"] = DeviceClock(self._device, cold, self._rank.group)
+
+    def _call(self) -> None:
+        """Make a call whose result must be that of the data, then change the data."""
+        verified(self._work)
+
+    def _look(self, changes: bool) -> list[float]:
+        """Call, on changed data where so asked; return its seconds, those of CPUs, and for how many threads ever waited."""
+        if changes:
+            self._work.refresh()
+        return [*look(self._work), process_waited()]
+
+    def _behind(self) -> None:
+        """Look at a result while other work lies ahead on the device."""
+        self._plain_timer.verify_behind_backlog(self._work)
+
+    def _peak(self) -> int:
+        """Return the bytes that a call asks for on this rank's GPU."""
+        return peak_of(self._work.stage(), self._device)
+
+    def _warm(self, ramp: bool) -> None:
+        """Bring this rank's GPU to its clock. ramp: from idle."""
+        warmer = Warmer(self._plain_timer, self._anchors, self._monitor)
+        (warmer.ramp_up if ramp else warmer.warm_up)()
+
+    def _block(self, names: list[str], calls: int, clock: str, backlog: float) -> dict[str, Any]:
+        """Take one sample of each name."""
+        op = Item(SUBJECT, repeated(self._work.stage, calls), calls)
+        others = {name: anchor_item(name, anchor) for name, anchor in self._anchors.items()}
+        taken = self._clocks[clock].block([others.get(name, op) for name in names], backlog)
+        return {**taken._asdict(), "samples": [list(sample) for sample in taken.samples]}
+
+    def _renew(self, clock: str) -> None:
+        """Change the data, on a GPU in other memory."""
+        self._work.rotate_over(_SETS)
+        found = self._clocks[clock]
+        if isinstance(found, DeviceClock):
+            found.renew(self._work)
+        else:
+            self._work.refresh()
+
+    def _watch(self) -> dict[str, Any]:
+        """Begin to look for disturbances; return the state of the device."""
+        self._monitor.begin_all(SUBJECT)
+        self._monitor.begin()
+        return self._monitor.conditions()
+
+    def _disturbance(self) -> dict[str, Any]:
+        """Return what disturbed this rank since it was last asked, and what else is to be marked."""
+        return {"disturbance": self._monitor.disturbance(), "notes": list(self._monitor.notes)}
+
+    def _communication(self) -> dict[str, float] | None:
+        """Return seconds of a call's span, of NCCL's kernels in it, and of all others."""
+        return communication_of(self._work, self._device)
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self._rank.device
+
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        return make_anchors(self._device)
+
+    @cached_property
+    def _monitor(self) -> DisturbanceMonitor:
+        if self._device.type == "cpu":
+            return WaitingMonitor()
+        return DisturbanceMonitor.of(self._device, own_processes())
+
+    @cached_property
+    def _plain_timer(self) -> CudaTimer:
+        return CudaTimer(self._device, self._cold)
+
+    def _work_of(self, direction: Any) -> Work:
+        """Return the rank's part of the work: shards that lie in memory as those of the check do."""
+        import torch
+
+        spec = self._spec
+        inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, self._device)
+        shards = [*parts_of(whole_of(inputs, spec), self._sharding, spec.layout, self._rank.rank).values()]
+        empty_rows = EmptyRows(inputs, spec.empty_rows)
+        dout = spec.in_layout(empty_rows.blanked(inputs.dout))
+        is_whole = False
+        if direction != "forward":
+            with torch.no_grad():
+                is_whole = self._out_of(shards).shape == dout.shape
+        mine = dout.clone() if is_whole else cut(dout, "dout", self._sharding, spec.layout, self._rank.rank)
+        counted = (lambda result: result.nan_to_num(0.0)) if empty_rows.are_there else (lambda result: result)
+        return Work(self._fn, shards, mine, direction, counted)
+
+    def _out_of(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        result: Any = self._fn(*shards)
+        out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
+        return out
+
+
+def threads_of_rank() -> int:
+    """Return how many threads of a CPU a rank uses: as with torchrun, one unless OMP_NUM_THREADS says more."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])

@@ -1,0 +1,85 @@
+"""What explains a fault is looked for as long as there is time, and what was left out is said."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pytest_attn import Workload
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness import gradient_mistakes, out_mistakes
+from pytest_attn.correctness import judge as judging
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.patience import Patience
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.mismatch import describe
+
+CAUSAL = Workload(64, heads=2, head_dim=32, mask="causal")
+
+
+class Clock:
+    """A clock on which each look takes a second."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(3, [0, 1, 2]), (0, [*range(9)]), (100, [*range(9)])])
+def test_a_search_ends_between_two_steps(seconds, tried):
+    patience = Patience(seconds, Clock())
+    assert list(patience.each("these", range(9))) == tried
+    assert list(patience.each("those", range(2))) == ([] if len(tried) < 9 else [0, 1])
+    expected = () if len(tried) == 9 else ("these", "those")
+    text = f"after {seconds:g} s (--attn-diagnosis-timeout), not all of these were tried: {', '.join(expected)}"
+    assert patience.notes() == ((("left out", text),) if expected else ())
+
+
+def test_nothing_is_left_out_of_what_was_done_in_time():
+    patience = Patience(3, Clock())
+    assert list(patience.each("these", range(2))) == [0, 1]
+    assert patience.notes() == ()
+
+
+def judged(monkeypatch, seconds, kernel, backward=False):
+    """Judge a wrong kernel with a clock of steps; return what is said of it."""
+    monkeypatch.setattr(judging, "Patience", lambda seconds: Patience(seconds, Clock()))
+    spec = CheckSpec(CAUSAL, torch.device("cpu"), backward=backward, precision="torch_cpu", diagnosis_timeout=seconds)
+    return describe(judge(spec.subject(Registry(), kernel), spec, ReferenceCache()))
+
+
+def counted(monkeypatch, module, name):
+    calls, plain = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: calls.append(given) or plain(*given))
+    return calls
+
+
+def full(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_mistakes_of_out_are_tried_as_long_as_there_is_time(monkeypatch):
+    tried = counted(monkeypatch, out_mistakes, "_z")
+    named = judged(monkeypatch, 1000, full)
+    without_end = len(tried)
+    assert "suggests" in named
+    assert "left out" not in named
+    tried.clear()
+    text = judged(monkeypatch, 5, full)
+    assert len(tried) == 5 < without_end
+    assert "suggests" not in text
+    assert "left out   after 5 s (--attn-diagnosis-timeout), not all of these were tried: likely mistakes" in text
+
+
+def test_mistakes_of_a_gradient_too(monkeypatch):
+    def scaled_gradient(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.register_hook(lambda gradient: gradient.roll(1, 2))
+        return out
+
+    tried = counted(monkeypatch, gradient_mistakes, "_left")
+    text = judged(monkeypatch, 4, scaled_gradient, backward=True)
+    assert 0 < len(tried) <= 4
+    assert "mistakes in steps of the backward pass" in text

@@ -1,0 +1,196 @@
+"""attn.measure over ranks in real processes over gloo: times are what a story says, all else happens.
+
+Ranks load the story's conftest, too: each takes from TIMES how long its calls are, and how much of that is in collectives.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from fakes.timed import CLOCK
+
+from pytest_attn.latency.cpu_disturbance import WaitingMonitor
+from pytest_attn.ranks import clocks, topology
+from pytest_attn.ranks.pools import Pools
+from pytest_attn.timing import ranked_measurement
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+KERNELS = """
+import os
+import pytest, torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pytest_attn import Workload
+
+W = Workload(32, heads=2, head_dim=32, name="tiny")
+
+def gathered(tensor, group):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group)
+    return torch.cat(parts, 2)
+
+def attention(q, k, v, group):
+    return F.scaled_dot_product_attention(q, gathered(k, group), gathered(v, group))
+"""
+MINE = """
+@pytest.mark.attention(W, device="cpu", ranks=(2, 4))
+def test_mine(attn):
+    latency = attn.measure(lambda q, k, v: attention(q, k, v, attn.group), name="mine")
+    assert latency.ranks is None or latency.ranks["number"] == attn.ranks
+"""
+#: the file "times": microseconds of a call, then for each rank how many of them it is outside collectives
+RANK_CLOCK = """
+import os, pathlib
+from pytest_attn.latency.cpu_disturbance import WaitingMonitor
+from pytest_attn.ranks.clocks import HostClock
+from pytest_attn.ranks.shares import RankTimes
+
+TIMES = pathlib.Path(__file__).parent / "times"
+
+def make(self, device, starts, collectives):
+    HostClock.made = (getattr(HostClock, "made", 0) + 1) % 7  # each measurement is a little off, as times are
+
+def sample(self, item):
+    item.stage()()
+    if item.name != "op":
+        return RankTimes(1e-3, 0.0, 0.0)
+    whole, *own = map(float, TIMES.read_text().split())
+    inside = whole - own[int(os.environ["RANK"])]
+    return RankTimes(whole * 1e-6 * (1 + HostClock.made / 1e4), inside * 1e-6, 2e-6)
+
+HostClock.__init__, HostClock.sample = make, sample
+WaitingMonitor.disturbance = lambda self: None
+"""
+
+
+@pytest.fixture
+def story(pytester, monkeypatch, clock_of_a_conftest):
+    """Run a story of ranks, whose clock is that of its conftest; all its runs, and fresh processes, have the same pools."""
+    for owner, name in ((clocks.HostClock, "__init__"), (clocks.HostClock, "sample"), (WaitingMonitor, "disturbance")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    pools = []
+
+    def of(config):
+        pools[:] = pools or [Pools(config)]
+        return pools[0]
+
+    monkeypatch.setattr(Pools, "of", of)
+    pytester.makeconftest(CLOCK[: CLOCK.index("def measure")] + RANK_CLOCK)
+
+    def run(*args, test=MINE, times="100 60 60"):
+        (pytester.path / "times").write_text(times)
+        pytester.makepyfile(test_ranks=KERNELS + test)
+        return pytester.runpytest("-p", "no:cacheprovider", "--attn-rank-timeout=60", *args)
+
+    yield run
+    for one in pools:
+        one.close()
+
+
+def latencies(path):
+    records = map(json.loads, path.read_text().splitlines())
+    return [record["latency"] for record in records if record["question"] == "latency"]
+
+
+def test_the_slow_rank_is_named_and_the_record_says_all(story, pytester):
+    result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-json=run.jsonl", times="1800 1000 1750")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*1.80*ms*no baseline*mine*tiny*forward*host*",
+            "ranks * mine on tiny: 2 ranks (contiguous, CPU); outside collectives rank 1 took 1.75* ms, rank 0 1 ms;"
+            " in collectives 3% to 44% of the time; begun within 2 us of one another",
+        ]
+    )
+    (latency,) = latencies(pytester.path / "run.jsonl")
+    assert latency["ranks"]["communication_by"] == "wrapped functions of torch.distributed"
+    assert re.fullmatch(r"tiny \| mine of .* \| forward \| warm \| 1 thread \| 2 ranks, contiguous, CPU", latency["key"])
+
+
+def test_slower_ranks_fail_and_baselines_are_of_so_many_ranks_and_their_links(story, pytester, monkeypatch):
+    recorded = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-update-baselines=first recording")
+    recorded.assert_outcomes(passed=1)
+    recorded.stdout.fnmatch_lines(["baselines: 1 of 1 cases recorded in *"])
+    (file,) = (pytester.path / "baselines").glob("*.json")
+    assert "| 2 ranks, contiguous, CPU" in file.read_text()
+
+    story("test_ranks.py::test_mine[tiny-ranks2]").stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+
+    slower = story("test_ranks.py::test_mine[tiny-ranks2]", times="150 60 110")
+    slower.assert_outcomes(failed=1)
+    slower.stdout.re_match_lines(
+        [
+            r"E +AssertionError: regressed: mine on tiny, forward: p50 0\.15\d* ms, recorded 0\.1\d* ms \(\+\d\d.*",
+            r"E +ranks +2 ranks \(contiguous, CPU\); outside collectives rank 1 took 0\.11\d* ms, rank 0 60\S* us; .*",
+        ],
+        consecutive=False,
+    )
+
+    others = story("test_ranks.py::test_mine[tiny-ranks4]", times="150 60 60 60 60")
+    others.assert_outcomes(passed=1)
+    others.stdout.fnmatch_lines(["no baseline * none recorded in *"])
+
+    monkeypatch.setattr(ranked_measurement, "topology_of", lambda kind, ranks: topology.PCIE)
+    linked = story("test_ranks.py::test_mine[tiny-ranks2]", times="150 60 110")
+    linked.assert_outcomes(passed=1)
+    linked.stdout.fnmatch_lines(["no baseline * recorded * 2 ranks, contiguous, CPU, this is * 2 ranks, contiguous, PCIe"])
+
+
+BROKEN = """
+@pytest.mark.attention(W, device="cpu", ranks=2)
+def test_raises_later(attn):
+    calls = []
+    def fn(q, k, v):
+        calls.append(1)
+        if attn.rank == 1 and len(calls) > 12:  # a check makes fewer
+            raise ValueError("no more memory")
+        return attention(q, k, v, attn.group)
+    attn.measure(fn)
+
+@pytest.mark.attention(W, device="cpu", ranks=2)
+def test_keeps_its_results(attn):
+    kept = {}
+    def fn(q, k, v):
+        out = attention(q, k, v, attn.group)
+        return kept.setdefault(q.sum().item(), out) if attn.rank == 1 else out
+    attn.measure(fn)
+
+@pytest.mark.attention(W, device="cpu", ranks=2)
+def test_wrong(attn):
+    attn.measure(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))
+
+@pytest.mark.attention(W, device="cpu", ranks=2, backward=True, precision="torch_cpu")
+def test_other_directions(attn):
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, shard):
+            return gathered(shard, attn.group)
+        @staticmethod
+        def backward(ctx, gradient):
+            gradient = gradient.float()
+            dist.all_reduce(gradient, group=attn.group)
+            return gradient.chunk(2, 2)[attn.rank].bfloat16()
+    def fn(q, k, v):
+        return F.scaled_dot_product_attention(q, Gathered.apply(k), Gathered.apply(v))
+    attn.check(fn)
+    attn.measure(fn, backward=True)
+    attn.measure(fn, backward="both")
+"""
+
+
+def test_a_rank_that_fails_ends_the_measurement_and_no_other(story, pytester):
+    result = story("--attn-json=run.jsonl", test=BROKEN)
+    result.assert_outcomes(failed=3, passed=1)
+    result.stdout.fnmatch_lines(["*rank 1 of 2 raised ValueError:*", "*no more memory*"])
+    result.stdout.fnmatch_lines(["*cannot be timed: fn on tiny, forward, on 2 ranks: rank 1: called again after its data*"])
+    result.stdout.fnmatch_lines(["E * mismatch: out of *"])
+    directions = [latency["direction"] for latency in latencies(pytester.path / "run.jsonl") if "p50" in latency]
+    assert directions == ["backward", "forward+backward"]
+
+
+def test_off_checks_and_does_not_time(story):
+    result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-latency=off", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*mine passed the check, but was not timed: --attn-latency=off"])
