@@ -6,7 +6,7 @@ Those of plain torch always run; those of timm, transformers and diffusers where
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -24,7 +24,7 @@ FOR_A_GPU = ("vit-196", "vit-3137", "vit-3136", "timm-vit-196", "timm-vit-3137",
 #: whose rows can be compared; a mixture of experts cannot
 TOKENS = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 #: the suite asks every backend about every model, and carries what it found in torch
-EXCUSED = ("refusals", "known defects")
+EXCUSED: Final = ("refusals", "known defects")
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -328,3 +328,61 @@ def test_it(attn_model):
 
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["layer * function * kernel * asks*", "  note: not judged: 1 made no attention call*"])
+
+
+PARTLY = """
+def pytest_attn_backends(registry):
+    import torch.nn.functional as F
+
+    def mine(q, k, v, workload):
+        return F.scaled_dot_product_attention(q, k, v) * {factor}
+
+    registry.add_function("mine", mine, unsupported_because=lambda w: ["takes no mask"] if w.mask else [])
+"""
+EXCUSED = """
+@pytest.mark.attention_model
+def test_it(attn_model, attn_backend, model):
+    model.append(nn.MultiheadAttention(32, 2, batch_first=True).bfloat16())
+    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
+
+    def step():
+        return model[2](*[model[:2](x)] * 3, need_weights=False)[0].float().mean()
+
+    attn_model.check(model, step, attn_backend, excused=["refusals"])
+"""
+
+
+def test_refusals_of_single_calls_are_a_skip_where_they_are_excused_and_the_rest_is_right(run, pytester):
+    pytester.makeconftest(PARTLY.format(factor="1"))
+    result = run(EXCUSED, "--attn-backends=mine", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*mine: takes no mask*"])
+    pytester.makeconftest(PARTLY.format(factor="1.1"))
+    run(EXCUSED, "--attn-backends=mine").assert_outcomes(failed=1)
+
+
+def test_an_excuse_that_is_none_is_refused(run):
+    result = run(EXCUSED.replace("refusals", "refusal"), "--attn-backends=math")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ValueError: unknown excuse 'refusal'; known: refusals, known defects"])
+
+
+@pytest.mark.parametrize(("excused", "outcome"), [("()", "failed"), ("['known defects']", "xfailed")])
+def test_a_known_defect_of_what_the_model_chose_fails_unless_it_is_excused(run, pytester, monkeypatch, excused, outcome):
+    monkeypatch.setattr("pytest_attn.models.check.known_defect_of", lambda *_: "lib#1: out is a tenth too large")
+    result = run(
+        f"""
+def tenth_too_large(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v) * 1.1
+
+class Own(nn.Module):
+    def forward(self, x):
+        return x + tenth_too_large(*[x[:, None]] * 3)[:, 0]
+
+@pytest.mark.attention_model(backward=False)
+def test_it(attn_model):
+    model, x = nn.Sequential(Own()), torch.randn(2, 24, 32, dtype=torch.bfloat16)
+    attn_model.check(model, lambda: model(x), functions=[tenth_too_large], scatter=0, excused={excused})
+"""
+    )
+    result.assert_outcomes(**{outcome: 1})

@@ -127,6 +127,14 @@ def test_two_forked_processes_are_two(ask, serve):
     assert first["random"][1] != second["random"][1]
 
 
+def test_a_plugin_that_is_named_may_be_imported_ahead(ask, serve):
+    server = serve(["pytest", "torch", "pytest_attn.plugin"])
+    command = ask("def test_it():\n    pass\n")
+    named = ["-p", "pytest_attn.plugin", "-W", "error::pytest.PytestAssertRewriteWarning", *command.arguments]
+    ended = server.run(command._replace(arguments=named), 60)
+    assert ended.returncode == 0, ended.output
+
+
 def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tmp_path):
     server = serve()
     command = ask("import sys\ndef test_it(capfd):\n    with capfd.disabled():\n        print('here', file=sys.stderr)\n")

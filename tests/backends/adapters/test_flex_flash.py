@@ -118,6 +118,8 @@ def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
     backend = Registry()["flex_flash"]
     error = RuntimeError("CuteDSL template failed: ===\nUNSUPPORTED CUTEDSL OPERATION: 'minimum'\n===")
     assert backend.refusal_in(error) == "inductor puts no 'minimum' of a mask_mod or score_mod into this kernel"
+    unusable = "BACKEND='FLASH' but flash attention cannot be used: Input buffers require gradients (not supported by flash)"
+    assert backend.refusal_in(RuntimeError(unusable)) == "its compiler says that input buffers require gradients"
     assert backend.refusal_in(RuntimeError("out of memory")) is None
 
 
