@@ -118,7 +118,7 @@ def workloads_of(group: str) -> list[Workload]:
 
 
 def cases_of(workloads: list[Workload]) -> list[Case]:
-    return [Case(w, backward) for w in workloads for backward in (False, True) if not (backward and w.kv_pages)]
+    return [Case(w, backward) for w in workloads for backward in (False, True) if not (backward and w.has_no_gradient_because)]
 
 
 def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:

@@ -56,6 +56,28 @@ CUDNN_NAN_OF_ONE_TILE = replace(
 )
 
 
+def _half_tile_of_a_rank(workload: Workload, machine: Machine) -> bool:
+    """Whether the rows of a rank, or of one of its two chunks, are that many."""
+    lengths = [workload.q_len // parts for parts in (2, 4, 8, 16) if workload.q_len % parts == 0]
+    return any(length % 128 == 64 for length in lengths) and _on_affected_cudnn(workload, machine)
+
+
+#: of rings around cuDNN: with 64 rows as well, where scores are large
+CUDNN_NAN_OF_A_RANK = replace(
+    CUDNN_NAN,
+    summary="NaN in dq where a rank has q_len with q_len % 128 == 64, and a row's lse is below -88",
+    applies=_half_tile_of_a_rank,
+)
+
+#: torch's ring hands the backward kernel the lengths of another step; flash and cuDNN do not look at them
+BALANCED_RING_OF_CUTLASS = KnownDefect(
+    issue="pytorch#163075",
+    summary="with load balance, dq and dk of the kernel efficient come from memory that nobody wrote",
+    applies=lambda workload, machine: workload.mask is not None and machine.kind == "cuda",
+    tensors=("dq", "dk", "dv"),
+)
+
+
 #: torch keeps cuDNN's plan of a backward pass by the strides of q, k, v and the bias, and builds dout's strides into it
 CUDNN_STALE_STRIDES = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, ends_of, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Document
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 
+#: what flash2 runs on, and libraries around it
+FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
 #: what flash4, flex_flash and, where it is installed, te_flash run on
 FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
 
@@ -96,3 +99,20 @@ def refused_by_compiler(error: Exception) -> str | None:
     """Return the words of flash-attn 4's compiler, which finds no layout for some head sizes; None for other errors."""
     words = " ".join(str(error).split())[:160]
     return f"its compiler: {words}" if type(error).__name__ == "MLIRError" else None
+
+
+@cache
+def refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
+    """Ask with one token whether this flash-attn 2 has kernels for a head dimension: builds for a few of them are common."""
+    import torch
+
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return None
+    one = torch.zeros(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
+    try:
+        FLASH2.load().flash_attn_func(one, one, one)
+    except RuntimeError as error:
+        if (reason := refusal_of_build(error)) is None:
+            raise
+        return reason
+    return None

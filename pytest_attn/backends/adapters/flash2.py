@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
-from pytest_attn.backends.flash_attention import FlashAttention, without_lse
+from pytest_attn.backends.flash_attention import FLASH2, FlashAttention, refused_by_build, without_lse
 from pytest_attn.backends.layouts import in_bshd, not_decoding_because
-from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.cached import split_cache
@@ -30,7 +29,7 @@ class Flash2(FlashAttention):
     """flash_attn_func; flash_attn_varlen_func for packed sequences, documents and padding; the kv-cache for pages."""
 
     name = "flash2"
-    source = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
+    source = FLASH2
     precision = "flash2"
     paged_words = ("flash_attn_with_kvcache", "cache_seqlens", "block_table")
     variants: tuple[str, ...] = ("compile", "max_autotune", "graph")
@@ -52,7 +51,7 @@ class Flash2(FlashAttention):
             return ["splits the keys of a page table only, for queries of one length"]
         if workload.kv_pages and workload.kv_pages.size % _PAGE_STEP:
             return [f"takes pages of a multiple of {_PAGE_STEP} tokens, not {workload.kv_pages.size}"]
-        reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
+        reason = refused_by_build(workload.head_dim, workload.dtype, machine.device)
         return [reason] if reason else []
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class Flash2KvCache(Flash2):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse all that does not happen in decoding."""
-        reason = _refused_by_build(workload.head_dim, workload.dtype, machine.device)
+        reason = refused_by_build(workload.head_dim, workload.dtype, machine.device)
         return not_decoding_because(workload) or ([reason] if reason else [])
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
@@ -106,20 +105,3 @@ def _append(inputs: Inputs, function: Any, options: dict[str, Any], q: torch.Ten
     split = split_cache(inputs, k, v, "bshd")
     out = function(q, split.k_cache, split.v_cache, split.k_new, split.v_new, cache_seqlens=split.cache_seqlens, **options)
     return without_lse(out)
-
-
-@cache
-def _refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
-    """Ask with one token whether this build has kernels for a head dimension: builds for a few of them are common."""
-    import torch
-
-    if not device.startswith("cuda"):
-        return None
-    one = torch.zeros(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
-    try:
-        Flash2.source.load().flash_attn_func(one, one, one)
-    except RuntimeError as error:
-        if (reason := refusal_of_build(error)) is None:
-            raise
-        return reason
-    return None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
+from pytest_attn.backends.flash_attention import refused_by_build
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
@@ -31,6 +32,12 @@ class _RingFlash(RankBackend):
     capabilities = Capabilities(masks=_CAUSAL, features=_FEATURES | {"packed"}, square=True)
     #: its functions of dense tensors and of packed sequences
     functions: tuple[str, str]
+
+    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what this build of flash-attn lacks, too."""
+        reasons = super().refusals_over(sharding, machine, backward)
+        w = sharding.workload
+        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse packed keys of other lengths than the queries: one cu_seqlens stands for both."""

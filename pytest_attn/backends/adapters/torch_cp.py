@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import MASKS, Capabilities
 from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK
 from pytest_attn.backends.flex_mods import BLOCK, block_mask_of
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, within
@@ -52,11 +54,18 @@ class TorchCp(_OfTorch):
     precision = "sdpa"
     needs = "CUDA, sm80 to sm121, ranks"
     choices = MappingProxyType({"rotate": ("allgather", "alltoall"), "kernel": tuple(_KERNELS)})
+    known_defects = (CUDNN_NAN_OF_A_RANK, BALANCED_RING_OF_CUTLASS)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right")),
         features=frozenset(("scale", "grouped heads", "backward")),
         square=True,
     )
+
+    def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """Those of the kernel that was chosen."""
+        found = super().defects_on(workload, machine, backward)
+        of_cutlass = self.configuration.get("kernel") == "efficient"
+        return [defect for defect in found if (defect is BALANCED_RING_OF_CUTLASS) == of_cutlass]
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse what torch raises an error for."""

@@ -317,3 +317,25 @@ def test_both_directions_are_within_the_context():
     assert said == ["in", "forward", "out", "in", "backward", "out", "in", "backward", "out"]
     with torch.no_grad():
         assert not fn(q, k, v).requires_grad
+
+
+def test_defects_of_rings_are_those_of_the_kernel_that_was_chosen():
+    half, causal = Workload(128, heads=2), Workload(512, heads=2, mask="causal")
+    cudnn, efficient = Registry()["torch_cp"], Registry()["torch_cp@kernel=efficient"]
+    assert [defect.issue for defect in cudnn.defects_on(half, H200, backward=True)] == ["pytorch#196678"]
+    assert not cudnn.defects_on(half, H200, backward=False)
+    assert not cudnn.defects_on(Workload(2048, heads=2), H200, backward=True)
+    assert [defect.issue for defect in efficient.defects_on(causal, H200, backward=True)] == ["pytorch#163075"]
+    assert not efficient.defects_on(half, H200, backward=True)
+
+
+@pytest.mark.parametrize(("name", "module"), [("zigzag", "ring_flash"), ("usp", "yunchang")])
+def test_what_the_build_of_flash_attn_lacks_is_a_refusal(monkeypatch, name, module):
+    lacks = "this flash-attn build has head_dim 64 and 128 only"
+    monkeypatch.setattr(
+        f"pytest_attn.backends.adapters.{module}.refused_by_build", lambda dim, *_: lacks if dim == 32 else None
+    )
+    shard = "head-tail" if name == "zigzag" else "contiguous"
+    for dim, refusals in ((32, [lacks]), (64, [])):
+        sharding = Sharding(Workload(256, heads=4, head_dim=dim, mask="causal"), shard, 2)
+        assert Registry()[name].refusals_over(sharding, H200) == refusals
