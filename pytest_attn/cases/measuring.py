@@ -59,7 +59,7 @@ class Measuring:
         __tracebackhide__ = True
         run, keeper = self._run, self.timekeeper
         require = run.session.settings.latency == "require"
-        if reason := keeper.untimed_because(measurement.spec.device):
+        if reason := keeper.untimed_because(measurement.spec.device) or measurement.untimed_because:
             self._leave_record(measurement, Verdict.UNTIMED, reason)
             if require:
                 raise AssertionError(f"not timed, which --attn-latency=require asks for: {measurement.name}: {reason}")

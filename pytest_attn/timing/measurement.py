@@ -91,6 +91,11 @@ class Measurement:
         """What a command line of a fresh process calls its test."""
         return name_for_processes(self.item)
 
+    @property
+    def untimed_because(self) -> str:
+        """Why it cannot be timed for a reason of its own, "" where it can."""
+        return ""
+
     # -- how it is judged ----------------------------------------------------------------------------------------------
 
     @property

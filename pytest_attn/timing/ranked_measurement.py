@@ -44,6 +44,13 @@ class RankedMeasurement(Measurement):
         return f"{super().key} | {ranks} rank{'s' * (ranks > 1)}, {self._shard}, {links}"
 
     @property
+    def untimed_because(self) -> str:
+        """That ranks share a GPU, where they do: each waits for the kernels of the others."""
+        there = self.session.machines.machine(str(self.spec.device)).device_count
+        is_shared = self.spec.device.type == "cuda" and there < self.sharding.ranks
+        return f"{self.sharding.ranks} ranks share {there} GPU{'s' * (there > 1)}" if is_shared else ""
+
+    @property
     def devices(self) -> list[torch.device]:
         """Each rank's own."""
         import torch

@@ -1,0 +1,22 @@
+"""What a time over ranks is, before anything is timed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_attn import Workload
+from pytest_attn.timing.ranked_measurement import RankedMeasurement
+from pytest_attn.workloads.sharding import Sharding
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "reason"),
+    [("cuda", 1, "2 ranks share 1 GPU"), ("cuda", 2, ""), ("cpu", 1, "")],
+)
+def test_ranks_that_share_a_gpu_are_not_timed(device, there, reason):
+    machines = SimpleNamespace(machine=lambda name: SimpleNamespace(device_count=there))
+    spec = SimpleNamespace(device=torch.device(device))
+    sharding = Sharding(Workload(64, heads=2), "contiguous", 2)
+    facts = (SimpleNamespace(machines=machines), None, spec, None, "forward", None)
+    assert RankedMeasurement(*facts, number=1, pool=None, sharding=sharding).untimed_because == reason
