@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ class KnownDefect:
         changes_input: inputs ("q", "k", "v") that it changes in place.
         shows: whether a failed `TensorComparison` looks like it; by default every failure of these tensors does.
         invariants: names of those that it may break; empty where it may break any.
+        evidence: a regular expression that is found in what shows such an invariant broken.
         ends_cuda: these invariants would end the process's CUDA context, and are not asked.
     """
 
@@ -36,12 +38,17 @@ class KnownDefect:
     changes_input: tuple[str, ...] = ()
     shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
     invariants: tuple[str, ...] = ()
+    evidence: str = ""
     ends_cuda: bool = False
 
     def spoils(self, workload: Workload, machine: Machine, backward: bool) -> bool:
         """Whether a workload is in its reach: one of gradients only is in a backward pass."""
         is_of_gradients = bool(self.tensors) and not self.changes_input and all(name.startswith("d") for name in self.tensors)
         return (backward or not is_of_gradients) and self.applies(workload, machine)
+
+    def breaks(self, invariant: str, evidence: str) -> bool:
+        """Whether a broken invariant looks like it."""
+        return (not self.invariants or invariant in self.invariants) and re.search(self.evidence, evidence) is not None
 
     def explains(self, comparison: Any, workload: Workload) -> bool:
         """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""

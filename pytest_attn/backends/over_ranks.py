@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.functions import function_label
@@ -69,6 +70,10 @@ class RankBackend(LibraryBackend):
         super().__init_subclass__(**kwargs)
         cls.tunable = frozenset(cls.choices)
 
+    def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """List the known defects that have a split workload in their reach."""
+        return self.defects_on(sharding.workload, machine, backward)
+
     def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
         """List why it refuses a workload split so; empty where it claims it."""
         reasons = self._unknown_options() or self.capabilities.refusals(sharding.workload, backward)
@@ -91,7 +96,7 @@ class RankBackend(LibraryBackend):
         raise ValueError(f"{self.name} computes over several ranks; call it in a test with ranks=...")
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
-        """None: calls over ranks are not timed."""
+        """None: nothing is tuned over ranks."""
         return ()
 
     def _unknown_options(self) -> list[str]:
@@ -114,6 +119,13 @@ class RankBackend(LibraryBackend):
         if self.needs_equal_shards and (uneven := sorted(length for length in lengths if length % parts)):
             return [f"needs lengths that are multiples of {parts} over {sharding.ranks} ranks, not {uneven[0]}"]
         return []
+
+
+def has_half_tile(sharding: Sharding) -> bool:
+    """Whether the rows of a rank, or of one of its chunks, are 64 more than a multiple of 128."""
+    parts = PARTS_OF_A_RANK.get(sharding.shard, 1) if isinstance(sharding.shard, str) else 1
+    lengths = {sharding.workload.q_len // sharding.ranks, sharding.workload.q_len // (sharding.ranks * parts)}
+    return any(length % 128 == 64 for length in lengths)
 
 
 def heads_refusals(workload: Workload, ranks: int) -> list[str]:

@@ -11,10 +11,10 @@ from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names
 from pytest_attn.invariants.registry import chosen
-from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
+from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.session.child import Child
 from pytest_attn.session.items import name_for_processes
-from pytest_attn.session.processes import asked_apart
+from pytest_attn.session.processes import Apart, asked_apart
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: in place of an outcome, as long as there is none
@@ -33,25 +33,49 @@ def names_apart(spec: CheckSpec, only: Names, skip: Names, thorough: bool) -> tu
 def findings_apart(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
     """Ask these invariants in another process, where there are any.
 
-    One during which the process ended is broken. One that it was not asked is not applicable: the test did not come so far.
+    One during which the process ended is broken. One that it was not asked is not applicable: the test did not come so far, or
+    this process has left it too little memory.
     """
     if not names:
         return ()
-    said, last_words = asked_apart(run.item.config, name_for_processes(run.item), names)
-    mine = [line for line in said if line.get("subject") == subject.name]
-    found = {line["invariant"]: Finding(line["invariant"], line["outcome"], line["evidence"], line["calls"]) for line in mine}
-    if all(line["outcome"] == _BEGUN for line in mine):
-        outcome: Outcome = "broken" if mine else "not applicable"
-        text = f"asked in a process of its own, which {'it ended' if mine else 'did not come so far'}: {last_words}"
-        return tuple(Finding(name, outcome, text, 0) for name in names)
-    return tuple(found[name] for name in names)
+    _leave_memory(run)
+    apart = asked_apart(run.item.config, name_for_processes(run.item), names)
+    mine = {line["invariant"]: line for line in apart.lines if line.get("subject") == subject.name}
+    return tuple(_finding(name, mine.get(name), apart) for name in names)
 
 
-def judge_apart(child: Child, subject: Subject, judged: Callable[[Sequence[str]], InvariantReport]) -> InvariantReport:
-    """Ask what the process that waits for this one wants to know, and hand it over. judged: asks invariants by their names."""
-    for name in child.asked:
+def _finding(name: str, line: dict[str, Any] | None, apart: Apart) -> Finding:
+    """Return the finding of an invariant. line: the last that was handed over about it."""
+    if line is None or (line["outcome"] == _BEGUN and apart.is_well):
+        return Finding(name, "not applicable", f"not asked in a process of its own: {apart.last_words}", 0)
+    if line["outcome"] == _BEGUN:
+        evidence = f"the process of its own ended while it was asked: {apart.last_words}"
+        line = {**line, "outcome": "broken", "evidence": evidence}
+    if line["outcome"] == "broken" and "out of memory" in line["evidence"]:
+        return Finding(name, "not applicable", f"not asked in a process of its own: {line['evidence']}", 0)
+    return Finding(name, line["outcome"], line["evidence"], line["calls"])
+
+
+def _leave_memory(run: CaseRun) -> None:
+    """Give back what this process holds of the GPU's memory and does not use."""
+    import torch
+
+    if run.machine.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+def judge_apart(
+    child: Child, subject: Subject, judged: Callable[[Sequence[str], Callable[[str], None]], InvariantReport]
+) -> InvariantReport:
+    """Ask what the process that waits for this one wants to know, and hand it over.
+
+    judged: asks invariants by their names, and says of each that it begins.
+    """
+
+    def begin(name: str) -> None:
         child.hand_over({"subject": subject.name, **asdict(Finding(name, _BEGUN, "", 0))})
-    report = judged(child.asked)
+
+    report = judged(child.asked, begin)
     for finding in report.findings:
         child.hand_over({"subject": subject.name, **asdict(finding)})
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.registry import chosen
-from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.verdict import Cause, Verdict
@@ -81,9 +81,9 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
     outcome, child = run.outcome, run.session.child
     apart = names_apart(spec, only, skip, thorough) if run.has_processes_to_lose else ()
 
-    def ask(names: Names) -> InvariantReport:
+    def ask(names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:
         __tracebackhide__ = True
-        return judge_invariants(subject, spec, references, names, None, thorough, deadline)
+        return judge_invariants(subject, spec, references, names, None, thorough, deadline, begin)
 
     def judged() -> InvariantReport:
         __tracebackhide__ = True
@@ -102,7 +102,7 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
         outcome.record(subject, Verdict.HELD, question="invariants", reason="; ".join(report.notes))
         return report
     broken = sorted({finding.invariant for finding in report.broken})
-    if known := _breaking(run.defects_of(subject), set(broken)):
+    if known := _breaking(list(run.defects_of(subject)), report.broken):
         outcome.xfail(subject, _describe_defects(known), question="invariants")
     outcome.record(subject, Verdict.BROKEN, question="invariants", reason=", ".join(broken))
     width, saver = invariants.LABEL_WIDTH, run.saver(subject, spec)
@@ -124,11 +124,10 @@ def _shown_by_checks(defects: Iterable[KnownDefect], spec: CheckSpec) -> list[Kn
     return [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
 
 
-def _breaking(defects: Iterable[KnownDefect], broken: set[str]) -> list[KnownDefect]:
+def _breaking(defects: Sequence[KnownDefect], broken: Iterable[Finding]) -> list[KnownDefect]:
     """List those that together explain every broken invariant; none, where one is left."""
-    found = [d for d in defects if not d.invariants or broken & set(d.invariants)]
-    explained = {name for d in found for name in d.invariants or broken}
-    return found if broken <= explained else []
+    explaining = [[d for d in defects if d.breaks(one.invariant, one.evidence)] for one in broken]
+    return [d for d in defects if any(d in some for some in explaining)] if all(explaining) else []
 
 
 def _describe_defects(defects: Iterable[KnownDefect]) -> str:

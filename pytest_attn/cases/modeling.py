@@ -64,7 +64,7 @@ def check_model(
         found = judge_model(model, step, subject, backward, **options)
     outcome = _outcome(run, name, found)
     whose = subject or "model"
-    if subject is not None and found.refused and (_refuses_all(found) or ("refusals" in excused and found.explained)):
+    if subject is not None and found.refused and (_refuses_all(found) or ("refusals" in excused and found.lacks_refused_only)):
         outcome.skip(subject, "; ".join(dict.fromkeys(refused.reason for refused in found.refused)), model=name)
     verdict = Verdict.PASSED if found.passed else Verdict.MISMATCH
     reason = "" if found.passed else headline(found)

@@ -30,11 +30,12 @@ def judge_invariants(
     skip: Names = None,
     thorough: bool = False,
     deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
+    begin: Callable[[str], None] = lambda name: None,
 ) -> InvariantReport:
     """Ask `subject` every invariant that applies to the spec's workload, on the first of its input distributions.
 
     only, skip: names of invariants. thorough: all of them, with more repetitions. deadline: makes a context that surrounds
-    each call.
+    each call. begin: is given the name of each before it is asked.
 
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
     RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
@@ -44,16 +45,17 @@ def judge_invariants(
     spec = spec.for_subject(subject)
     probe = Probe(subject, spec, references.inputs_of(spec, spec.inputs[0]), deadline, thorough)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once
-    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe)))
+    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin)))
 
 
-def _findings(invariants: Iterable[Invariant], probe: Probe) -> Iterator[Finding]:
+def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None]) -> Iterator[Finding]:
     """Ask one after the other, until a kernel has taken CUDA from this process: what was not asked is not broken."""
     lost = ""
     for invariant in invariants:
         if lost:
             yield Finding(invariant.name, "not applicable", lost, 0)
             continue
+        begin(invariant.name)
         yield _find(invariant, probe)
         if said := lost_because(probe.device):
             lost = f"not asked: this process has no CUDA any more since {invariant.name} was ({said})"

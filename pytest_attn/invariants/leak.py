@@ -32,7 +32,7 @@ class Leak(Invariant):
 
     name = "leak"
     summary = "values that are unit vectors read the probabilities; what a row may not see does not change it"
-    calls = 2
+    calls = 3
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out kernels that mix keys, and workloads whose every pair is too much to write down."""

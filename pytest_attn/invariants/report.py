@@ -53,8 +53,9 @@ class InvariantReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing of invariants that hold."""
-        return tuple(f"{one.invariant}: {one.evidence}" for one in self.findings if one.outcome == "passed" and one.evidence)
+        """What is worth knowing of invariants that hold, or could not be asked."""
+        told = (one for one in self.findings if one.outcome == "passed" or one.evidence.startswith("not asked"))
+        return tuple(f"{one.invariant}: {one.evidence}" for one in told if one.evidence)
 
     @property
     def calls(self) -> int:

@@ -13,7 +13,7 @@ from pytest_attn.latency.timer import Timer
 
 #: seconds of work that bring an idle GPU to its clock, once per process
 _RAMP_SECONDS = 1.0
-#: seconds of it where another process worked until less than two seconds ago
+#: seconds of it where another process worked until some two seconds ago
 _WARM_RAMP_SECONDS = 0.3
 #: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
 _WARMING_SECONDS = 0.1

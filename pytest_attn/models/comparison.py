@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.models.compiled_run import CompiledRun
@@ -86,6 +86,11 @@ class ModelComparison:
         """The known defects of what computed the calls, where these explain everything that is wrong; else none."""
         known = dict.fromkeys(call.known for call in self.calls if not call.passed)
         return tuple(known) if self.is_complete and self.explained else ()
+
+    @property
+    def lacks_refused_only(self) -> bool:
+        """Whether all is well, or explained, but for the calls that were refused."""
+        return replace(self, refused=()).is_complete and self.explained
 
     @property
     def explained(self) -> bool:

@@ -102,7 +102,4 @@ def _computes(func: Any, args: tuple[Any, ...]) -> bool:
     schema = func._schema
     if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
         return False
-    name = func.overloadpacket.__name__
-    if name == "_to_copy":  # rounds only where the dtype becomes narrower
-        return True
-    return name not in _MOVES
+    return func.overloadpacket.__name__ not in _MOVES

@@ -123,7 +123,7 @@ class RankedBackend(RankedSubject):
 
     def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
         """Ask the backend."""
-        return self.backend.defects_on(workload, machine, backward)
+        return self.backend.defects_over(self.sharding, machine, backward) if workload == self.sharding.workload else []
 
 
 def _as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,19 @@ OWN_VARIABLE = "PYTEST_ATTN_OWN"
 ASKED_VARIABLE = "PYTEST_ATTN_ASKED"
 #: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
 MODES_VARIABLE = "PYTEST_ATTN_MODES"
+#: seconds after its turn within which a process finds the device as warm as the one before has left it
+_WARM_SECONDS = 2.0
 
 
 class Child:
     """What this process got from the one that waits for it.
 
-    asked: names of the invariants that it is asked instead of timing. finds_device_warm: whether another process timed on the
-    device until this one's turn.
+    asked: names of the invariants that it is asked instead of timing.
     """
 
     def __init__(self, runs: Path, modes: Mapping[str, str]) -> None:
         self._runs, self._modes = runs, modes
-        self.finds_device_warm = False
+        self._was_warm_at = -math.inf
         self.asked = tuple(filter(None, os.environ.get(ASKED_VARIABLE, "").split(",")))
 
     @classmethod
@@ -42,7 +45,12 @@ class Child:
         """Wait until others have been timed, where this process was prepared beside them."""
         from pytest_attn.session.turns import wait_for_turn
 
-        self.finds_device_warm = wait_for_turn()
+        self._was_warm_at = time.monotonic() if wait_for_turn() else -math.inf
+
+    @property
+    def finds_device_warm(self) -> bool:
+        """Whether another process timed on the device until this one's turn, which was a moment ago."""
+        return time.monotonic() - self._was_warm_at < _WARM_SECONDS
 
     def mode_of(self, key: str) -> str | None:
         """Return the mode in which a case is timed for its new baseline; None where it is for none."""

@@ -120,7 +120,7 @@ def device_lock(device: torch.device) -> Iterator[None]:
     """Let no other process of this kind time on the device meanwhile."""
     from filelock import FileLock, Timeout
 
-    path = Path(tempfile.gettempdir()) / f"pytest-attn-{_name_of(device)}.lock"
+    path = Path(tempfile.gettempdir()) / f"pytest-attn-{lock_name(device)}.lock"
     lock = FileLock(path, mode=0o666)
     try:
         lock.acquire(timeout=_PATIENCE)
@@ -132,7 +132,7 @@ def device_lock(device: torch.device) -> Iterator[None]:
         lock.release()
 
 
-def _name_of(device: torch.device) -> str:
+def lock_name(device: torch.device) -> str:
     """Name a device the same in every process, whatever part of the GPUs each sees."""
     if device.type != "cuda":
         return device.type

@@ -185,11 +185,13 @@ def _kill(child: int) -> None:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a process has ended, waited for or not."""
+    """Whether a process has ended, waited for or not. Raises ServerError where this system does not let it be watched."""
     try:
         watched = os.pidfd_open(process)
     except ProcessLookupError:
         return True
+    except (AttributeError, OSError) as error:
+        raise ServerError(f"processes cannot be watched: {error}") from error
     try:
         return bool(select.select([watched], [], [], 0)[0])
     finally:

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 
@@ -117,20 +117,26 @@ def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
 
 
-def asked_apart(config: pytest.Config, name: str, invariants: Sequence[str]) -> tuple[Runs, str]:
-    """Run an item in a process that may be lost, which asks these invariants only.
+class Apart(NamedTuple):
+    """What a process that may be lost has left: lines that it handed over, whether it ended well, and its last words."""
 
-    Returns the findings that it handed over, and its last words where it did not end well, "" where it did.
-    """
+    lines: Runs
+    is_well: bool
+    last_words: str
+
+
+def asked_apart(config: pytest.Config, name: str, invariants: Sequence[str]) -> Apart:
+    """Run an item in a process that may be lost, which asks these invariants only."""
     with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
         command = _command(config, [name], Path(folder) / "0", None)
         command = command._replace(environment={**command.environment, ASKED_VARIABLE: ",".join(invariants)})
         try:
             done = FreshProcesses.of(config).try_once(command, _SECONDS_PER_PROCESS)
+            is_well, last_words = done.returncode == pytest.ExitCode.OK, _last_words(done.output)
         except TimeoutError:
-            return [], f"it took more than {_SECONDS_PER_PROCESS} s"
+            is_well, last_words = False, f"it took more than {_SECONDS_PER_PROCESS} s"
         lines = command.times.read_text(encoding="utf-8").splitlines() if command.times.exists() else []
-        return [json.loads(line) for line in lines], "" if done.returncode == pytest.ExitCode.OK else _last_words(done.output)
+        return Apart([json.loads(line) for line in lines], is_well, last_words)
 
 
 def _shuffled(names: Sequence[str], number: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -93,6 +94,11 @@ class FreshProcesses:
             first, *others = commands
             self._prepared[first.times] = ready = self._prepare(first)
             ready.wait_until_ready(end)
+            if ready.has_touched_cuda:
+                _log.info("collecting these tests initializes CUDA: their fresh processes do not get ready beside one another")
+                self._can_be_prepared = False
+                self._end(first)
+                return
             for command in others[: how_many_fit(ready.process)]:
                 self._prepared[command.times] = self._prepare(command)
             for one in self._prepared.values():
@@ -104,15 +110,12 @@ class FreshProcesses:
         except BaseException:
             self.close()
             raise
-        if any(one.has_touched_cuda for one in self._prepared.values()):
-            _log.info("collecting these tests initializes CUDA: their fresh processes do not get ready beside one another")
-            self._can_be_prepared = False
-            self._end_prepared()
 
     def run(self, command: Command, seconds: float, is_forked: bool = True) -> Ended:
         """Run a pytest and wait for its end. is_forked: where it can be. Raises TimeoutError."""
         ended = self._run(command, seconds, is_forked)
-        self._last_ended = time.monotonic()
+        if command.times.exists():  # else it has timed nothing
+            self._last_ended = time.monotonic()
         return ended
 
     def try_once(self, command: Command, seconds: float) -> Ended:
@@ -160,11 +163,12 @@ class FreshProcesses:
         environment = {**command.environment, TURN_VARIABLE: str(turn.path)}
         return _Prepared(self._serving(command).start(command._replace(environment=environment)), turn)
 
-    def _end_prepared(self) -> None:
-        while self._prepared and self._server is not None:
-            _, one = self._prepared.popitem()
-            self._server.end(one.process)
-            one.turn.close()
+    def _end(self, command: Command) -> None:
+        """End what was prepared. Raises TimeoutError, and ServerError."""
+        one = self._prepared[command.times]
+        self._serving(command).end(one.process)
+        del self._prepared[command.times]
+        one.turn.close()
 
     def _forked(self, command: Command, seconds: float) -> Ended:
         """Run what was prepared, or is forked now. Raises TimeoutError, and ServerError."""
@@ -184,12 +188,26 @@ class FreshProcesses:
 
 
 def how_many_fit(process: int) -> int:
-    """Return how many further processes like this one fit into half of the memory that is left. Linux only."""
+    """Return how many further processes like this one fit into half of the memory that is left. Linux only.
+
+    Workers of xdist leave each other their share.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     try:
         taken = _kilobytes(Path(f"/proc/{process}/status"), "RssAnon")
-        return _kilobytes(Path("/proc/meminfo"), "MemAvailable") // 2 // max(taken, 1)
+        left = min(_kilobytes(Path("/proc/meminfo"), "MemAvailable"), _kilobytes_of_group())
+        return int(left / 2 / workers / max(taken, 1))
     except OSError:  # it has ended
         return 0
+
+
+def _kilobytes_of_group(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return what this container may still take, infinity where nothing limits it."""
+    try:
+        limit, taken = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return (int(limit) - int(taken)) / 1024
+    except (OSError, ValueError):  # no such group, or "max"
+        return math.inf
 
 
 def _kilobytes(path: Path, name: str) -> int:

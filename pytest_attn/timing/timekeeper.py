@@ -16,7 +16,7 @@ from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.judge import Crowd, DisturbedError, FreshError, judge_latency
 from pytest_attn.latency.result import Latency
 from pytest_attn.session.child import Child
-from pytest_attn.session.devices import device_lock, untimed_because
+from pytest_attn.session.devices import device_lock, lock_name, untimed_because
 from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession, session_of
@@ -169,7 +169,7 @@ class HandingOver(Timekeeper):
 def _locked(measurement: Measurement) -> Iterator[None]:
     """Let no other process time on what a measurement needs; devices in one order for all."""
     with ExitStack() as stack:
-        for device in measurement.devices:
+        for device in sorted(measurement.devices, key=lock_name):
             stack.enter_context(device_lock(device))
         yield
 

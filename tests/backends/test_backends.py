@@ -181,6 +181,10 @@ def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
     defect, of_one_tile, stale_strides, fully_masked_rows, *_ = Registry()["sdpa_cudnn"].known_defects
     assert stale_strides.spoils(Workload(64), H200, backward=True)
     assert not stale_strides.spoils(Workload(64), H200, backward=False)
+    assert stale_strides.breaks("layout", "dout alone swapped in memory: dq[0, 0, 1, 0] = 1, was 2")
+    assert not stale_strides.breaks("layout", "q, k, v and dout with heads and rows swapped in memory: out[0] = 1, was 2")
+    assert not stale_strides.breaks("layout", "k and v with heads of stride 0: dq[0] = 1, exact 2")
+    assert not stale_strides.breaks("leak", "dout alone swapped in memory: dq[0, 0, 1, 0] = 1, was 2")
     assert not stale_strides.spoils(Workload(64, dtype="float32"), H200, backward=True)
     assert of_one_tile.spoils(Workload(64), H200, backward=True)
     assert not of_one_tile.tensors  # a check does not wait for it

@@ -181,3 +181,31 @@ def test_what_a_step_runs_is_seen_in_the_step_as_well():
     assert runs_compiled(model, lambda: made(x))
     assert runs_compiled(model, torch.compile(step, backend="eager"))
     assert not runs_compiled(model, functools.partial(model, x))
+
+
+class DropsByItself(torch.nn.Module):
+    """Drops paths as libraries do, without a module of torch for it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return F.dropout(self.inner(x), 0.5, self.training)
+
+
+def test_what_draws_random_numbers_by_itself_is_not_compared():
+    model = stack(full)
+    model.head = DropsByItself(model.head)
+
+    assert "draws random numbers" in judge_model(*compiled_case(model, torch.float32), scatter=0).compiled.unknown
+
+
+def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
+    from pytest_attn.models.compiled_run import _compared
+
+    exact = {"out": torch.ones(64), "gradient of weight": torch.ones(64)}
+    honest = [{name: t + 0.01 for name, t in exact.items()}]
+    ratios, limits = _compared({"out": exact["out"]}, exact, honest)
+    assert ratios["gradient of weight"] > limits["gradient of weight"]
+    assert ratios["out"] == 0

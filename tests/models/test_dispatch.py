@@ -1,14 +1,19 @@
 """What computed each call: the kernel that is told, layers that none was told of, precision, and known defects."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models.zoo import Attention, Block, Model, case_of, causal, full, stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn import KnownDefect, check_model
+from pytest_attn import KnownDefect, Machine, Workload, check_model
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.models.check import judge_model
+from pytest_attn.models.defects import known_defect_of
+
+H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 
 
 @pytest.mark.parametrize(("kernel", "told"), [(SDPBackend.MATH, "SDPA math"), (SDPBackend.FLASH_ATTENTION, "SDPA flash")])
@@ -118,3 +123,13 @@ def test_a_model_with_a_layer_that_is_not_replaced_has_more_than_a_known_defect(
     model, step = case_of(Model(Block(Attention(causal)), Block(old)))
 
     assert judge_model(model, step, with_defect()).known_defects == ()
+
+
+def test_cudnn_s_stale_strides_excuse_garbage_of_its_own_kernel_only():
+    def known(kernel, l2):
+        call = SimpleNamespace(subject=None, kernel=kernel, workload=Workload(88, heads=2, head_dim=16), gradients={"dk": 1})
+        wrong = SimpleNamespace(name="dk", passed=False, wrong_positions=0, relative_l2=l2, worst=(0, 0, 0, 0))
+        return known_defect_of(call, SimpleNamespace(passed=False, tensors=[wrong], changed=()), H200)
+
+    assert "dout is read with the strides" in known("SDPA cudnn", 1.2)
+    assert known("SDPA cudnn", 0.05) == known("SDPA flash", 1.2) == ""

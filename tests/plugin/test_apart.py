@@ -32,7 +32,7 @@ def run(pytester):
     def with_fault(fault="pass", before="pass"):
         pytester.makeconftest(CONFTEST)
         pytester.makepyfile(test_mine=TEST.format(fault=fault, before=before))
-        return pytester.runpytest("-rs", "-p", "no:cacheprovider", "--attn-thorough")
+        return pytester.runpytest("-rs", "-p", "no:cacheprovider", "--attn-thorough", "--attn-output=records.jsonl")
 
     return with_fault
 
@@ -53,9 +53,16 @@ def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
     result = run("os.kill(os.getpid(), signal.SIGSEGV)")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*1 invariant broken by mine*", "E * alignment *asked in a process of its own, which it ended: *"]
+        ["*1 invariant broken by mine*", "E * alignment *the process of its own ended while it was asked: *"]
     )
 
 
-def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run):
+def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
     run(before="assert 'PYTEST_ATTN_ASKED' not in os.environ").assert_outcomes(passed=1)
+    told = (pytester.path / "records.jsonl").read_text()
+    assert "alignment: not asked in a process of its own: " in told
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('CUDA out of memory. Tried to allocate')", "pytest.skip('no memory')"])
+def test_what_finds_too_little_memory_there_breaks_nothing(run, fault):
+    run(fault).assert_outcomes(passed=1)

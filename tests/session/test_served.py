@@ -393,6 +393,16 @@ def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, 
     assert fresh.can_be_served
 
 
+def test_where_processes_cannot_be_watched_none_is_prepared(prepare, fresh, monkeypatch):
+    def refused(process):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(forked.os, "pidfd_open", refused)
+    commands = prepare("import time; time.sleep(0.1)")
+    assert not fresh._prepared
+    assert [fresh.run(command, 60).returncode for command in commands] == [0, 0]
+
+
 def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(prepare, fresh, monkeypatch):
     monkeypatch.setattr(served, "how_many_fit", lambda process: 0)
     commands = prepare()
@@ -403,8 +413,15 @@ def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(pre
 
 def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatch):
     files = {f"/proc/{os.getpid()}/status": "Name:\tpython\nRssAnon:\t  300 kB\n", "/proc/meminfo": "MemAvailable: 1900 kB\n"}
-    monkeypatch.setattr(Path, "read_text", lambda self: files[str(self)])
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    group = {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "1024000\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self: (files | group)[str(self)])
     assert served.how_many_fit(os.getpid()) == 3
+    group["/sys/fs/cgroup/memory.max"] = str(1024000 + 700 * 1024)
+    assert served.how_many_fit(os.getpid()) == 1, "a container has less"
+    group["/sys/fs/cgroup/memory.max"] = "max"
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    assert served.how_many_fit(os.getpid()) == 1, "another worker takes as much"
     monkeypatch.undo()
     assert served.how_many_fit(os.getpid()) > 0
     assert served.how_many_fit(2**22 - 1) == 0, "it has ended"

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import needs_cuda
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import CUDNN_NAN_OF_A_RANK
+from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
+from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.versions import release
@@ -56,6 +57,11 @@ class DiffusersCp(RankBackend):
     def precision_on(self, kind: str) -> str | Precision:
         """What SDPA chooses on a CPU rounds in another way."""
         return "torch_cpu" if kind == "cpu" else super().precision_on(kind)
+
+    def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """Those of cuDNN's kernel, or of what torch chooses, where a ring's parts show them."""
+        is_shown = self._kernel in ("native", "_native_cudnn") and has_half_tile(sharding)
+        return super().defects_over(sharding, machine, backward) if is_shown else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse degrees that do not make up the ranks, heads that they cannot share, and dtypes that a kernel has not."""

@@ -16,7 +16,7 @@ from pytest_attn.backends.flex_mods import BLOCK, block_mask_of
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, within
+from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, within
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
@@ -61,11 +61,13 @@ class TorchCp(_OfTorch):
         square=True,
     )
 
-    def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
-        """Those of the kernel that was chosen."""
-        found = super().defects_on(workload, machine, backward)
-        of_cutlass = self.configuration.get("kernel") == "efficient"
-        return [defect for defect in found if (defect is BALANCED_RING_OF_CUTLASS) == of_cutlass]
+    def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """Those of the kernel that was chosen, where the split shows them."""
+        kernel, found = self.configuration.get("kernel"), super().defects_over(sharding, machine, backward)
+        is_of_cudnn = kernel in (None, "cudnn") and has_half_tile(sharding)
+        is_of_cutlass = kernel == "efficient" and sharding.shard == "head-tail"
+        shown = [CUDNN_NAN_OF_A_RANK] * is_of_cudnn + [BALANCED_RING_OF_CUTLASS] * is_of_cutlass
+        return [defect for defect in found if defect in shown]
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse what torch raises an error for."""

@@ -319,14 +319,22 @@ def test_both_directions_are_within_the_context():
         assert not fn(q, k, v).requires_grad
 
 
-def test_defects_of_rings_are_those_of_the_kernel_that_was_chosen():
-    half, causal = Workload(128, heads=2), Workload(512, heads=2, mask="causal")
-    cudnn, efficient = Registry()["torch_cp"], Registry()["torch_cp@kernel=efficient"]
-    assert [defect.issue for defect in cudnn.defects_on(half, H200, backward=True)] == ["pytorch#196678"]
-    assert not cudnn.defects_on(half, H200, backward=False)
-    assert not cudnn.defects_on(Workload(2048, heads=2), H200, backward=True)
-    assert [defect.issue for defect in efficient.defects_on(causal, H200, backward=True)] == ["pytorch#163075"]
-    assert not efficient.defects_on(half, H200, backward=True)
+def test_defects_of_rings_are_those_of_the_kernel_and_of_the_split():
+    def issues(name, rows, shard="contiguous", ranks=2, **options):
+        sharding = Sharding(Workload(rows, heads=4, **options), shard, ranks)
+        return [defect.issue for defect in Registry()[name].defects_over(sharding, H200, backward=True)]
+
+    causal = {"mask": "causal"}
+    assert issues("torch_cp", 128) == issues("torch_cp@kernel=cudnn", 384) == ["pytorch#196678"]
+    assert issues("torch_cp", 256, "head-tail", **causal) == ["pytorch#196678"], "its two chunks"
+    assert issues("torch_cp", 256, ranks=4) == ["pytorch#196678"]
+    assert issues("torch_cp", 256) == issues("torch_cp", 1024) == issues("torch_cp@kernel=flash", 128) == []
+    assert issues("torch_cp@kernel=efficient", 512, "head-tail", **causal) == ["pytorch#163075"]
+    assert issues("torch_cp@kernel=efficient", 512, **causal) == []
+    assert issues("diffusers_cp@ring=2:kernel=_native_cudnn", 128) == ["pytorch#196678"]
+    assert issues("diffusers_cp@ring=2:kernel=flash", 128) == []
+    sharding = Sharding(Workload(128, heads=2), "contiguous", 2)
+    assert not Registry()["torch_cp"].defects_over(sharding, H200, backward=False)
 
 
 @pytest.mark.parametrize(("name", "module"), [("zigzag", "ring_flash"), ("usp", "yunchang")])
