@@ -63,6 +63,12 @@ def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
     assert "alignment: not asked in a process of its own: " in told
 
 
-@pytest.mark.parametrize("fault", ["raise RuntimeError('CUDA out of memory. Tried to allocate')", "pytest.skip('no memory')"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "raise RuntimeError('CUDA out of memory. Tried to allocate')",
+        pytest.param("pytest.skip('no memory')", marks=pytest.mark.slow),
+    ],
+)
 def test_what_finds_too_little_memory_there_breaks_nothing(run, fault):
     run(fault).assert_outcomes(passed=1)

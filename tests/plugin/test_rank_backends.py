@@ -77,6 +77,7 @@ def test_in_order(attn, attn_backend):
     ]
 
 
+@pytest.mark.slow
 def test_flex_gathers_keys_and_cuts_its_mask(run):
     result = run(
         """
@@ -101,6 +102,7 @@ def test_refused(attn):
     result.stdout.fnmatch_lines(["*flex_attention does not support backward on CPU*"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (find_spec("ring_flash_attn") and find_spec("yunchang")), reason="needs ring-flash-attn and yunchang")
 def test_rings_around_a_flash_kernel_are_right_and_their_faults_are_found(run):
     result = run(
@@ -145,6 +147,7 @@ def test_it(attn, fault, plant):
     result.assert_outcomes(passed=2, failed=2)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_go_through_the_host(run, pytester):
     """On a CPU the same group, and the same copies: what is moved and summed is what gloo moves and sums."""
     result = run(
