@@ -149,7 +149,7 @@ class LseGradient(Invariant):
         q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
         groups = (q.shape[0], w.kv_heads, w.group)
         share = heads_first(arriving, w).double()[..., None] * q * w.softmax_scale
-        expected, size = (t.sum(-2).view(*groups, -1).sum(2) for t in (share, share.abs()))
+        expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
         total = dk.sum(-2)
         off = (total - expected).abs() > 16 * _unit(w.dtype) * (size + dk.abs().sum(-2))
         if not bool(off.any()):

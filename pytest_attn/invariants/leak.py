@@ -59,6 +59,8 @@ def _read_probabilities(probe: Probe) -> str:
         return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row may not see"
     if bool((wrong := (found == 0) & (exact > _CERTAIN)).any()):
         return f"q = k = 0, v unit vectors: {at_first('out', found, wrong)}, the probability of a key that the row sees"
+    if not probe.misfit(results, inputs):  # what its precision profile grants, as rounded sinks
+        return ""
     off = (found.double() - exact).abs() > _ROUNDINGS[probe.workload.out_dtype] * exact.clamp(min=_CERTAIN)
     if bool(off.any()):
         what = "the sum of the row's probabilities" if off.nonzero()[0, -1] == exact.shape[-1] - 1 else "a probability"

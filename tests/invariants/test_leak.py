@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from honest.variants import HONEST, VARIANTS
 from judging import asked
 
 from pytest_attn import Workload
@@ -9,6 +10,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.honest.backend import KernelBackend
 from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.workloads.catalog import builtin_catalog
 
 SPEC = CheckSpec(Workload(70, heads=2, head_dim=32, mask="causal"), torch.device("cpu"), backward=True)
 
@@ -46,3 +48,27 @@ def test_a_mask_that_is_missing_in_the_backward_pass_leaks():
     (finding,) = asked(missing.backend(), SPEC, only="leak").findings
     assert finding.outcome == "broken"
     assert "which this row may not see: dq[0, 0, 0, 0] = nan" in finding.evidence
+
+
+@pytest.mark.parametrize("name", ["rounded-sinks", "rounded-rescaling"])
+def test_what_a_kernel_says_that_it_rounds_is_no_leak(name):
+    (variant,) = (one for one in VARIANTS if one.name == name)
+    (workload,) = builtin_catalog().select("features-sinks-causal")
+    spec = CheckSpec(workload, torch.device("cpu"), backward=True)
+    (finding,) = asked(variant.backend(), spec, only="leak").findings
+    assert finding.outcome == "passed", finding.evidence
+
+
+def test_an_lse_that_is_off_by_more_than_that_is_found():
+    (wrong,) = (one for one in MUTANTS if one.name == "lse-in-base-2")
+    (finding,) = asked(wrong.backend(), SPEC, only="leak").findings
+    assert "the logarithm of the number of keys" in finding.evidence
+
+
+def test_the_gradient_of_lse_of_interleaved_heads_arrives_at_their_keys():
+    spec = CheckSpec(Workload(40, heads=6, kv_heads=2, head_dim=32, head_groups="interleaved"), torch.device("cpu"), True)
+    (finding,) = asked(HONEST.backend(), spec, only="lse-gradient").findings
+    assert finding.outcome == "passed", finding.evidence
+    (wrong,) = (one for one in MUTANTS if one.name == "gradient-of-lse-ignored")
+    (finding,) = asked(wrong.backend(), spec, only="lse-gradient").findings
+    assert finding.outcome == "broken"
