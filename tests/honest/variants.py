@@ -12,6 +12,7 @@ from pytest_attn.mutants.honest.backend import KernelBackend
 from pytest_attn.mutants.honest.kernel import Kernel
 from pytest_attn.mutants.honest.split import SplitKernel
 from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Softmax, Tile
+from pytest_attn.workloads.heads import grouped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +114,7 @@ class HeadsRounded(Kernel):
         if of is call.q:
             return rounded
         first, _, *rest = of.shape
-        return rounded.float().view(first, -1, call.workload.group, *rest).sum(2).to(of.dtype)
+        return grouped(rounded.float(), call.workload).view(first, -1, call.workload.group, *rest).sum(2).to(of.dtype)
 
 
 class ScaledQuery(Kernel):
