@@ -81,6 +81,7 @@ CUDNN_STALE_STRIDES = KnownDefect(
     applies=_on_affected_cudnn,
     tensors=("dq", "dk", "dv"),
     invariants=("layout",),
+    kernel="cudnn",
     evidence=r"^[^:]*dout[^:]*: d[qkv]\[",
     shows=lambda comparison, workload: not comparison.relative_l2 < _GARBAGE_L2,
 )

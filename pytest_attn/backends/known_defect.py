@@ -25,6 +25,7 @@ class KnownDefect:
         changes_input: inputs ("q", "k", "v") that it changes in place.
         shows: whether a failed `TensorComparison` looks like it; by default every failure of these tensors does.
         invariants: names of those that it may break; empty where it may break any.
+        kernel: a word of the kernel that has it, where a backend leaves the choice to a library; empty for any.
         evidence: a regular expression that is found in what shows such an invariant broken.
         ends_cuda: these invariants would end the process's CUDA context, and are not asked.
     """
@@ -38,6 +39,7 @@ class KnownDefect:
     changes_input: tuple[str, ...] = ()
     shows: Callable[[Any, Workload], bool] = lambda comparison, workload: True
     invariants: tuple[str, ...] = ()
+    kernel: str = ""
     evidence: str = ""
     ends_cuda: bool = False
 

@@ -23,11 +23,13 @@ _BEGUN: Any = "begun"
 _APART_ON = frozenset(("cuda",))
 
 
-def names_apart(spec: CheckSpec, only: Names, skip: Names, thorough: bool) -> tuple[str, ...]:
-    """Return which of the chosen invariants are asked in another process: none where nothing else is chosen."""
-    wanted = chosen(only, skip, thorough)
-    risky = tuple(one.name for one in wanted if one.may_end_cuda and spec.device.type in _APART_ON)
-    return risky if len(risky) < len(wanted) else ()
+def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[list[str], list[str]]:
+    """Return which of the chosen invariants are asked here, and which in another process: none if these are all."""
+    wanted = chosen(only, skip, run.session.settings.thorough)
+    may_be_apart = run.has_processes_to_lose and spec.device.type in _APART_ON
+    apart = [one.name for one in wanted if may_be_apart and one.may_end_cuda]
+    here = [one.name for one in wanted if one.name not in apart]
+    return (here, apart) if here else (apart, [])
 
 
 def findings_apart(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:

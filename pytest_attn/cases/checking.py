@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.apart import findings_apart, judge_apart, names_apart
+from pytest_attn.cases.apart import divided, findings_apart, judge_apart
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
@@ -17,7 +17,6 @@ from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names, judge_invariants
-from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.messages import invariants, mismatch
@@ -79,7 +78,8 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
     __tracebackhide__ = True
     references, deadline, thorough = run.session.references, run.deadline(subject), run.session.settings.thorough
     outcome, child = run.outcome, run.session.child
-    apart = names_apart(spec, only, skip, thorough) if run.has_processes_to_lose else ()
+    is_apart = child is not None and bool(child.asked)
+    here, apart = divided(run, spec, only, skip)
 
     def ask(names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:
         __tracebackhide__ = True
@@ -87,13 +87,13 @@ def check_invariants(run: CaseRun, subject: Subject, spec: CheckSpec, only: Name
 
     def judged() -> InvariantReport:
         __tracebackhide__ = True
-        if child is not None and child.asked:
+        if child is not None and is_apart:
             return judge_apart(child, subject, ask)
-        report = ask([one.name for one in chosen(only, skip, thorough) if one.name not in apart])
+        report = ask(here)
         return replace(report, findings=(*report.findings, *findings_apart(run, subject, apart)))
 
     report = run.judged("trying the invariants of", subject, spec, "invariants", judged)
-    if child is not None and child.asked:
+    if is_apart:
         return report
     if not report.applied:
         reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)

@@ -54,14 +54,14 @@ def check_model(
     subject = None if target is None else replacement(target, run.session.registrations.registry, precision)
     name, limits, backward = type(model).__name__, run.session.settings.limits, run.mark.backward
     with run.session.progress.during(f"checking {subject.name if subject else 'the attention'}", name):
-        options: Any = {
-            "functions": functions,
-            "limits": limits,
-            "scatter": scatter,
-            "precision": precision,
-            "compiled": compiled,
-        }
-        found = judge_model(model, step, subject, backward, **options)
+        found = judge_model(
+            *(model, step, subject, backward),
+            functions=functions,
+            limits=limits,
+            scatter=scatter,
+            precision=precision,
+            compiled=compiled,
+        )
     outcome = _outcome(run, name, found)
     whose = subject or "model"
     if subject is not None and found.refused and (_refuses_all(found) or ("refusals" in excused and found.lacks_refused_only)):
@@ -161,6 +161,7 @@ class ModelMeasuring:
         subject = OwnAttention() if target is None else replacement(target, run.session.registrations.registry)
         if optimizer is not None and not run.mark.backward:
             raise ValueError("attn_model.measure: an optimizer needs gradients; leave out backward=False of the marker")
+        self._measuring.expect(run.session.machines.device(run.mark.device))
         is_checked = self._checked == (model, step, target)
         if self._measuring.timekeeper.checks_first and not is_checked:
             # not yet compiled, so that the first call is timed with what the compiler takes

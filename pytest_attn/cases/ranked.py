@@ -145,6 +145,7 @@ class RankedCase(AttentionCase):
 
         direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
         measuring = self._measuring = self._measuring or Measuring(self._run)
+        measuring.expect(self._spec.device)
 
         def judged(subject: RankedSubject) -> Latency:
             __tracebackhide__ = True

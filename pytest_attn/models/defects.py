@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pytest_attn.backends.defects import CUDNN_STALE_STRIDES
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
@@ -20,12 +19,7 @@ def known_defect_of(call: AttentionCall, comparison: Comparison, machine: Machin
     if comparison.passed or kernel is None:
         return ""
     defects = kernel.defects_on(call.workload, machine, bool(call.gradients))
-    is_cudnn = "cudnn" in call.kernel.lower()
-    found = [
-        d
-        for d in defects
-        if d.tensors and d.explains(comparison, call.workload) and (is_cudnn or d is not CUDNN_STALE_STRIDES)
-    ]
+    found = [d for d in defects if d.tensors and d.kernel in call.kernel.lower() and d.explains(comparison, call.workload)]
     return "; ".join(f"{defect.issue}: {defect.summary}" for defect in found)
 
 

@@ -14,6 +14,7 @@ from pytest_attn.ranks.shares import figures_of
 from pytest_attn.ranks.timed import RankedStopwatch, RankedWork
 from pytest_attn.ranks.timing import threads_of_rank
 from pytest_attn.ranks.topology import topology_of
+from pytest_attn.reports.terminal import count
 from pytest_attn.timing.measurement import Measurement
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.sharding import Sharding
@@ -34,21 +35,21 @@ class RankedMeasurement(Measurement):
     @property
     def name(self) -> str:
         """What is timed, for messages."""
-        return f"{super().name}, on {self.sharding.ranks} rank{'s' * (self.sharding.ranks > 1)}"
+        return f"{super().name}, on {count(self.sharding.ranks, 'rank')}"
 
     @property
     def key(self) -> str:
         """The key of its baseline: another number of ranks, other shards, or other links, are another case."""
         ranks = self.sharding.ranks
         links = topology_of(self.spec.device.type, ranks)
-        return f"{super().key} | {ranks} rank{'s' * (ranks > 1)}, {self._shard}, {links}"
+        return f"{super().key} | {count(ranks, 'rank')}, {self._shard}, {links}"
 
     @property
     def untimed_because(self) -> str:
         """That ranks share a GPU, where they do: each waits for the kernels of the others."""
         there = self.session.machines.machine(str(self.spec.device)).device_count
         is_shared = self.spec.device.type == "cuda" and there < self.sharding.ranks
-        return f"{self.sharding.ranks} ranks share {there} GPU{'s' * (there > 1)}" if is_shared else ""
+        return f"{self.sharding.ranks} ranks share {count(there, 'GPU')}" if is_shared else ""
 
     @property
     def devices(self) -> list[torch.device]:

@@ -52,7 +52,6 @@ class Recording:
     def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
         """Keep a case that is to be recorded."""
         self._cases.append(CaseToRecord(key, test, item, baseline, device))
-        self.expect(device)
 
     def expect(self, device: torch.device) -> None:
         """Have the server of fresh processes start, where it forks those of a case on this device."""

@@ -22,7 +22,7 @@ def test_a_broken_invariant_is_a_failed_test_with_its_evidence(run, kernel_test)
     kernel_test(
         "attn.check_invariants(kept)",
         marker=KERNEL,
-        before="KEPT = {}\ndef kept(q, k, v):\n    return KEPT.setdefault(q.data_ptr(), sdpa(q, k, v))\n",
+        before="KEPT = {}\ndef kept(q, k, v):\n    return KEPT.setdefault(q.data_ptr(), (sdpa(q, k, v), q))[0]\n",
     )
     result = run()
     result.assert_outcomes(failed=1)

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
-from pytest_attn.backends.flash_attention import refused_by_build
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend
+from pytest_attn.backends.over_ranks import OverFlash2, Place
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
@@ -23,21 +22,13 @@ _CAUSAL = frozenset(("top-left", "bottom-right"))
 _FEATURES = frozenset(("scale", "grouped heads", "backward"))
 
 
-class _RingFlash(RankBackend):
+class _RingFlash(OverFlash2):
     """A function of (batch, rows, heads, dim), and one of packed sequences, of which each rank holds a part."""
 
     source = Library(("ring-flash-attn", "ring_flash_attn"), "ring_flash_attn", "pip install ring-flash-attn")
-    precision = "flash2"
-    needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
     capabilities = Capabilities(masks=_CAUSAL, features=_FEATURES | {"packed"}, square=True)
     #: its functions of dense tensors and of packed sequences
     functions: tuple[str, str]
-
-    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what this build of flash-attn lacks, too."""
-        reasons = super().refusals_over(sharding, machine, backward)
-        w = sharding.workload
-        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse packed keys of other lengths than the queries: one cu_seqlens stands for both."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
-from pytest_attn.backends.flash_attention import refused_by_build
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
+from pytest_attn.backends.over_ranks import OverFlash2, Place, heads_refusals
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
@@ -24,16 +23,8 @@ if TYPE_CHECKING:
 _FEATURES = frozenset(("scale", "softcap", "grouped heads", "backward"))
 
 
-class _Yunchang(RankBackend):
+class _Yunchang(OverFlash2):
     source = Library(("yunchang",), "yunchang", "pip install yunchang")
-    precision = "flash2"
-    needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
-
-    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what this build of flash-attn lacks, too."""
-        reasons = super().refusals_over(sharding, machine, backward)
-        w = sharding.workload
-        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
     def broken_because(self) -> str | None:
         """Import the library, which does without flash-attn until it is called."""
