@@ -12,6 +12,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.call import Tensors
+from pytest_attn.invariants.difference import Results
 from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of
@@ -51,8 +52,15 @@ class Poison(Invariant):
         for name, band in zip(("q", "k", "v", "dout"), bands, strict=True):
             if band.is_written:
                 return f"the kernel wrote outside {name}, whose neighbouring memory is no longer NaN"
-        changed = probe.change(found, clean)
+        changed = probe.change(found, clean) or _nan_both_times(probe, found)
         return f"{places}: {changed}" if changed else ""
+
+
+def _nan_both_times(probe: Probe, found: Results) -> str:
+    """Say where a result is NaN and exact attention is not: the plain call's memory may have held NaN as well."""
+    holding = {name: result for name, result in found.items() if bool(result.isnan().any())}
+    misfit = probe.misfit(holding) if holding else ""
+    return f"{misfit}, and so it was in the plain call" if misfit else ""
 
 
 def _poisoned(probe: Probe) -> tuple[Inputs, str]:

@@ -179,6 +179,17 @@ def test_an_invariant_sees_its_fault(invariant, name, workload):
     assert report.broken[0].evidence in describe(report)
 
 
+@pytest.mark.parametrize("name", ["last-row-tile-unwritten", "gradient-of-padding-unwritten", "lse-unwritten"])
+def test_unwritten_memory_that_held_nan_in_the_plain_call_too_is_seen(name):
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    try:
+        report = ask(mutant_named(name).backend(), PADDED, "poison")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [finding.invariant for finding in report.broken] == ["poison"]
+    assert report.broken[0].evidence.endswith("and so it was in the plain call")
+
+
 def test_every_invariant_has_a_fault():
     assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "graph", "device"}  # below
 
