@@ -40,18 +40,18 @@ suite: $(VENV)/ready $(MODELS)
 	exit $$code; fi
 
 test: $(VENV)/ready
-	@echo "test: the tests of the plugin itself; about eight minutes on two cores"
+	@echo "test: the tests of the plugin itself; about six minutes on two cores"
 	@if $(BIN)/pytest tests -n auto --dist worksteal $(TESTS); then \
 	echo "test: the plugin does what its documentation says. next: make lint, then commit (CONTRIBUTING.md)"; \
 	else code=$$?; echo "test: something failed. next: $(BIN)/pytest --lf -x repeats the first failure"; exit $$code; fi
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready
-	@echo "test-all: the slow stories too; some fifteen minutes on two cores"
+	@echo "test-all: the slow stories too; some twelve minutes on two cores"
 	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
 
 # the oldest pytest that is supported, laid over the environment: what touches pytest most
-OLDEST = tests/plugin/test_stories.py tests/plugin/test_options.py tests/plugin/test_outputs.py
+OLDEST = tests/plugin/test_stories.py tests/plugin/test_outputs.py
 test-oldest: $(VENV)/ready
 	@echo "test-oldest: what touches pytest most, on pytest 8.4; about half a minute"
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0

@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -16,12 +17,28 @@ _OF_THE_HOST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out slow tests, and the second telling of most stories of tests/plugin, unless ATTN_TESTS=all."""
+    """Leave out what takes long, unless ATTN_TESTS=all.
+
+    That is slow tests, most cases of tests that ask many alike, and the second telling of most stories of tests/plugin.
+    """
     if os.environ.get("ATTN_TESTS") == "all":
         return
     left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
+    left_out |= _between([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _between(items):
+    """Return the cases that `one_in` leaves out: of each test all but the first, and every n-th after it."""
+    seen, left_out = Counter(), set()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                left_out.add(item)
+            seen[test] += 1
+    return left_out
 
 
 def _is_told_again(item):

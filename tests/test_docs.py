@@ -205,8 +205,22 @@ def _loaded():
     torch.set_num_threads(before)
 
 
+#: pages whose blocks start ranks or other processes, or time
+SLOW = (
+    *("howto/baselines.md", "howto/model-latency.md", "howto/model-without-pytest.md", "howto/paged-ranks.md"),
+    *("howto/ranks.md", "howto/report.md", "howto/several-gpus.md", "howto/stronger-tests.md"),
+)
+
+
+def with_slow_ones_marked(pages):
+    names = [(page, page.relative_to(DOCS.parent).as_posix()) for page in pages]
+    return [
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name.removeprefix("docs/") in SLOW)) for page, name in names
+    ]
+
+
 @pytest.mark.usefixtures("_loaded")
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: str(page.relative_to(DOCS.parent)))
+@pytest.mark.parametrize("page", with_slow_ones_marked(page for page in PAGES if BLOCKS[page]))
 def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)

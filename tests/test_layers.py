@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def layer(path, root=ROOT):
     return path.relative_to(root).parts[0].removesuffix(".py")
 
 
+@cache
 def imported(path, top_level_only=False):
-    """Yield the dotted names that a file imports: in functions and for type checkers as well, unless top_level_only."""
+    """Return the dotted names that a file imports: in functions and for type checkers as well, unless top_level_only."""
     tree = ast.parse(path.read_text())
     hidden = set()
     if top_level_only:
@@ -64,15 +66,16 @@ def imported(path, top_level_only=False):
             is_typing = isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
             if is_lazy or is_typing:
                 hidden.update(node for node in ast.walk(block) if node is not block)
+    names = []
     for node in ast.walk(tree):
-        if node in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Import) and node not in hidden:
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node not in hidden:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
+@cache
 def files_imported(path, root=ROOT):
     """Return the files of the package that a file imports."""
     found = set()
@@ -167,31 +170,51 @@ def test_the_page_on_the_architecture_names_files_that_there_are():
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_what_its_layer_may(path):
-    mine = layer(path)
-    assert mine in LAYERS
-    theirs = {layer(other) for other in files_imported(path)}
-    if mine == "suite":
-        assert theirs <= {"__init__", "suite"}, "the suite is written with the public contract only"
-    if mine in SIBLINGS:
-        assert not theirs.intersection(SIBLINGS) - {mine}, "reports, invariants and latency know nothing of each other"
-    if mine == "backends":
-        assert not any(".adapters" in name for name in imported(path)), "adapters are found by the registry only"
+def offences(path, root=ROOT):
+    """Say what a file imports that its layer may not."""
+    mine, theirs = layer(path, root), {layer(other, root) for other in files_imported(path, root)}
+    names, at_once = imported(path), {name.partition(".")[0] for name in imported(path, top_level_only=True)}
+    if mine not in LAYERS:
+        yield "belongs to no layer"
+    if mine == "suite" and not theirs <= {"__init__", "suite"}:
+        yield "the suite is written with the public contract only"
+    if mine in SIBLINGS and theirs.intersection(SIBLINGS) - {mine}:
+        yield "reports, invariants and latency know nothing of each other"
+    if mine == "backends" and any(".adapters" in name for name in names):
+        yield "adapters are found by the registry only"
+    if path.relative_to(root).as_posix() not in MODELS_OF_THE_SUITE and at_once.intersection(HEAVY):
+        yield "imports a heavy library when it is imported"
+    if mine not in PYTEST_ALLOWED and "pytest" in {name.partition(".")[0] for name in names}:
+        yield "knows of pytest"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pytest_and_heavy_libraries_stay_where_they_belong(path):
-    top = {name.split(".")[0] for name in imported(path, top_level_only=True)}
-    if str(path.relative_to(ROOT)) not in MODELS_OF_THE_SUITE:
-        assert not top.intersection(HEAVY), "imported when the module is"
-    if layer(path) not in PYTEST_ALLOWED:
-        assert "pytest" not in {name.split(".")[0] for name in imported(path)}
+def test_a_file_imports_what_its_layer_may():
+    assert [f"{path.relative_to(ROOT)}: {offence}" for path in FILES for offence in offences(path)] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_is_read_in_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= 400
+@pytest.mark.parametrize(
+    ("place", "text", "offence"),
+    [
+        ("drawer.py", "", "belongs to no layer"),
+        ("suite/test_it.py", "from pytest_attn.correctness import judge\n", "the suite is written"),
+        ("latency/gate.py", "def late():\n    from pytest_attn.reports import terminal\n", "know nothing of each other"),
+        ("backends/registry.py", "from pytest_attn.backends.adapters import te\n", "found by the registry only"),
+        ("correctness/judge.py", "import torch.nn\n", "imports a heavy library"),
+        ("correctness/judge.py", "def late():\n    import pytest\n", "knows of pytest"),
+    ],
+)
+def test_a_planted_import_is_seen(tmp_path, place, text, offence):
+    root = tmp_path / "pytest_attn"
+    for name in (place, "correctness/judge.py", "reports/terminal.py", "backends/adapters/te.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / place).write_text(text)
+    (found,) = offences(root / place, root)
+    assert offence in found
+
+
+def test_a_file_is_read_in_one_sitting():
+    assert [path for path in FILES if len(path.read_text().splitlines()) > 350] == []
 
 
 def test_only_the_registry_asks_what_kind_of_subject_it_has():

@@ -129,6 +129,7 @@ def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_pa
     assert list((tmp_path / "gate" / "baselines").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(installed, tmp_path):
     python, alone = installed
     project = tmp_path / "project"

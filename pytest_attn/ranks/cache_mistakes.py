@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_attn.ranks.entry import Entry
-from pytest_attn.ranks.mistakes import RankMistake, of_merging, weighted, zeroed
+from pytest_attn.ranks.key_mistakes import of_merging, weighted, zeroed
+from pytest_attn.ranks.mistake import RankMistake
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:

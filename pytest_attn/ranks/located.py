@@ -11,7 +11,8 @@ from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch
 from pytest_attn.correctness.reference import score_elements
 from pytest_attn.ranks.cache_mistakes import cache_mistakes_of
 from pytest_attn.ranks.entry import Entry, owners
-from pytest_attn.ranks.mistakes import RankMistake, mistakes_of
+from pytest_attn.ranks.mistake import RankMistake
+from pytest_attn.ranks.mistakes import mistakes_of
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ def test_likeness():
     assert decode["layouts"] == ["paged"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", builtin_catalog().names)
 def test_every_group_of_the_catalog_can_be_drawn_like(name):
     scope = like(builtin_catalog().select(name))

@@ -31,6 +31,7 @@ def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.kv_pages, inputs, precision, **more)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("workload", FEW)
 def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload):

@@ -121,6 +121,7 @@ def test_a_wrong_descale_is_found_and_named(fault):
         check(Kernel(PER_HEAD, 1, FAULTS[fault]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", [w for w in WORKLOADS if w.kv_dtype], ids=lambda w: w.id)
 def test_a_wrong_descale_of_a_cache_is_found(workload):
     for fault in list(FAULTS)[1:5]:

@@ -249,6 +249,7 @@ def test_plain_forms_have_no_signature():
     assert signature_of(returns=["lse", "out"]) == Signature(returns=("lse", "out"))
 
 
+@pytest.mark.slow
 def test_what_is_timed_is_the_callable_alone():
     assert pytest_attn.measure(writing, W, takes_out=True, cpu_threads=1).p50 > 0
     assert pytest_attn.measure(batchless, W, backward=True, cpu_threads=1, **BATCHLESS).p50 > 0

@@ -29,17 +29,13 @@ EXCUSED = {
 FAULTS = [mutant for mutant in MUTANTS if mutant.condition == "call" and mutant.name not in EXCUSED]
 
 
-def some(things, each, name_of):
-    """Leave all but one in `each` to the slow run."""
-    return [pytest.param(one, id=name_of(one), marks=[pytest.mark.slow] * (n % each > 0)) for n, one in enumerate(things)]
-
-
 def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.kv_pages, inputs, precision, **more)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("variant", TF32, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("workload", some([w for w in WORKLOADS.values() if "edges" not in w.id], 3, lambda w: w.id))
+@pytest.mark.parametrize("workload", [w for w in WORKLOADS.values() if "edges" not in w.id], ids=lambda w: w.id)
 def test_products_in_tf32_are_excused_and_far_from_the_limits(variant, workload):
     comparison = judged(variant.backend(), spec(workload), REFERENCES)
     assert comparison.passed
@@ -65,7 +61,8 @@ def callable_of(variant, workload):
     return lambda q, k, v: kernel(inputs, q, k, v)[0]
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, 6, lambda fault: fault.name))
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_no_fault_is_excused(fault):
     """A kernel with tf32 products and one fault more is wrong on a workload that reaches it."""
     faulty = type("Faulty", (Tf32Products, fault.kernel), {})

@@ -152,6 +152,7 @@ def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
     assert found.passed, found.message
 
 
+@pytest.mark.one_in(2)
 @DTYPES
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one-layer", "all"])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "sinks"])

@@ -178,6 +178,7 @@ def with_slow_ones_marked(kernels):
 # -- honest kernels --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("honest", with_slow_ones_marked([*VARIANTS, *EQUIVALENT]))
 def test_an_honest_kernel_is_right(honest, cache):
     backend = honest.backend()
@@ -364,6 +365,7 @@ def test_a_mutant_is_wrong_where_it_says(mutant, cache):
     assert any(shown(mutant.backend, w, cache) for w in reaching(mutant))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("condition", sorted(set(get_args(Condition)) - {"call", "magnitude"}))
 def test_the_honest_kernel_is_right_under_every_condition(condition, cache):
     padded = condition in ("poison", "repeats")
@@ -400,6 +402,7 @@ RANDOM = frozenset(
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in RANDOM], ids=lambda mutant: mutant.name)
 def test_a_deterministic_mutant_repeats_itself(mutant):
     w = reaching(mutant)[0]

@@ -37,6 +37,7 @@ def run(pytester):
     return with_fault
 
 
+@pytest.mark.slow
 def test_an_honest_kernel_keeps_them(run):
     run().assert_outcomes(passed=1)
 
@@ -57,6 +58,7 @@ def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
     )
 
 
+@pytest.mark.slow
 def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
     run(before="assert 'PYTEST_ATTN_ASKED' not in os.environ").assert_outcomes(passed=1)
     told = (pytester.path / "records.jsonl").read_text()

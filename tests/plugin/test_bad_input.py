@@ -167,6 +167,7 @@ def test_a_callable_that_never_returns_is_stopped_and_named(run, kernel_test):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart=0")], ids=["serial", "xdist"])
 def test_a_callable_that_never_comes_back_to_python_ends_the_process(pytester, kernel_test, workers):
     """As a kernel that spins would: a mutex locked twice, in C, that no exception can interrupt."""
@@ -240,6 +241,7 @@ def pytest_attn_backends(registry):
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "method",
     [

@@ -101,6 +101,7 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
     assert "session/fuzz.py" not in text, "the plugin's own frames show"
 
 
+@pytest.mark.slow
 def test_the_printed_test_fails_in_the_same_way(kernel_test, fuzz, pytester):
     kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
     first = fuzz()
@@ -141,6 +142,7 @@ def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
     assert "NameError" not in alone.stdout.str()
 
 
+@pytest.mark.slow
 def test_the_printed_test_of_a_backend_names_it_and_keeps_other_decorators(conftest, fuzz, pytester):
     conftest(
         after="""
@@ -204,6 +206,7 @@ def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytest
     assert re.search(draw, again.stdout.str())[1] == "1"
 
 
+@pytest.mark.slow
 def test_each_item_replays_its_own_failure(conftest, pytester):
     conftest(before=KEPT)
     pytester.makepyfile(
@@ -229,6 +232,7 @@ def test_each_item_replays_its_own_failure(conftest, pytester):
     }
 
 
+@pytest.mark.slow
 def test_refusals_are_counted_and_no_draw(conftest, fuzz, kernel_test):
     conftest(
         after="""
@@ -250,6 +254,7 @@ def refuses(w):
     assert int(counts[1]) == 8, "refused draws count as draws"
 
 
+@pytest.mark.slow
 def test_where_every_draw_is_refused_the_item_is_skipped_with_the_reason(conftest, fuzz, kernel_test):
     conftest(
         after="""
@@ -285,6 +290,7 @@ def test_known_defects_are_counted(fuzz, kernel_test):
     result.stdout.re_match_lines([r".*\d+ draws, \d+ known defects"])
 
 
+@pytest.mark.slow
 def test_only_what_the_markers_workloads_show_is_drawn(fuzz, kernel_test):
     """A test of one kernel may rely on what all its workloads have in common."""
     kernel_test(

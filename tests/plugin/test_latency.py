@@ -146,6 +146,7 @@ def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
     result.stdout.fnmatch_lines(["no baseline * recorded for h2-s32-d32, this is h2-s48-d32"])
 
 
+@pytest.mark.slow
 def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
     quiet = ("-W", "default", "--disable-warnings")
     recorded("--benchmark-save=base", "--benchmark-save-data", *quiet).assert_outcomes(passed=1)
@@ -250,6 +251,7 @@ def test_a_stale_result_fails_the_test(pytester):
     assert re.search(r"cannot be timed|mismatch", result.stdout.str())
 
 
+@pytest.mark.slow
 def test_every_direction_returns_its_latency(pytester):
     """With the real clock."""
     pytester.makepyfile(

@@ -189,6 +189,7 @@ def test_an_output_of_no_kind_or_of_one_twice_is_refused(run, kernel_test, optio
     assert message in result.stderr.str()
 
 
+@pytest.mark.slow
 def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_test):
     body = "print('group', request.node.get_closest_marker('xdist_group').args[0])"
     kernel_test(body, marker='"smoke-full", "smoke-half", device="cpu"', fixtures="request, attn, attn_backend")

@@ -48,6 +48,7 @@ def run(pytester, monkeypatch):
     return running
 
 
+@pytest.mark.slow
 def test_torch_rotates_and_balances_as_it_is_asked(run, pytester):
     faults = ["nothing", "rotation by all-to-all", "rotation by all-gather", "half of the balanced gradient"]
     result = run(
@@ -197,6 +198,7 @@ def test_over_ranks(attn, attn_backend):
         result.stdout.fnmatch_lines([f"*{reason}*"])
 
 
+@pytest.mark.slow
 def test_a_listing_counts_cases_over_ranks(run):
     result = run(
         """

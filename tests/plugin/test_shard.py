@@ -96,6 +96,7 @@ def test_4000_cases_in_8_parts_are_each_in_one_and_parts_are_alike(pytester):
     assert len({part[0] for part in found}) == 8
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_every_test_is_in_one_part(parts, count):
     found = parts(count, BACKENDS)
@@ -183,6 +184,7 @@ def test_parts_that_ran_are_merged(pytester, capsys):
     assert main(["merge", "all.jsonl", *files[1:]]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.twice
 def test_a_part_is_the_same_through_xdist(pytester, capsys, request):
     pytester.makepyfile(test_it=TESTS)

@@ -223,7 +223,6 @@ def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, p
     )
 
 
-@pytest.mark.twice
 def test_junit_has_the_figures(run, kernel_test, pytester):
     kernel_test('attn.check("math")')
     run("--junitxml=report.xml").assert_outcomes(passed=1)

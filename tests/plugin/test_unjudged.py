@@ -9,7 +9,6 @@ SMALL = 'Workload(32, heads=2, head_dim=32), device="cpu"'
 
 
 @pytest.mark.parametrize("fixtures", ["attn", "attn, attn_backend"])
-@pytest.mark.twice
 def test_a_test_that_calls_nothing_fails(run, kernel_test, fixtures):
     kernel_test("pass", fixtures=fixtures)
     result = run("--attn-backends=math")

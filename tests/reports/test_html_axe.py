@@ -27,6 +27,7 @@ def grave(page, axe):
     return [f"{one['id']}: {node['html'][:200]}" for one in violations if one["impact"] in GRAVE for node in one["nodes"]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dark", "width"), [(False, 390), (True, 1280)], ids=["phone", "dark"])
 def test_axe_has_no_serious_finding(show, axe, dark, width):
     page = show(run_of(1), dark=dark, width=width, height=844)

@@ -50,6 +50,7 @@ def project(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_slow_kernel_is_named_and_nothing_stays(project):
     written = project("-q")
     assert "checking slow on smoke-full, 0:00" in written

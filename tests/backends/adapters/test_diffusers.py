@@ -53,6 +53,7 @@ def test_torchs_kernels_take_every_mask(diffusers, name, workload):
     assert comparison.passed, describe(comparison)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", [W, *MASKED[1:]], ids=lambda w: w.id)
 def test_flex_takes_a_mask_tensor(diffusers, workload):
     backend = diffusers("flex")

@@ -71,6 +71,7 @@ def test_eager_takes_every_mask(transformers, workload):
     assert passes(backend, workload, backward=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "workload", [*DENSE[:6], W.replace(bias="hk", alibi=True, kv_lens=(80, 33)), W.replace(softcap=2.0)], ids=lambda w: w.id
 )
