@@ -120,6 +120,7 @@ def test_the_cpu_kernel_of_sdpa_refuses_gqa_where_torch_does(monkeypatch, takes_
     assert said == ([] if takes_groups else [reason])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["sdpa+compile", "eager+compile", "math+compile"])
 def test_compiled_variants_are_right(name):
     assert judged(name, Workload(32, heads=2, head_dim=32), inputs=("flat",)).passed

@@ -50,6 +50,7 @@ def test_what_it_raises_there_is_named_with_its_arrangement(run):
     )
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
     result = run("os.kill(os.getpid(), signal.SIGSEGV)")
     result.assert_outcomes(failed=1)

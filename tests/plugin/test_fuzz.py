@@ -417,6 +417,7 @@ def test_the_first_failure_ends_a_run_with_x_and_junit_has_the_workload(fuzz, ke
     assert 'Workload(71, head_dim=16, mask="causal")' in case.find("failure").text
 
 
+@pytest.mark.slow
 def test_without_hypothesis_the_run_says_what_to_install(conftest, kernel_test, pytester):
     conftest(before="import sys\nsys.modules['hypothesis'] = None")
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")

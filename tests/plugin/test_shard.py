@@ -61,6 +61,7 @@ def once(found, count):
     return len(every) == len(set(every)) == count
 
 
+@pytest.mark.slow
 def test_4000_cases_in_8_parts_are_each_in_one_and_parts_are_alike(pytester):
     pytester.makepyfile(test_many=MANY)
     pytester.makeconftest(

@@ -104,7 +104,7 @@ def test_bad_arguments_are_refused_at_once(arguments, text):
         workloads(**arguments)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("fault", "smallest"),
     [
