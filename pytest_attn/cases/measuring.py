@@ -85,12 +85,13 @@ class Measuring:
                 return keeper.take(measurement)
         except (StaleError, DeadlineError) as error:
             reason = str(error)
+            verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
         except Exception as error:
             if refusal := measurement.subject.refusal_in(error):
                 run.outcome.skip(measurement.subject, f"right, but not timed: {refusal}")
             self._leave_record(measurement, Verdict.RAISED, f"{type(error).__name__}: {error}".splitlines()[0])
             raise
-        self._leave_record(measurement, Verdict.RAISED, reason.splitlines()[0].rstrip(":"))
+        self._leave_record(measurement, verdict, reason.splitlines()[0].rstrip(":"))
         run.outcome.fail(f"cannot be timed: {measurement.name}: {reason}")
 
     def _fail_if_regressed(self, measurement: Measurement, latency: Latency, decision: Decision) -> None:

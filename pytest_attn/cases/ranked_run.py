@@ -48,7 +48,7 @@ class RankedRun(CaseRun):
         asked = RankedBackend(subject, None, self.sharding) if isinstance(subject, RankBackend) else subject
         super().skip_unless_runnable(asked, backward)
 
-    def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[None]]:
+    def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[object]]:
         """Return no limit: the pool has one."""
         del subject
         return nullcontext

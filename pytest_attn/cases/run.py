@@ -163,7 +163,7 @@ class CaseRun:
 
         return FailureSaver(folder, self.session, self.item, spec, subject, self.command)
 
-    def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[None]]:
+    def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[object]]:
         """Return what makes the context of one call, which must end in time."""
         return lambda: self.session.deadline.around(f"{subject.name} on {self.workload.id}, {self.item.nodeid}")
 

@@ -50,6 +50,9 @@ class Work:
     pass alone, which starts from what its forward pass left, is linear in dout, which is negated there.
     """
 
+    #: told, while nothing is timed, that another call comes: of a time limit that each call has
+    on_call: Callable[[], object] = staticmethod(lambda: None)
+
     def __init__(
         self,
         kernel: AttentionFn,
@@ -99,6 +102,7 @@ class Work:
 
         replayed: it is captured in a graph and runs many times: what it starts from stays as long as the call is kept.
         """
+        self.on_call()
         tensors = self.sets[self._turn % len(self.sets)]
         self._turn += 1
         return self._call_on(tensors, replayed)
@@ -107,6 +111,7 @@ class Work:
         """Negate v of every set in place, for a backward pass alone dout."""
         import torch
 
+        self.on_call()
         self._sign = -self._sign
         with torch.no_grad():
             for tensor in [self.dout] if self.direction == "backward" else self._negated:

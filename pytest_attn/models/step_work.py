@@ -70,6 +70,7 @@ class StepWork(Work):
     def stage(self, replayed: bool = False) -> Callable[[], Any]:
         """Drop the gradients, and return one step."""
         del replayed
+        self.on_call()
         for parameter in self._parameters:
             parameter.grad = None
         self._begin()

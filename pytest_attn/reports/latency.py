@@ -18,7 +18,7 @@ _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order
 _COUNTED = (
     *(Verdict.FAST, Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
-    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.RAISED),
+    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.NO_RESULT, Verdict.RAISED),
 )
 #: what cannot be timed raised, or kept its results
 _COUNTED_AS = {Verdict.RAISED: "cannot be timed"}

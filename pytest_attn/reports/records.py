@@ -37,7 +37,7 @@ class Record(TypedDict):
         str,
         "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
         " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline,"
-        " recorded, unrecorded, unconfirmed, untimed, raised",
+        " recorded, unrecorded, unconfirmed, untimed, no result, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     cause: Annotated[

@@ -6,7 +6,8 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -37,20 +38,24 @@ class Deadline:
             os.close(self._stderr)
 
     @contextmanager
-    def around(self, case: str) -> Iterator[None]:
-        """Limit the time of the block; raise DeadlineError naming `case`."""
+    def around(self, case: str, beyond: float = 0.0) -> Iterator[Callable[[], None]]:
+        """Limit the time of the block; raise DeadlineError naming `case`.
+
+        It may take `beyond` seconds more than a callable may. The function that it gives has the time begin anew.
+        """
         if not self.seconds:
-            yield
+            yield lambda: None
             return
-        message = f"no result after {self.seconds:g} s (--attn-timeout): {case}"
-        hard = threading.Timer(self.seconds + GRACE, self._end_process, args=(message,))
-        hard.daemon = True
-        hard.start()
-        try:
-            with _alarm(self.seconds, message):
-                yield
-        finally:
-            hard.cancel()
+        seconds = self.seconds + beyond
+        message = f"no result after {seconds:g} s (--attn-timeout): {case}"
+        hard = _Watch(seconds + GRACE, lambda: self._end_process(message))
+        with hard.watching(), _alarm(seconds, message) as set_alarm:
+
+            def begin_anew() -> None:
+                hard.begin_anew()
+                set_alarm()
+
+            yield begin_anew
 
     def _end_process(self, message: str) -> None:
         text = f"\n{message}\nthe kernel is stuck outside Python: ending the process\n"
@@ -59,20 +64,49 @@ class Deadline:
         os._exit(EXIT_STATUS)
 
 
+class _Watch:
+    """A thread that does something unless it is told in time that all is well; telling it costs nothing."""
+
+    def __init__(self, seconds: float, late: Callable[[], None]) -> None:
+        self._seconds, self._late = seconds, late
+        self._over = threading.Event()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._end = time.monotonic() + self._seconds
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            self._over.set()
+
+    def _watch(self) -> None:
+        while (left := self._end - time.monotonic()) > 0:
+            if self._over.wait(left):
+                return
+        self._late()
+
+
 @contextmanager
-def _alarm(seconds: float, message: str) -> Iterator[None]:
-    """Raise DeadlineError in the main thread after `seconds`, where the system has such an alarm."""
+def _alarm(seconds: float, message: str) -> Iterator[Callable[[], None]]:
+    """Raise DeadlineError in the main thread after `seconds`, where the system has such an alarm; give what sets it anew."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise DeadlineError(message)
 
+    def set_alarm() -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    set_alarm()
     try:
-        yield
+        yield set_alarm
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

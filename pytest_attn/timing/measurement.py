@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
+#: what a measurement may take between two calls: it waits for the core, has the device rest, and repeats what was disturbed
+WAITING_SECONDS = 60.0
 #: which results of a check say how accurate a direction is
 _RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -203,10 +205,12 @@ class Measurement:
 
     def _take(self, mode: Mode | None) -> Latency:
         """Time the subject, once the device is as it is to be."""
-        work = work_of(self.subject, self.spec, self.direction)
-        with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"), work.context():
+        work, case = work_of(self.subject, self.spec, self.direction), f"timing {self.name}, {self.item.nodeid}"
+        with self.session.deadline.around(case), work.context():
             work.stage()()
-        return self._stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
+        stopwatch = self._stopwatch
+        with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
+            return stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
 
     def _lock_clocks(self, stack: ExitStack) -> None:
         """Hold the GPU's clock while it is timed, where that is asked for; refuse where there is no GPU at all."""

@@ -18,7 +18,7 @@ from pytest_attn.models.state import untouched
 from pytest_attn.models.step_work import StepWork, optimizer_untouched
 from pytest_attn.models.swapping import BackendPlan, Planned, Swap, SwapError, plan_step
 from pytest_attn.session.items import id_from_root
-from pytest_attn.timing.measurement import Measurement
+from pytest_attn.timing.measurement import WAITING_SECONDS, Measurement
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +74,16 @@ class ModelMeasurement(Measurement):
         with ExitStack() as stack:
             stack.enter_context(untouched(self.model))
             stack.enter_context(optimizer_untouched(self.optimizer))
-            with self.session.deadline.around(f"timing {self.name}, {self.item.nodeid}"):
+            case = f"timing {self.name}, {self.item.nodeid}"
+            with self.session.deadline.around(case):
                 plan, work = self._prepared(stack)
                 with work.context():
                     for _ in range(_WARM_UP):
                         work.stage()()
             before = compilations()
-            latency = self._stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
+            stopwatch = self._stopwatch
+            with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
+                latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
             self._refuse_recompiled(compilations().since(before).graphs)
         if self.session.child is None:
             self.found["attention"] = self._attention(plan)

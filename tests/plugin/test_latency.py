@@ -7,6 +7,8 @@ import pytest
 import torch
 from fakes.timed import KERNEL
 
+from pytest_attn.reports.records import read_records
+
 
 def test_without_a_baseline_the_time_is_shown_and_what_to_type(project, pytester):
     result = project()
@@ -289,6 +291,19 @@ def test_require_fails_where_workers_share_the_device(recorded):
     result = recorded("-n", "2", "--attn-latency=require")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E * not timed, which --attn-latency=require asks for: * 2 workers share the cpu*"])
+
+
+def test_a_kernel_that_hangs_later_has_no_result(project, pytester, monkeypatch):
+    monkeypatch.setattr("pytest_attn.timing.measurement.WAITING_SECONDS", 1.0)
+    (pytester.path / "conftest.py").unlink()
+    late = "    CALLS.append(1)\n    if len(CALLS) > 4:\n        time.sleep(60)\n    return sdpa(q, k, v)"
+    kernel = KERNEL.replace("    return sdpa(q, k, v)", late).replace("def mine", "CALLS = []\ndef mine")
+    pytester.makepyfile(test_mine=f"import time\n{kernel}")
+    result = project("--attn-timeout=1", "--attn-output=run.jsonl")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*cannot be timed: *no result after 2 s (--attn-timeout): *", "latency: 1 without a result"])
+    (record,) = (one for one in read_records(pytester.path / "run.jsonl") if one["question"] == "latency")
+    assert record["verdict"] == "no result"
 
 
 def test_a_kernel_that_raises_later_is_named_and_shows_no_frame_of_the_plugin(project, pytester):

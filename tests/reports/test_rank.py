@@ -183,6 +183,7 @@ def test_without_memory_the_front_is_that_of_time_and_error():
         ([checked("bad", "known defect", reason="x#1: NaN")], "known defect", "x#1: NaN"),
         ([checked("bad", "skipped", reason="needs sm90")], "skipped", "needs sm90"),
         ([checked("bad"), timed("bad", 0, "raised", reason="stale")], "raised", "cannot be timed: stale"),
+        ([checked("bad"), timed("bad", 0, "no result", reason="hangs")], "raised", "cannot be timed: hangs"),
         ([checked("bad"), timed("bad", 0, "untimed", reason="shared")], "untimed", "shared"),
         ([checked("bad"), timed("bad", 1e-6, "inconclusive", reason="anchors")], "inconclusive", "anchors"),
         (right("bad", 1e-6, latency={"disturbances": ["hot"]}), "inconclusive", "disturbed: hot"),
