@@ -220,7 +220,7 @@ def _share(rows: list[dict[str, Any]], finds: Callable[[dict[str, Any]], bool], 
 
 
 def false_alarms(cases: list[Case], peers: Peers) -> None:
-    """Print how often each judge refuses an honest kernel."""
+    """Print how often each judge refuses an honest kernel, and what ours refuse."""
     alarms = dict.fromkeys(["check", "check_invariants", *RULES], 0)
     number = 0
     for variant in VARIANTS:
@@ -229,7 +229,11 @@ def false_alarms(cases: list[Case], peers: Peers) -> None:
             backend = variant.backend()
             question = CheckSpec(case.workload, CPU, case.backward)
             alarms["check"] += not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
-            alarms["check_invariants"] += not judge_invariants(variant.backend(), question, CACHE).passed
+            broken = judge_invariants(variant.backend(), question, CACHE).broken
+            alarms["check_invariants"] += bool(broken)
+            for finding in broken:
+                where = f"{variant.name} on {case.workload.id}{', backward' * case.backward}"
+                print(f"false alarm: {where}: {finding.invariant}: {finding.evidence}", flush=True)
             for name in peers.refused_by(backend, case, list(RULES)):
                 alarms[name] += 1
     print(f"\n{number} cases of honest kernels; refused by", ", ".join(f"{name}: {count}" for name, count in alarms.items()))

@@ -65,7 +65,7 @@ class Deadline:
 
 
 class _Watch:
-    """A thread that does something unless it is told in time that all is well; telling it costs nothing."""
+    """A thread that does something unless the time begins anew before it is over."""
 
     def __init__(self, seconds: float, late: Callable[[], None]) -> None:
         self._seconds, self._late = seconds, late

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -59,17 +60,38 @@ def token_ids(device: torch.device, tokens: int = 48) -> torch.Tensor:
 
 def cache_of(kind: str, model: Any, tokens: int) -> Any:
     """Return an empty cache of a model of transformers: dynamic, static, or sliding, which drops what leaves the window."""
-    transformers = _library("transformers")
+    transformers = Library("transformers")
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
     return transformers.DynamicCache(**({"config": model.config} if kind == "sliding" else {}))
 
 
-def _library(name: str) -> Any:
-    try:
-        return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
-    except RuntimeError as error:  # as of a torchvision that is built for another torch
-        pytest.skip(f"{name} cannot be imported: {str(error).splitlines()[0]}")
+class Library:
+    """A library that imports its parts when they are first asked for; whatever cannot be imported skips the test."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._module = self._imported(lambda: import_module(name))
+
+    def __getattr__(self, part: str) -> Any:
+        return self._imported(lambda: getattr(self._module, part))
+
+    def _imported(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (ImportError, RuntimeError) as error:  # as of a torchvision that is built for another torch
+            found = error
+        if isinstance(found, ModuleNotFoundError) and found.name == self._name:
+            reason = f"{self._name} is not installed; pip install {self._name}"
+        else:
+            reason = f"{self._name} cannot be imported: {_first_cause(found).splitlines()[0]}"
+        pytest.skip(reason, allow_module_level=True)
+
+
+def _first_cause(error: BaseException) -> str:
+    while earlier := error.__cause__ or error.__context__:
+        error = earlier
+    return f"{type(error).__name__}: {error}"
 
 
 def _sharpened(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -82,7 +104,7 @@ def _sharpened(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _language(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    transformers = _library("transformers")
+    transformers = Library("transformers")
     kind, options, implementation = _LANGUAGE[name]
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     config = config_class(**{**_SMALL, **options, "attn_implementation": implementation})
@@ -92,7 +114,7 @@ def _language(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.M
 
 
 def _modernbert(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    transformers = _library("transformers")
+    transformers = Library("transformers")
     small = {name: value for name, value in _SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
     options = {**small, **tokens, "num_hidden_layers": 3, "local_attention": 16, "attn_implementation": "sdpa"}
@@ -103,7 +125,7 @@ def _modernbert(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, St
 
 
 def _siglip(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    transformers = _library("transformers")
+    transformers = Library("transformers")
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.SiglipVisionConfig(**small, image_size=96, patch_size=16, attn_implementation="sdpa")
     model = _sharpened(transformers.SiglipVisionModel(config), device, dtype)
@@ -112,7 +134,7 @@ def _siglip(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
 
 
 def _whisper(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    transformers = _library("transformers")
+    transformers = Library("transformers")
     layers = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 4))}
     widths = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "num_mel_bins": 16}
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
@@ -127,7 +149,7 @@ def _whisper(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]
 
 def _timm(device: torch.device, dtype: torch.dtype, side: int = 224, has_class: bool = True) -> tuple[nn.Module, Step]:
     """Two layers of a vision transformer over patches of 16, with or without a class token; ViT-B/16 but for its width."""
-    timm = _library("timm")
+    timm = Library("timm")
     more = {} if has_class else {"class_token": False, "global_pool": "avg"}
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=side, **more).to(device, dtype)
     with torch.no_grad():
@@ -138,7 +160,7 @@ def _timm(device: torch.device, dtype: torch.dtype, side: int = 224, has_class: 
 
 
 def _flux(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    diffusers = _library("diffusers")
+    diffusers = Library("diffusers")
     sizes = {"patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
     more = {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     model = _sharpened(diffusers.FluxTransformer2DModel(**sizes, **more), device, dtype)
@@ -160,7 +182,7 @@ def _flux(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
 
 def _wan(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
     """Two blocks over a video: each attends to itself, and to a text."""
-    diffusers = _library("diffusers")
+    diffusers = Library("diffusers")
     if not hasattr(diffusers, "WanTransformer3DModel"):
         pytest.skip("diffusers is older than its Wan")
     sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2}

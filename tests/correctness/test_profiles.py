@@ -28,7 +28,7 @@ FEW = [pytest.param(w, id=w.id, marks=[pytest.mark.slow] * (number > 1)) for num
 
 
 def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
-    return CheckSpec(workload, CPU, not workload.kv_pages, inputs, precision, **more)
+    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, precision, **more)
 
 
 @pytest.mark.one_in(3)

@@ -30,7 +30,7 @@ FAULTS = [mutant for mutant in MUTANTS if mutant.condition == "call" and mutant.
 
 
 def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
-    return CheckSpec(workload, CPU, not workload.kv_pages, inputs, precision, **more)
+    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, precision, **more)
 
 
 @pytest.mark.one_in(5)

@@ -10,6 +10,7 @@ from torch import nn
 
 from pytest_attn.models.asked import DropoutError
 from pytest_attn.models.check_invariants import judge_model_invariants
+from pytest_attn.suite.library_models import Library
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -131,7 +132,7 @@ def test_what_is_no_batch_of_tokens_is_refused(batch):
 
 
 def of_transformers(kind="Mistral", implementation="sdpa", **options):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = Library("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_implementation": implementation}

@@ -5,8 +5,9 @@ import torch
 
 from pytest_attn import Causal, Window, capture, check_model
 from pytest_attn.models.check import judge_model
+from pytest_attn.suite.library_models import Library
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = Library("transformers")
 if not hasattr(transformers.modeling_utils.AttentionInterface, "get_interface"):
     pytest.skip("transformers is older than its get_interface", allow_module_level=True)
 
@@ -138,7 +139,7 @@ def test_sinks_that_are_not_passed_are_found(registered):
 
 
 def test_a_vision_transformer_of_timm_passes_and_is_replaced():
-    timm = pytest.importorskip("timm", reason="timm is not installed")
+    timm = Library("timm")
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).to(torch.bfloat16)
     images = torch.randn(1, 3, 224, 224, dtype=torch.bfloat16)
