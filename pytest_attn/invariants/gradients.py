@@ -151,7 +151,8 @@ class LseGradient(Invariant):
         share = heads_first(arriving, w).double()[..., None] * q * w.softmax_scale
         expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
         total = dk.sum(-2)
-        off = (total - expected).abs() > 16 * _unit(w.dtype) * (size + dk.abs().sum(-2))
+        unit = max(_unit(w.dtype), probe.spec.profile.operand_unit)
+        off = (total - expected).abs() > 16 * unit * (size + dk.abs().sum(-2))
         if not bool(off.any()):
             return ""
         return f"a gradient of 1 for lse: {at_first('sum of dk', total, off)}, exact {float(expected[off][0]):.6g}"

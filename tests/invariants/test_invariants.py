@@ -17,6 +17,7 @@ from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.messages.invariants import describe
 from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.masks import Document
 from pytest_attn.workloads.pages import Pages
 
@@ -163,6 +164,14 @@ def test_a_callable_may_take_rows_before_heads_and_return_lse():
     report = check_invariants(bshd, CAUSAL, backward=True, layout="bshd", returns_lse=True, device="cpu")
     assert report.passed
     assert {f.invariant for f in report.findings if f.outcome == "passed"} >= {"layout", "leak", "lse-gradient"}
+
+
+@pytest.mark.parametrize("name", ["tf32-products", "rounded-tf32-products"])
+def test_products_in_tf32_that_are_declared_keep_the_gradient_of_lse(name):
+    honest = next(variant for variant in VARIANTS if variant.name == name)
+    (workload,) = builtin_catalog().select("smoke-single")
+    report = ask(honest.backend(), workload, "lse-gradient")
+    assert [finding.outcome for finding in report.findings] == ["passed"]
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------------
