@@ -28,7 +28,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 $(VENV)/models: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)" --group models
 	@# a torchvision for another build of torch, as for CUDA beside torch for CPUs, keeps transformers from being imported
-	@$(BIN)/python -c "import torchvision" 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes torchvision
+	@$(BIN)/python -c "import torchvision" 2>/dev/null || [ "$(origin VENV)" != file ] || \
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 suite: $(VENV)/ready $(MODELS)
