@@ -1,11 +1,12 @@
 """What a check of a model costs, and one training step of a vision transformer with every backend.
 
-    python benchmarks/models.py [--device cuda] [--small] [--backends ...] [--depth 4] [--seconds 165]
+    python benchmarks/models.py [--device cuda] [--small] [--parts ...] [--backends ...] [--depth 4] [--seconds 165]
 
 First part: ViT-B/16 (197 tokens, batch 16) and 4 layers like Llama's (4,096 tokens): a plain step, forward and backward, and
 a whole check of it, in time and peak memory. Second part: a ViT with 16 heads of 64 on 196 tokens, batch 128, under autocast
 with SGD, eager and compiled: step, peak memory, what attention takes of it, and whether the backend is right in it. Its 24
-layers are 4 unless --depth says otherwise. Nothing is begun after --seconds. --small: sizes for a CPU.
+layers are 4 unless --depth says otherwise. --parts chooses of check, eager and compiled. Nothing is begun after --seconds.
+--small: sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pytest_attn.suite.torch_models import Block
 
 Case = tuple[nn.Module, Callable[[], torch.Tensor]]
 BACKENDS = "eager,sdpa_flash,sdpa_efficient,sdpa_cudnn,flex,flash2,flash3,te_fused,xformers,flash4,math"
+PARTS = ("check", "eager", "compiled")
 WARM_UP, STEPS = 3, 15
 
 
@@ -292,8 +294,10 @@ class Training:
         return verdict(judge_model(model, step, backend, scatter=0))
 
 
-def table(run: Run, sizes: Sizes, depth: int, names: list[str]) -> None:
+def table(run: Run, sizes: Sizes, depth: int, names: list[str], parts: list[str]) -> None:
     """Print a line per backend that runs here: first all of them eagerly, then compiled."""
+    batch, tokens, heads = sizes.table
+    say(f"a training step: {depth} layers, {heads} heads of 64, {tokens} tokens, batch {batch}, autocast to bf16, SGD")
     registry, machine = Registry(), machine_of(run.device)
     training, here = Training(run, sizes, depth), []
     for name in names:
@@ -304,12 +308,12 @@ def table(run: Run, sizes: Sizes, depth: int, names: list[str]) -> None:
             say(f"{name:16} not here: {reason}")
         else:
             here.append(backend)
-    for backend in here:
+    for backend in here if "eager" in parts else ():
         begun = f"{backend.name:16} eager   "
         run.attempt(begun, lambda: f"{begun} {training.timed(backend, compiled=False)}")
         run.attempt(begun, lambda: f"{begun} {training.share(backend)}")
         run.attempt(begun, lambda: f"{begun} {training.judged(backend)}")
-    for backend in here:
+    for backend in here if "compiled" in parts else ():
         begun = f"{backend.name:16} compiled"
         run.attempt(begun, lambda: f"{begun} {training.timed(backend, compiled=True)}")
 
@@ -318,23 +322,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to run; default: all")
     parser.add_argument("--backends", default=BACKENDS)
     parser.add_argument("--depth", type=int, default=0, help="layers of the second part; 24 are the table's own")
     parser.add_argument("--seconds", type=float, default=165)
     chosen = parser.parse_args()
-    names = chosen.backends.split(",")
+    names, parts = chosen.backends.split(","), chosen.parts.split(",")
     for name in names:
         Registry().require(name)
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts {','.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     device = resolve_device(chosen.device)
     run, sizes = Run(device, chosen.seconds), SMALL if chosen.small else FULL
     torch.set_float32_matmul_precision("high")
     say(f"{machine_of(device).name}, torch {torch.__version__}")
-    run.attempt("ViT-B/16", lambda: cost_of_a_check(run, "ViT-B/16", vit, sizes))
-    run.attempt("Llama", lambda: cost_of_a_check(run, "Llama", llama, sizes))
-    depth = chosen.depth or (2 if chosen.small else 4)
-    batch, tokens, heads = sizes.table
-    say(f"a training step: {depth} layers, {heads} heads of 64, {tokens} tokens, batch {batch}, autocast to bf16, SGD")
-    table(run, sizes, depth, names)
+    if "check" in parts:
+        run.attempt("ViT-B/16", lambda: cost_of_a_check(run, "ViT-B/16", vit, sizes))
+        run.attempt("Llama", lambda: cost_of_a_check(run, "Llama", llama, sizes))
+    if parts != ["check"]:
+        table(run, sizes, chosen.depth or (2 if chosen.small else 4), names, parts)
 
 
 if __name__ == "__main__":

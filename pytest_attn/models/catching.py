@@ -89,7 +89,7 @@ class Net:
 
     def __init__(self, handler: Handler, tracker: Tracker) -> None:
         self._handler, self._tracker = handler, tracker
-        self._is_inside = False
+        self._is_spread, self._is_inside = False, False
         self._ran: list[str] = []
         self._mode: Any = None
 
@@ -99,7 +99,8 @@ class Net:
 
         @functools.wraps(original)
         def caught(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # as where a backend compiles what calls it
+            # kept by a backend that was prepared meanwhile; or as where a backend compiles what calls it
+            if not self._is_spread or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             if self._is_inside:
                 self._note_inner(entry, args, kwargs)
@@ -107,6 +108,15 @@ class Net:
             return self.catch(entry, original, args, kwargs)
 
         return caught
+
+    @contextmanager
+    def spread(self) -> Iterator[None]:
+        """Catch calls for a while; what stands in for a function may be kept longer, and is that function then."""
+        self._is_spread = True
+        try:
+            yield
+        finally:
+            self._is_spread = False
 
     def catch(self, entry: EntryPoint, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Hand one call to the handler."""
@@ -237,6 +247,7 @@ def catching(
         stack.enter_context(net.mode())
         stack.enter_context(replaced(wrappers, model))
         stack.enter_context(transformers_caught(net.wrap, model, replaces))
+        stack.enter_context(net.spread())
         yield tracker
 
 

@@ -1,23 +1,27 @@
 """The compiled run of a model, which no one can look into: what it returns, and its gradients, against exact attention.
 
 The calls are judged in the eager run. Of the compiled run each output, the loss and each parameter's gradient is compared with
-an eager run with exact attention, in units of what honest rounding does: exact attention rounded at random as the kernels
-round, and every other operator's result moved by what another order of arithmetic may.
+an eager run with exact attention, in units of what honest rounding does: the larger of two distances. One is of runs in which
+exact attention is rounded at random where kernels round, and every other operator's result is moved by what another order of
+arithmetic may. The other is of a run in which attention is rounded to nearest and nothing else is, as where a compiler fuses
+all; it is the larger one where roundings all go the same way, as of gradients that vanish in float16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.models.catching import catching
 from pytest_attn.models.compiled import compilations
+from pytest_attn.models.fusing import fused
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.moving import moving
-from pytest_attn.models.ratios import Exact, distances, tensors_of
+from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
 from pytest_attn.models.step import run_step
 from pytest_attn.profiling.profiler import launches_of
 
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
 LIMITS = ((4096, 1.25), (256, 1.75), (32, 3.0))
 #: runs whose root mean square is the unit
 RUNS = 4
+#: how large the unit of a tensor of half precision may be, for the tensor's size, in eps of the dtype
+_MOST_ROUNDING = 32
+#: of the unit, in runs that round at random, how much the run may have in which nothing else is rounded
+_MOST_FUSED = 4.0
 #: how far apart, for its size, a tensor of two exact runs may be where nothing is drawn at random: a sum in another order
 _RANDOM = 0.01
 
@@ -90,32 +98,33 @@ def judge_compiled(
     if name := _drops(model):
         return CompiledRun(unknown=f"{name} drops at random, and a compiled model draws otherwise; call model.eval()", **facts)
 
-    def exact(seed: int | None, draws_otherwise: bool = False) -> dict[str, torch.Tensor]:
+    def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
         again()
-        if draws_otherwise:
-            _draw_otherwise()
-        handler = Exact(None, seed, precision)
-        with catching(handler, model, functions, replaces=is_of_transformers(model)):
-            if seed is None:
-                return tensors_of(run_step(step, model, backward))
-            with moving(seed):
-                return tensors_of(run_step(step, model, backward))
+        with catching(handler, model, functions, replaces=is_of_transformers(model)), mode:
+            return tensors_of(run_step(step, model, backward))
 
-    unmoved = exact(None)
-    if _differ(unmoved, exact(None, draws_otherwise=True)):
+    first, second_draw = Exact(None, precision=precision), Exact(None, precision=precision)
+    exact = run(first, nullcontext())
+    if _differ(exact, run(second_draw, _drawing_otherwise())):
         return CompiledRun(
             unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
         )
-    ratios, limits = _compared(found, unmoved, [exact(seed) for seed in range(RUNS)])
-    unknown = "" if limits else "no output, and no gradient, is large enough to be compared end to end"
+    scattered = (run(Exact(None, seed, precision), moving(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, precision), fused()))
+    ratios = _ratios(found, exact, unit)
+    meaningful = _meaningful(exact, unit, first.dtypes)
+    limits = {name: limit for name in ratios if name in meaningful and (limit := _limit(exact[name].numel())) is not None}
+    unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
     return CompiledRun(ratios, limits, unknown=unknown, **facts)
 
 
-def _draw_otherwise() -> None:
+@contextmanager
+def _drawing_otherwise() -> Iterator[None]:
     """Have random numbers of every device be others than they would be; whoever keeps the model restores them."""
     import torch
 
     torch.manual_seed(torch.initial_seed() + 1)
+    yield
 
 
 def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -124,18 +133,37 @@ def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     return any(distance > _RANDOM * float(one[name].double().norm()) for name, distance in apart.items())
 
 
-def _compared(
-    found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], honest: list[dict[str, torch.Tensor]]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the ratios, and the limits of those that are judged; what is not finite where it should be is infinitely far."""
-    scatter = dict.fromkeys(exact, 0.0)
-    for one in honest:
+def _unit(
+    exact: dict[str, torch.Tensor],
+    scattered: Iterable[dict[str, torch.Tensor]],
+    fused_run: Callable[[], dict[str, torch.Tensor]],
+) -> dict[str, float]:
+    """Return by how much honest rounding moves each tensor."""
+    squares = dict.fromkeys(exact, 0.0)
+    for one in scattered:
         for name, distance in distances(one, exact).items():
-            scatter[name] += distance**2 / len(honest)
+            squares[name] += distance**2 / RUNS
+    try:
+        fused = distances(fused_run(), exact)
+    except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
+        fused = {}
+    scatter = {name: math.sqrt(square) for name, square in squares.items()}
+    return {name: max(least, min(fused.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
+
+
+def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
+    """Return how far each tensor is off; infinitely far is one that is missing, or not finite where it should be."""
     far = distances(found, exact)
-    ratios = {name: far.get(name, math.inf) / scatter[name] ** 0.5 for name in exact if scatter[name] > 0}
-    limits = {name: limit for name in ratios if (limit := _limit(exact[name].numel())) is not None}
-    return ratios, limits
+    return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
+
+
+def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: Iterable[torch.dtype]) -> set[str]:
+    """Return the tensors that are more than rounding error: not what is left where all cancels, or vanishes in float16."""
+    import torch
+
+    half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
+    most = _MOST_ROUNDING * max(half) if half else math.inf
+    return {name for name, t in exact.items() if unit[name] <= most * float(t.double().norm())}
 
 
 def _limit(elements: int) -> float | None:

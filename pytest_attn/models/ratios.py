@@ -16,7 +16,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.models.asked import UnreadableError, inputs_of
 from pytest_attn.models.catching import Caught, catching
-from pytest_attn.models.exact import Scatter, exact_attention
+from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.recording import alias, precision_of
 from pytest_attn.models.step import StepResult, run_step
@@ -35,21 +35,24 @@ class Exact:
         self._subject, self._seed, self._precision = subject, seed, precision
         self._generators: dict[str, torch.Generator] = {}
         self._registry = Registry()
+        #: of q, call by call
+        self.dtypes: list[torch.dtype] = []
 
     def handle(self, caught: Caught) -> Any:
         """Return exact attention in the place of a call; an unread call stays the model's own."""
         caught = caught.with_tensors(*map(alias, caught.tensors))
+        self.dtypes.append(caught.tensors[0].dtype)
         try:
             asked = caught.read()
             inputs = inputs_of(asked)
-            return asked.result_of(exact_attention(inputs, self._scatter(caught, inputs.device)))
+            return asked.result_of(exact_attention(inputs, self._rounding(caught, inputs.device)))
         except UnreadableError:
             return caught.compute()
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""
 
-    def _scatter(self, caught: Caught, device: torch.device) -> Scatter | None:
+    def _rounding(self, caught: Caught, device: torch.device) -> Rounding | None:
         if self._seed is None:
             return None
         import torch
@@ -57,13 +60,31 @@ class Exact:
         name = str(device)
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)
-        kind = device.type
-        return Scatter(precision_named(self._profile(caught, kind)), self._generators[name])
+        return Scatter(self._profile(caught, device), self._generators[name])
 
-    def _profile(self, caught: Caught, kind: str) -> str | Precision:
+    def _profile(self, caught: Caught, device: torch.device) -> Precision:
         if self._subject is not None:
-            return self._subject.precision_on(kind)
-        return self._precision or precision_of(caught, self._registry, kind)
+            return precision_named(self._subject.precision_on(device.type))
+        return precision_named(self._precision or precision_of(caught, self._registry, device.type))
+
+
+class Nearest(Exact):
+    """Computes every call exactly but for what kernels round, which it rounds to nearest, as they do.
+
+    dtypes: in which each call is given its tensors, whatever the run that it belongs to computes in.
+    """
+
+    def __init__(self, dtypes: Iterable[torch.dtype], precision: str | Precision | None = None) -> None:
+        super().__init__(None, precision=precision)
+        self._dtypes = iter(tuple(dtypes))
+
+    def handle(self, caught: Caught) -> Any:
+        """Return the result of a call."""
+        dtype = next(self._dtypes)
+        return super().handle(caught.with_tensors(*(t.double().to(dtype) for t in caught.tensors)))
+
+    def _rounding(self, caught: Caught, device: torch.device) -> Rounding:
+        return Dithered(self._profile(caught, device), 1.0)
 
 
 def ratios_of(

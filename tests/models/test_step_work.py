@@ -141,6 +141,31 @@ def test_a_backend_computes_every_call_of_a_timed_step(case):
         torch.testing.assert_close(gradient, other)
 
 
+class LooksUp:
+    """As adapters of libraries: its function is looked up once, while it is prepared."""
+
+    def __init__(self):
+        self.prepared = 0
+
+    def prepare(self, inputs, backward=False):
+        self.prepared += 1
+        function = torch.nn.functional.scaled_dot_product_attention
+        return lambda q, k, v: function(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_a_backend_is_prepared_once_for_each_call_and_not_as_it_is_timed(case):
+    backend = LooksUp()
+    work = StepWork(case.model, case.step, "forward+backward")
+    planned = plan_step(BackendPlan(backend, True), work.stage(), case.model, ())
+    swap = Swap(planned)
+    with swap.applied(case.model, ()):
+        swapped = StepWork(case.model, case.step, "forward+backward", begin=swap.begin)
+        for _ in range(3):
+            swap.require_complete(swapped.stage())
+
+    assert (backend.prepared, len(planned)) == (2, 2)
+
+
 def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
     hidden = [torch.nn.functional.scaled_dot_product_attention]
 
