@@ -68,10 +68,11 @@ class AttentionModel:
         """
         __tracebackhide__ = True
         from pytest_attn.cases.modeling import check_model
+        from pytest_attn.models.named import as_functions
 
         self.is_judged = True
         options: Any = {"precision": precision, "excused": tuple(excused)}
-        found = check_model(self._run, model, step, backend, tuple(functions), scatter, **options)
+        found = check_model(self._run, model, step, backend, as_functions(functions), scatter, **options)
         self._timed.note((model, step, backend), found)
         return found
 
@@ -95,8 +96,10 @@ class AttentionModel:
         optimizer are left as they were.
         """
         __tracebackhide__ = True
+        from pytest_attn.models.named import as_functions
+
         self.is_judged = True
-        return self._timed.measure(model, step, backend, optimizer, tuple(functions))
+        return self._timed.measure(model, step, backend, optimizer, as_functions(functions))
 
     def check_invariants(
         self,

@@ -60,9 +60,10 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise ContractError(f"{name} is {describe(tensor)}; expected a tensor")
-    if tensor.layout != torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.")
+        kind = f"a {type(tensor).__module__}.{type(tensor).__name__}" if hasattr(tensor, "shape") else describe(tensor)
+        raise ContractError(f"{name} is {kind}; expected a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
     if tuple(tensor.shape) != shape:
         raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{hint}")
@@ -91,7 +92,9 @@ def native_shape(name: str, w: Workload) -> tuple[int, ...]:
 
 
 def _layout_hint(tensor: Any, shape: tuple[int, ...], layout: str) -> str:
-    if getattr(tensor, "ndim", 0) != 4 or len(shape) != 4:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.ndim != 4 or len(shape) != 4:
         return ""
     if tuple(tensor.transpose(1, 2).shape) == shape:
         other = "bshd" if layout == "bhsd" else "bhsd"

@@ -196,21 +196,35 @@ class _Judgment:
         with self.deadline(), self.subject.calling(), _placing_faults(where), late_refusals_of(self.subject):
             if self.kernel is None:
                 self.kernel = self.subject.prepare(reference.called_with, self.spec.backward)
-            pattern = pattern if self._takes_views else CONTIGUOUS
+            pattern, refused = (pattern if self._takes_views else CONTIGUOUS), None
             if pattern != CONTIGUOUS:
                 try:
                     with refusals():
                         tensors, changes = call_kernel(self.kernel, self.spec, reference, pattern)
-                except RefusedError:
-                    pattern = CONTIGUOUS
+                except RefusedError as error:
+                    pattern, refused, strides = CONTIGUOUS, error.__cause__, pattern
             if pattern == CONTIGUOUS:
                 tensors, changes = call_kernel(self.kernel, self.spec, reference, pattern)
+            if refused is not None:
+                self._require_refusal(refused, self.kernel, reference, strides)
             self.changes |= changes
             if (keep := tensors.pop("keep", None)) is not None:
                 self._require_fair(keep, reference)
             if not self.subject.known_to_change.issuperset(changes):
                 raise ContractError(fault_of_change(changes))
         return tensors, pattern
+
+    def _require_refusal(
+        self, refused: BaseException, kernel: AttentionFn, reference: Reference, pattern: StridePattern
+    ) -> None:
+        """Raise what a kernel raised on tensors with these strides, where it takes them now: it was not because of them."""
+        __tracebackhide__ = True
+        try:
+            with refusals():
+                call_kernel(kernel, self.spec, reference, pattern)
+        except RefusedError:
+            return
+        raise refused
 
     def _require_fair(self, keep: torch.Tensor, reference: Reference) -> None:
         require_same(keep, self.keep)

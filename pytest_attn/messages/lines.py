@@ -16,7 +16,7 @@ def figure(value: float, plain: str) -> str:
     """Return a number as `plain` formats it, and by its power of ten where it is large: "3.1e30", "infinite"."""
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
-    if abs(value) < _LARGE:
+    if math.isnan(value) or abs(value) < _LARGE:
         return format(value, plain)
     digits, power = f"{value:.1e}".split("e")
     return f"{digits}e{int(power)}"

@@ -99,12 +99,16 @@ def inputs_of(asked: Asked) -> Inputs:
 
 
 def _require_one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    import torch
+
     for tensor in (q, k, v):
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.dtype != q.dtype:
             kinds = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
             raise UnreadableError(f"q, k and v are {kinds}; expected all three bfloat16, float16 or float32")
         if tensor.layout != q.layout or tensor.is_nested:
             raise UnreadableError("q, k and v must be dense tensors; nested and sparse ones are not read")
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise UnreadableError("q, k or v is batched by torch.func.vmap, which hides the batch; call the model without it")
 
 
 def _options(asked: Asked, extras: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class AttentionCall:
         order: the how-manieth of all calls it is.
         empty_rows: those of out that see no key; None where nobody asked for them.
         kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
+        changes: those of q, k and v that it changed in place, and by how much at most.
+        missing: gradients that it gives none of, though they are needed.
     """
 
     module: str
@@ -49,6 +51,8 @@ class AttentionCall:
     order: int = 0
     empty_rows: EmptyRows | None = None
     kernel: str = ""
+    changes: dict[str, float] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
 
     @property
     def fills_empty_rows(self) -> bool:

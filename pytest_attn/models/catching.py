@@ -102,6 +102,7 @@ class Net:
             # kept by a backend that was prepared meanwhile; or as where a backend compiles what calls it
             if not self._is_spread or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
+            self._tracker.functions.add(entry.shown)
             if self._is_inside:
                 self._note_inner(entry, args, kwargs)
                 return original(*args, **kwargs)

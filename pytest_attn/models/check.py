@@ -21,11 +21,12 @@ from pytest_attn.models.defects import known_defect_of
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.judging import judge_call
 from pytest_attn.models.message import describe
+from pytest_attn.models.named import as_functions, named_entry_points
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recording import Recorder
 from pytest_attn.models.replacing import Replacer, replacement
 from pytest_attn.models.state import untouched
-from pytest_attn.models.step import run_step
+from pytest_attn.models.step import require_arguments, run_step
 from pytest_attn.models.tracking import Tracker
 from pytest_attn.models.wanted import wanted_masks
 
@@ -70,8 +71,10 @@ def check_model(
         The comparison of a model that is right.
 
     Raises:
-        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught, or none of a function that
+            is named; the text has the calls.
         DropoutError: attention drops probabilities.
+        TypeError: `model` is no module, or `step` no function.
         ValueError: the backend or the precision is unknown.
     """
     __tracebackhide__ = True
@@ -98,8 +101,9 @@ def judge_model(
 
     compiled: judge the run of a compiled model, too.
     """
+    require_arguments(model, step)
     subject = None if backend is None else replacement(backend, precision=precision)
-    functions = tuple(functions)
+    functions = as_functions(functions)
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(_device_of(model))
@@ -133,6 +137,7 @@ def judge_model(
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),
+        unseen=tuple(entry.shown for entry in named_entry_points(functions) if entry.shown not in tracker.functions),
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
@@ -150,16 +155,22 @@ class _Judged:
     def __init__(self, limits: str, machine: Machine) -> None:
         self.calls: list[CallComparison] = []
         self.fills_empty_rows = False
+        self._diverged: list[tuple[int, str]] = []
         self._limits, self._machine = limits, machine
 
-    def notes(self) -> tuple[str, str]:
+    def notes(self) -> tuple[str, ...]:
         """Say what cannot be seen, "" for nothing."""
         filled = (
             "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not told"
             if self.fills_empty_rows
             else ""
         )
-        return _about_raised_limits(self.calls, self._limits), filled
+        diverged = ""
+        if self._diverged:
+            names = _some([label for _, label in sorted(self._diverged)])
+            where = f"{len(self._diverged)} of {len(self.calls)} calls hold NaN or infinite elements ({names})"
+            diverged = f"q, k or v of {where}: what these reach says nothing of attention"
+        return diverged, _about_raised_limits(self.calls, self._limits), filled
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""
@@ -168,12 +179,18 @@ class _Judged:
         more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel}
         found = CallComparison(*facts, None, bool(call.gradients), **more)
         self.fills_empty_rows |= call.fills_empty_rows
+        if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
+            self._diverged.append((call.order, call.label))
         try:
             comparison = judge_call(call, self._limits)
             known = known_defect_of(call, comparison, self._machine)
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _about_weights(calls: list[CallComparison], model: torch.nn.Module) -> str:
@@ -190,7 +207,7 @@ def _about_silence(tracker: Tracker) -> str:
     if not tracker.silent:
         return ""
     softmax = " (with a softmax of its own)" if set(tracker.silent) & set(tracker.with_softmax) else ""
-    shown = ", ".join(tracker.silent[:4]) + (", ..." if len(tracker.silent) > 4 else "")
+    shown = _some(tracker.silent)
     return f"not judged: {shown} made no attention call{softmax}, while others built alike made one; is its own written out?"
 
 
@@ -205,7 +222,7 @@ def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:
     ]
     if not raised:
         return ""
-    shown = ", ".join(raised[:4]) + (", ..." if len(raised) > 4 else "")
+    shown = _some(raised)
     return (
         f"small faults cannot be seen in {len(raised)} of {len(calls)} calls ({shown}): attention is almost uniform there, and"
         " honest rounding adds up; use trained weights, or enlarge the projections of q and k"

@@ -47,6 +47,7 @@ class ModelComparison:
         unread: calls that were caught and not judged.
         refused: calls that were to be replaced and were not.
         silent: modules built like one that makes calls, which made none.
+        unseen: functions that were named, and made no call.
         with_softmax: modules with a softmax outside of every call.
         backward: whether gradients were judged.
         notes: what else is worth knowing.
@@ -61,6 +62,7 @@ class ModelComparison:
     unread: tuple[Unread, ...] = ()
     refused: tuple[Unread, ...] = ()
     silent: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
     with_softmax: tuple[str, ...] = ()
     backward: bool = True
     notes: tuple[str, ...] = ()
@@ -76,10 +78,10 @@ class ModelComparison:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are calls, each was judged, and replaced where that was asked for."""
+        """Whether there are calls, of each function that was named, too, and each was judged, and replaced if so asked."""
         is_replaced = not self.refused and not (self.subject and self.silent)
         has_gradients = not self.backward or any(call.has_gradients for call in self.calls)
-        return bool(self.calls) and not self.unread and is_replaced and has_gradients
+        return bool(self.calls) and not self.unread and not self.unseen and is_replaced and has_gradients
 
     @property
     def known_defects(self) -> tuple[str, ...]:

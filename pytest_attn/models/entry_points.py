@@ -74,7 +74,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Asked:
     q4, k4, v4 = (_four(t) for t in (q, k, v))
     visible, bias, mask = None, None, None
     if given.get("attn_mask") is not None:
-        visible, bias = sdpa_mask(given["attn_mask"], lead, q4, k4)
+        visible, bias = sdpa_mask(autocast(given["attn_mask"]), lead, q4, k4)
     if given.get("is_causal"):
         mask = Causal()
     return Asked(
@@ -104,6 +104,15 @@ def sdpa_kernel_of(given: Mapping[str, Any]) -> str:
     except Exception:  # of devices and releases that do not say
         return "SDPA"
     return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype to which autocast casts those of attention, itself where that casts nothing."""
+    import torch
+
+    kind = tensor.device.type
+    casts = tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,11 +224,16 @@ FLEX = EntryPoint(
 
 _CAUSAL, _SCALE = ("is_causal", "causal"), ("scale", "softmax_scale", "scaling", "sm_scale")
 _MASK, _DROPOUT = ("attn_mask", "mask", "attention_mask"), ("dropout_p", "dropout")
+_SOFTCAP = "softcap"
 
 
-def read_named(given: Mapping[str, Any], tensors: tuple[str, str, str]) -> Asked:
-    """Read a user's function: q, k, v (batch, heads, rows, dim), and options under the names that are usual for them."""
-    options = {**given}
+def read_named(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults: Mapping[str, Any]) -> Asked:
+    """Read a user's function: q, k, v (batch, heads, rows, dim), and options under the names that are usual for them.
+
+    defaults: what options are that are not given. Those under other names are its own affair.
+    """
+    options = {name: defaults[name] for name in (*_MASK, *_CAUSAL, *_SCALE, *_DROPOUT, _SOFTCAP) if name in defaults}
+    options |= given
     q, k, v = (options.pop(name) for name in tensors)
     for name, tensor in zip(tensors, (q, k, v), strict=True):
         if getattr(tensor, "ndim", 0) != 4:
@@ -229,7 +243,7 @@ def read_named(given: Mapping[str, Any], tensors: tuple[str, str, str]) -> Asked
         return next((value for name in names if (value := options.pop(name, None)) is not None), None)
 
     attn_mask, causal, scale, dropout = (option(names) for names in (_MASK, _CAUSAL, _SCALE, _DROPOUT))
-    softcap = option(("softcap",))
+    softcap = option((_SOFTCAP,))
     refuse_unread(options, set())
     given_to_sdpa = {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal, "scale": scale}
     asked = read_sdpa({**given_to_sdpa, "dropout_p": dropout})

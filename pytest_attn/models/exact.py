@@ -88,7 +88,7 @@ def _function() -> Any:
             passes = Passes(inputs, rounding)
             out = passes.forward()
             ctx.passes = passes
-            ctx.save_for_backward(out)
+            ctx.save_for_backward(out.clone())  # a model may change out in place, where its own attention does not keep it
             return out
 
         @staticmethod

@@ -10,6 +10,7 @@ limits stay what they are.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean, stdev
@@ -55,6 +56,8 @@ def with_honest_limits(
 def _raised(limits: Limits, honest: list[TensorComparison]) -> Limits:
     def level(name: str, least: float) -> float:
         found: list[float] = [getattr(one, f"z_{name}") for one in honest]
+        if not all(map(math.isfinite, found)):
+            return least
         return max(least, fmean(found) + DEVIATIONS * stdev(found))
 
     return Limits(*(level(name, getattr(limits, name)) for name in ("element", "row", "head")))

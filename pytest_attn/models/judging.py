@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytest_attn.backends.precision import precision_named
+from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.compare import compare_all
 from pytest_attn.correctness.comparison import Comparison, Mismatch, Suggestion
 from pytest_attn.correctness.confirm import Returned, WholeCase
@@ -12,6 +13,7 @@ from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.honest import with_honest_limits
+from pytest_attn.workloads.inputs import Inputs
 
 #: what reports call the inputs of a call
 DISTRIBUTION = "of the model"
@@ -26,6 +28,11 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     """
     inputs, workload = call.complete_inputs(), call.workload
     subject = call.subject
+    if call.missing:
+        name = call.missing[0]
+        raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
+    if call.changes and not (subject and subject.known_to_change.issuperset(call.changes)):
+        raise ContractError(fault_of_change(call.changes))
     is_approximate = subject is not None and subject.is_approximate
     if subject is not None and is_approximate:
         inputs = subject.dequantized(inputs)
@@ -45,12 +52,26 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     failed = next((row for row in rows if not row.passed), None)
     mismatch = None
     if failed is not None:
+        _require_finite(inputs)
         case = WholeCase(workload, [Returned(DISTRIBUTION, reference, tensors)], rows, both)
         location, suggestions = explain(failed, tensors[failed.name], reference, case)
         mismatch = Mismatch(failed, location, tuple(map(_in_a_model, suggestions)))
     name = call.function if subject is None else subject.name
     sampled = reference.sampled
-    return Comparison(workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, sampled=sampled)
+    facts = workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, call.changes
+    return Comparison(*facts, sampled=sampled)
+
+
+def _require_finite(inputs: Inputs) -> None:
+    """Raise ContractError for q, k or v with NaN or infinite elements: what is wrong was wrong before attention."""
+    for name in "qkv":
+        finite = getattr(inputs, name).isfinite()
+        if not finite.all():
+            number = int(finite.numel() - finite.sum())
+            raise ContractError(
+                f"its {name} holds {number:,} elements that are NaN or infinite, so nothing can be said of this call; what"
+                " computed them? the first call that is named may be where the model diverges"
+            )
 
 
 def _in_a_model(suggestion: Suggestion) -> Suggestion:

@@ -29,7 +29,12 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         yield "no attention call was caught: nothing was judged"
         if model.with_softmax:
             yield labeled("softmax", f"ran in {_names(model.with_softmax)}: is attention written out there?")
-        yield labeled("do", "name your own attention: functions=[my_function], a function of (q, k, v, ...)")
+        if not model.unseen:
+            yield labeled("do", "name your own attention: functions=[my_function], a function of (q, k, v, ...)")
+    for function in model.unseen:
+        yield f"{function} was named in functions=, and no call of it was caught"
+        yield labeled("do", "leave it out if this model does not use it; else have the model find it by its name in a module")
+    if not model.calls and not model.unread:
         return
     for call in model.unread:
         yield f"{_place(call.module)}: a call of {call.function} was not judged: {call.reason}"

@@ -6,17 +6,25 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from pytest_attn.models.entry_points import EntryPoint, read_named
 
+#: one function of q, k, v and options, or where it is found
+Named: TypeAlias = Callable[..., Any] | str
 
-def named_entry_points(functions: Iterable[Callable[..., Any] | str]) -> list[EntryPoint]:
+
+def as_functions(functions: Iterable[Named] | Named) -> tuple[Named, ...]:
+    """Return functions that a user names, one or several, as a tuple."""
+    return (functions,) if isinstance(functions, str) or callable(functions) else tuple(functions)
+
+
+def named_entry_points(functions: Iterable[Named] | Named) -> list[EntryPoint]:
     """Return an entry point for each. Raises ValueError where one is not found, or is held by no name of its module."""
-    return [_entry_point(function) for function in functions]
+    return [_entry_point(function) for function in as_functions(functions)]
 
 
-def _entry_point(function: Callable[..., Any] | str) -> EntryPoint:
+def _entry_point(function: Named) -> EntryPoint:
     if isinstance(function, str):
         module, _, attribute = function.rpartition(".")
         try:
@@ -25,11 +33,14 @@ def _entry_point(function: Callable[..., Any] | str) -> EntryPoint:
             raise ValueError(f"functions: {function!r} is not found ({error}); expected 'package.module.function'") from None
     else:
         module, attribute, found = _home(function)
-    names = tuple(inspect.signature(found).parameters)
+    parameters = inspect.signature(found).parameters
+    names = tuple(parameters)
     if len(names) < 3:
         raise ValueError(f"functions: {attribute} takes {len(names)} arguments; expected q, k, v and options")
     tensors = names[0], names[1], names[2]
-    return EntryPoint(module, attribute, names, partial(read_named, tensors=tensors), "", tensors, attribute)
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    read = partial(read_named, tensors=tensors, defaults=defaults)
+    return EntryPoint(module, attribute, names, read, "", tensors, attribute)
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str, Callable[..., Any]]:

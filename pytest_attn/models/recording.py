@@ -16,7 +16,7 @@ from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
 from pytest_attn.models.compiled import uncompiled
-from pytest_attn.models.entry_points import FLEX
+from pytest_attn.models.entry_points import FLEX, autocast
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: bytes of copies that are kept on a device until their call is judged; what is more is kept in the host's memory
 KEPT_BYTES = 4 << 30
+#: of q, k and v
+GRADIENTS = ("dq", "dk", "dv")
 
 
 class Unread(NamedTuple):
@@ -76,6 +78,8 @@ class Recorder:
         self._done, self._backward, self._masks = done, backward, masks or {}
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
+        #: whether gradients of the call whose dout arrived last are being computed
+        self._is_going_back = False
         self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
         self._registry, self._precision = Registry(), precision
 
@@ -85,6 +89,8 @@ class Recorder:
 
     def handle(self, caught: Caught) -> Any:
         """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
+        if self._is_going_back and caught.is_again and not caught.module:
+            return caught.compute()  # a backward pass that computes its forward pass again, as its own affair
         aliases = [alias(t) for t in caught.tensors]
         caught = caught.with_tensors(*aliases)
         number = self._number(caught)
@@ -99,6 +105,7 @@ class Recorder:
     def record(self, caught: Caught, asked: Asked, inputs: Inputs, number: int, aliases: list[torch.Tensor]) -> Any:
         """Compute a call that was read, and record it."""
         pristine = self._copies(inputs)
+        nodes = [alias.grad_fn for alias in aliases]
         result, precision, subject = self.computed(caught, asked, inputs)
         raw = asked.out_of(result)
         out = self._keep(asked.fold_out(raw.detach()))
@@ -107,10 +114,16 @@ class Recorder:
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, caught.kernel
         if not caught.is_again:
             self.made(call)
-        expected = {name for name, t in zip(("dq", "dk", "dv"), aliases, strict=True) if t.requires_grad}
-        if not (self._backward and raw.requires_grad and expected):
+        if subject is not None:
+            call.changes = _changes(asked, pristine)
+        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and self._backward}
+        if raw.requires_grad or subject is not None:
+            reached = _behind(raw, nodes)
+            call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
+        if not (raw.requires_grad and expected.difference(call.missing)):
             self._finish(call)
             return result
+        expected.difference_update(call.missing)
         self._await(call, expected, asked, raw, aliases)
         return result
 
@@ -155,23 +168,29 @@ class Recorder:
         return tensor.clone()
 
     def _await(self, call: AttentionCall, expected: set[str], asked: Asked, raw: Any, aliases: list[Any]) -> None:
-        missing = {"dout", *expected}
-        self._waiting[id(call)] = call, missing
+        awaited = {"dout", *expected}
+        self._waiting[id(call)] = call, awaited
 
-        def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
-            def hook(gradient: torch.Tensor) -> None:
-                if name in missing:
+        def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
+            def hook(gradient: torch.Tensor | None) -> None:
+                self._is_going_back = True
+                if name not in awaited or (gradient is None and not call.has_dout):
+                    return  # where only another result of the function, as lse, has a gradient, there is no dout
+                if gradient is None:
+                    call.missing.append(name)
+                else:
                     call.receive(name, self._keep(fold(gradient.detach())))
-                    missing.discard(name)
-                    if not missing:
-                        self._finish(call)
+                awaited.discard(name)
+                if not awaited:
+                    self._is_going_back = False
+                    self._finish(call)
 
             return hook
 
         if call.empty_rows is not None and call.empty_rows.are_there:
             raw.register_hook(_blanking(call.empty_rows, asked, raw))
         raw.register_hook(arrives("dout", asked.fold_out))
-        for name, alias in zip(("dq", "dk", "dv"), aliases, strict=True):
+        for name, alias in zip(GRADIENTS, aliases, strict=True):
             if name in expected:
                 alias.register_hook(arrives(name, asked.fold))
 
@@ -187,6 +206,34 @@ class Recorder:
             self._done(call)
 
 
+def _behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:
+    """Return those of some nodes that a backward pass from out arrives at."""
+    found: set[Any] = set()
+    seen: set[Any] = {None}
+    waiting = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            found.add(node)
+        elif node is not None:
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def _changes(asked: Asked, pristine: Inputs) -> dict[str, float]:
+    """Return by how much q, k or v are not what they were before the call; nothing of those that are."""
+    changes = {}
+    for name, now, before in zip("qkv", (asked.q, asked.k, asked.v), (pristine.q, pristine.k, pristine.v), strict=True):
+        now, before = now.detach(), before.to(now.device)
+        differs = (now != before) & ~(now.isnan() & before.isnan())
+        if differs.any():
+            changes[name] = float((now[differs].double() - before[differs].double()).abs().max())
+    return changes
+
+
 def _blanking(rows: EmptyRows, asked: Asked, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what puts 0 into these rows of the gradient of out, in the layout in which the function returns that."""
     import torch
@@ -199,9 +246,5 @@ def _blanking(rows: EmptyRows, asked: Asked, out: torch.Tensor) -> Callable[[tor
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
-    import torch
-
-    kind = tensor.device.type
-    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor.view_as(tensor)
+    cast = autocast(tensor)
+    return tensor.view_as(tensor) if cast is tensor else cast

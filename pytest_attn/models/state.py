@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,19 +35,24 @@ def untouched(model: torch.nn.Module | None) -> Iterator[Callable[[], None]]:
 
         yield again
     finally:
-        if state is not None:
-            state.restore()
-            state.restore_gradients()
-        random_numbers.restore()
+        with ExitStack() as every:  # whatever one of them raises
+            every.callback(random_numbers.restore)
+            if state is not None:
+                every.callback(state.restore_gradients)
+                every.callback(state.restore)
 
 
 class _State:
     """Copies of all that belongs to a model, and the objects themselves."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        from torch.nn.parameter import is_lazy
+
         self._modules = [
             (module, module.training, dict(module._parameters), dict(module._buffers)) for module in model.modules()
         ]
+        if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
+            raise ValueError(f"the model's {lazy[0]} is not initialized yet; run the model once before it is checked")
         held = [t for *_, parameters, buffers in self._modules for t in (*parameters.values(), *buffers.values())]
         tensors = {id(t): t for t in held if t is not None}
         self._values = [(t, t.detach().clone(), t.requires_grad, t.grad) for t in tensors.values()]
@@ -66,8 +71,7 @@ class _State:
             for tensor, value, requires_grad, _ in self._values:
                 if tensor.requires_grad != requires_grad:
                     tensor.requires_grad_(requires_grad)
-                if tensor.data.shape != value.shape or not torch.equal(tensor.data, value):
-                    tensor.data = value.clone() if tensor.data.shape != value.shape else tensor.data.copy_(value)
+                _put_back(tensor, value)
 
     def drop_gradients(self) -> None:
         """Let every run start without gradients."""
@@ -80,6 +84,25 @@ class _State:
         for tensor, _, _, grad in self._values:
             if tensor.is_leaf:
                 tensor.grad = grad
+
+
+def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor a value, where it has another one."""
+    import torch
+
+    now = tensor.data
+    if now.is_meta or (_is_comparable(now, value) and bool(((now == value) | ((now != now) & (value != value))).all())):
+        return
+    if now.shape == value.shape and now.layout == value.layout == torch.strided and 0 not in now.stride():
+        now.copy_(value)
+    else:
+        tensor.data = value.clone()
+
+
+def _is_comparable(now: torch.Tensor, value: torch.Tensor) -> bool:
+    import torch
+
+    return now.shape == value.shape and now.layout == value.layout == torch.strided
 
 
 def _cuda_states() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,38 +30,58 @@ class StepResult:
         )
 
 
+def require_arguments(model: object, step: object) -> None:
+    """Raise TypeError unless there are a model and a function that runs it."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        swapped = "; model and step are swapped" if isinstance(step, torch.nn.Module) else ""
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module{swapped}")
+    if not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}; expected a function without arguments that runs the model")
+
+
 def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: bool) -> StepResult:
     """Run a step, and its backward pass unless it has run that itself.
 
     backward: from the loss; where there is none, from every output that needs a gradient, with gradients of +1 and -1 that are
-    the same in every run. Raises ValueError where nothing needs a gradient, TypeError where a step returns no tensor.
+    the same in every run. Raises ValueError where a backward pass is to run and nothing needs a gradient.
     """
     import torch
 
     if not backward:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             return named(step()).settled()
-    result = named(step())
-    if not _has_gradients(model):
-        backpropagate(result)
+    returned = step()
+    result = named(returned)
+    if not has_run_backward(result, model):
+        backpropagate(named_tensors(returned, ", or a step that runs its backward pass itself; else say backward=False"))
     gradients = {} if model is None else {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     result.gradients = gradients
     return result.settled()
 
 
 def named(returned: Any) -> StepResult:
-    """Name the tensors of what a step returned: a tensor, a mapping, a sequence, or an object with such fields."""
+    """Name the floating-point tensors of what a step returned: a tensor, a mapping, a sequence, or an object with fields."""
     found: dict[str, Any] = {}
     _collect("output", returned, found)
-    if not found:
-        raise TypeError(
-            f"the step returned {type(returned).__name__}; expected a tensor, a mapping of tensors, or a model's output"
-        )
     loss = found.get("loss")
     if loss is None:
         loss = next((t for t in found.values() if t.numel() == 1 and t.requires_grad), None)
     outputs = {name: t for name, t in found.items() if t is not loss}
     return StepResult(outputs, loss)
+
+
+def named_tensors(returned: Any, otherwise: str = "") -> StepResult:
+    """Name the tensors of what a step returned. Raises TypeError where there is none; otherwise: what else is right."""
+    result = named(returned)
+    if result.loss is None and not result.outputs:
+        kind = type(returned).__name__ + (f" of {returned.dtype}" if hasattr(returned, "dtype") else "")
+        raise TypeError(
+            f"the step returned {kind}; expected a tensor of floating-point numbers, a mapping of such tensors, or a model's"
+            f" output{otherwise}"
+        )
+    return result
 
 
 def _collect(name: str, value: Any, found: dict[str, Any]) -> None:
@@ -80,11 +101,35 @@ def _collect(name: str, value: Any, found: dict[str, Any]) -> None:
     elif hasattr(value, "__dataclass_fields__"):
         for key in value.__dataclass_fields__:
             _collect(f"{prefix}{key}", getattr(value, key), found)
+    elif isinstance(value, SimpleNamespace):
+        _collect(name, vars(value), found)
 
 
-def _has_gradients(model: torch.nn.Module | None) -> bool:
-    """Whether a backward pass has run already: the model had no gradient before."""
-    return model is not None and any(p.grad is not None for p in model.parameters())
+def has_run_backward(result: StepResult, model: torch.nn.Module | None) -> bool:
+    """Whether a step ran its backward pass itself: the model, which had no gradient before, has one, or a graph is freed."""
+    return _is_freed(result) or (model is not None and any(p.grad is not None for p in model.parameters()))
+
+
+def _is_freed(result: StepResult) -> bool:
+    """Whether a backward pass has been through the graph of a result: what the graph saved is gone."""
+    tensors = [result.loss, *result.outputs.values()]
+    seen: set[Any] = {None}
+    waiting = [t.grad_fn for t in tensors if t is not None]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError as error:
+                    return "freed" in str(error)
+                if hasattr(saved, "dtype") or (isinstance(saved, tuple) and any(hasattr(one, "dtype") for one in saved)):
+                    return False
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def backpropagate(result: StepResult) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.latency.calls import wait
 from pytest_attn.latency.work import LatencyDirection, StaleError, Work
-from pytest_attn.models.step import StepResult, backpropagate, named
+from pytest_attn.models.step import StepResult, backpropagate, has_run_backward, named_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class StepWork(Work):
                 raise StaleError(f"the step is not repeatable: its result was {expected:.4g}, then {found:.4g}")
 
     def _one(self) -> torch.Tensor:
-        result = named(self._step())
+        result = named_tensors(self._step())
         if self._runs_backward:
             backpropagate(result)
         if self._optimizer is not None:
@@ -110,9 +110,8 @@ class StepWork(Work):
         wait(self.device)
         begun = time.perf_counter()
         with self.context():
-            result = named(self._step())
-            has_gradients = any(p.grad is not None for p in self._parameters)
-            self._runs_backward = self.direction != "forward" and not has_gradients
+            result = named_tensors(self._step())
+            self._runs_backward = self.direction != "forward" and not has_run_backward(result, self._model)
             if self._runs_backward:
                 backpropagate(result)
         wait(self.device)

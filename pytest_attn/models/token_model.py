@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.models.asked import DropoutError
-from pytest_attn.models.step import named
+from pytest_attn.models.step import named_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class TokenModel:
             more.setdefault("use_cache", False)
         with torch.no_grad():
             returned = self.model(input_ids=ids, **self._given, **more) if self.takes("input_ids") else self.model(ids, **more)
-        outputs = named(returned).outputs
+        outputs = named_tensors(returned).outputs
         rows = next((t for t in outputs.values() if t.dim() == 3 and t.shape[:2] == ids.shape), None)
         if rows is None:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())

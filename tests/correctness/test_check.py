@@ -67,7 +67,7 @@ CONTRACTS = {
     "device": (lambda q, k, v: q.to("meta"), {}, "out is on meta; expected cpu"),
     "list": (lambda q, k, v: [1, 2], {}, "the callable returned a list of 2"),
     "sparse": (lambda q, k, v: q.to_sparse(), {}, "out is a sparse_coo tensor; expected a dense one, say .to_dense()"),
-    "object": (lambda q, k, v: "out", {}, "out is str; expected a tensor"),
+    "object": (lambda q, k, v: "out", {}, "out is str; expected a torch.Tensor"),
     "inputs": (changes_k, {}, "the callable changed its input k in place (by up to"),
     "no gradient": (
         lambda q, k, v: sdpa(q, k, v).detach(),

@@ -78,3 +78,26 @@ def test_a_result_that_a_later_call_overwrites_is_wrong_and_told_so():
     workspace = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
     message = failure(lambda q, k, v: workspace.copy_(causal(q, k, v)), FULL.replace(mask="causal"))
     assert "state      its result was right, and has changed while others were computed" in message
+
+
+@pytest.mark.parametrize("fails_at", [2, 3])
+def test_a_kernel_that_raises_once_by_its_state_does_not_refuse_strides(fails_at):
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise RuntimeError("workspace is in use")
+        return causal(q, k, v)
+
+    with pytest.raises(RuntimeError, match="workspace is in use"):
+        pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu")
+
+
+def test_a_kernel_that_refuses_strides_each_time_is_right_on_contiguous_tensors():
+    def kernel(q, k, v):
+        if not q.is_contiguous():
+            raise RuntimeError("q must be contiguous")
+        return causal(q, k, v)
+
+    assert pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu").passed

@@ -176,6 +176,57 @@ def own_attention(q, k, v, scale=None):
     return (q @ k.mT * scale * 1.02).softmax(-1) @ v
 
 
+def defaulting(q, k, v, is_causal=True, *, scale=0.5, blocks=64):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+
+def test_a_named_function_is_asked_with_its_defaults():
+    model, step = case_of(stack(lambda q, k, v: defaulting(q, k, v)))
+
+    (call, _) = check_model(model, step, functions=defaulting).calls
+    assert (call.workload.mask, call.workload.scale) == (pytest_attn.Causal(), 0.5)
+
+
+def test_a_function_that_is_named_and_never_caught_fails():
+    held = own_attention
+    model, step = case_of(stack(lambda q, k, v: held(q, k, v, scale=0.25)))
+    model.blocks[1].attn.attend = causal
+
+    with pytest.raises(AssertionError, match="own_attention was named in functions=, and no call of it was caught"):
+        check_model(model, step, functions=[own_attention])
+
+
+def test_autocast_casts_an_additive_mask_as_torch_does():
+    bias = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
+    model, step = case_of(stack(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+
+    def cast():
+        with torch.autocast("cpu", torch.bfloat16):
+            return step()
+
+    assert check_model(model, cast).calls
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_diverged_model_is_told_so(name):
+    def attend(q, k, v):
+        tensors = {"q": q, "k": k, "v": v}
+        tensors[name] = tensors[name].index_fill(2, torch.tensor([5]), float("inf"))
+        return F.scaled_dot_product_attention(*tensors.values(), is_causal=True).nan_to_num(0, 0, 0)
+
+    found = judge_model(*case_of(stack(attend), torch.bfloat16), scatter=0)
+    assert "q, k or v of 2 of 2 calls hold NaN or infinite elements (blocks.0.attn, blocks.1.attn)" in found.notes[0]
+    assert found.passed or f"its {name} holds 128 elements that are NaN or infinite" in found.message
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap around torch's own attention
+def test_calls_that_vmap_batches_are_not_judged():
+    model, step = case_of(stack(causal), run=lambda model, x: torch.func.vmap(lambda one: model(one[None])[0])(x))
+
+    found = judge_model(model, step)
+    assert "was not judged: q, k or v is batched by torch.func.vmap" in found.message
+
+
 def test_a_layer_that_keeps_its_old_implementation_fails_a_replacement():
     torch.manual_seed(0)
     old = Attention(lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v)

@@ -6,6 +6,7 @@ from models.zoo import case_of, causal, stack
 from torch import nn
 
 from pytest_attn import check_model
+from pytest_attn.models import state
 
 
 @pytest.fixture
@@ -86,3 +87,42 @@ def test_a_model_is_left_as_it_was_where_its_step_raises(case):
     with pytest.raises(RuntimeError, match="mine"):
         check_model(model, raises)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.full((1,), float("nan")).expand(3)],
+    ids=["sparse", "meta", "expanded-nan"],
+)
+def test_buffers_of_any_kind_are_left_alone(case, buffer):
+    model, step = case
+    model.register_buffer("extra", buffer)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    check_model(model, step)
+
+    assert model.extra is buffer
+    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_that_is_not_initialized_is_refused():
+    model = torch.nn.LazyLinear(3)
+
+    with pytest.raises(ValueError, match="the model's weight is not initialized yet; run the model once before it is checked"):
+        check_model(model, lambda: model(torch.ones(2)))
+
+
+def test_gradients_and_random_numbers_come_back_where_a_value_cannot(case, monkeypatch):
+    model, step = case
+    step().backward()
+    before, numbers = model[1].head.weight.grad, torch.get_rng_state()
+
+    def refuses(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(state, "_put_back", refuses)
+    with pytest.raises(RuntimeError, match="no"), state.untouched(model):
+        torch.rand(1)
+
+    assert model[1].head.weight.grad is before
+    assert torch.equal(torch.get_rng_state(), numbers)

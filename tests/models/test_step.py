@@ -1,0 +1,89 @@
+"""What a step may return, and who runs its backward pass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.zoo import case_of, causal, stack
+
+from pytest_attn import check_model
+from pytest_attn.models.step import run_step
+
+
+@pytest.fixture
+def case():
+    return case_of(stack(causal), torch.bfloat16)
+
+
+def by_grad(model, step):
+    loss = step()
+    torch.autograd.grad(loss, list(model.parameters()))
+    return loss
+
+
+def and_drops_them(model, step):
+    loss = step()
+    loss.backward()
+    model.zero_grad()
+    return loss
+
+
+def returning_nothing(model, step):
+    step().backward()
+
+
+def returning_a_number(model, step):
+    loss = step()
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("own", [by_grad, and_drops_them, returning_nothing, returning_a_number])
+def test_a_step_runs_its_backward_pass_in_any_way(case, own):
+    found = check_model(case.model, lambda: own(*case), scatter=0)
+
+    assert all(call.has_gradients for call in found.calls)
+
+
+def test_a_frozen_model_whose_input_gets_a_gradient(case):
+    model = case.model.requires_grad_(False)
+    x = torch.randn(2, 45, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def own():
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    assert check_model(model, own, scatter=0).calls[0].has_gradients
+
+
+@pytest.mark.parametrize("returned", [None, 3, [], "tokens"])
+def test_without_a_backward_pass_a_step_may_return_anything(case, returned):
+    def step():
+        case.step()
+        return returned
+
+    assert len(check_model(case.model, step, backward=False).calls) == 2
+
+
+def test_tokens_have_no_gradient_and_the_error_says_what_does(case):
+    with pytest.raises(
+        TypeError, match=r"the step returned Tensor of torch.int64; expected a tensor of floating-point numbers"
+    ):
+        check_model(case.model, lambda: case.step().argmax(-1))
+
+
+def test_fields_of_a_namespace_are_outputs():
+    assert run_step(lambda: SimpleNamespace(a=torch.ones(3)), None, backward=False).outputs.keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda model, step: (step, model), "model is a function; expected a torch.nn.Module; model and step are swapped"),
+        (lambda model, step: (model, step()), "step is a Tensor; expected a function without arguments"),
+    ],
+)
+def test_arguments_that_are_none_are_refused(case, arguments, words):
+    with pytest.raises(TypeError, match=words):
+        check_model(*arguments(*case))
