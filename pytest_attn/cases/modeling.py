@@ -22,6 +22,7 @@ from pytest_attn.models.compiled import is_compiled
 from pytest_attn.models.message import headline
 from pytest_attn.models.own_attention import OwnAttention
 from pytest_attn.models.replacing import replacement
+from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.timing.model_measurement import ModelMeasurement
 from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.workload import Workload
@@ -53,17 +54,22 @@ def check_model(
         raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
     subject = None if target is None else replacement(target, run.session.registrations.registry, precision)
     name, limits, backward = type(model).__name__, run.session.settings.limits, run.mark.backward
-    with run.session.progress.during(f"checking {subject.name if subject else 'the attention'}", name):
-        found = judge_model(
-            *(model, step, subject, backward),
-            functions=functions,
-            limits=limits,
-            scatter=scatter,
-            precision=precision,
-            compiled=compiled,
-        )
+    whose, who = subject or "model", subject.name if subject else "the attention"
+    try:
+        with run.session.progress.during(f"checking {who}", name):
+            found = judge_model(
+                *(model, step, subject, backward),
+                functions=functions,
+                limits=limits,
+                scatter=scatter,
+                precision=precision,
+                compiled=compiled,
+                deadline=lambda: run.session.deadline.around(f"{who} of {name}, {run.item.nodeid}"),
+            )
+    except DeadlineError as error:
+        _outcome(run, name, None).record(whose, Verdict.NO_RESULT, reason=str(error), model=name)
+        raise AssertionError(str(error)) from None
     outcome = _outcome(run, name, found)
-    whose = subject or "model"
     if subject is not None and found.refused and (_refuses_all(found) or ("refusals" in excused and found.lacks_refused_only)):
         outcome.skip(subject, "; ".join(dict.fromkeys(refused.reason for refused in found.refused)), model=name)
     verdict = Verdict.PASSED if found.passed else Verdict.MISMATCH

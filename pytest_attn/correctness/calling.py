@@ -14,6 +14,7 @@ from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import StridePattern
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.workloads.cached import watching_caches
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def call_kernel(
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.empty_rows)
-    with seeded(spec), nullcontext() if spec.backward else torch.no_grad(), watching_caches() as caches:
+    gradients = nullcontext() if spec.backward else torch.no_grad()
+    with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
         result = kernel(*given)
     if fault := fault_of_caches(spec.workload, caches):
         raise ContractError(fault)

@@ -107,6 +107,7 @@ class _Judgment:
         self.is_sampled |= reference.is_sampled
         self.sampled |= reference.sampled
         self.is_approximate = self.subject.is_approximate
+        _require_numbers(distribution, reference)
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.keep is not None:
             reference = with_mask(reference, self.keep, self.spec.backward)
@@ -305,3 +306,12 @@ def _placing_faults(where: str) -> Iterator[None]:
         yield
     except ContractError as error:
         raise ContractError(str(error), where) from None
+
+
+def _require_numbers(distribution: str, reference: Reference) -> None:
+    """Raise ValueError where exact attention gives no number at all: a kernel that gives none would be right."""
+    if reference.tensors["out"].value.isnan().all():
+        raise ValueError(
+            f"exact attention on {reference.workload.id}, inputs {distribution}, is NaN everywhere, so nothing can be judged;"
+            " what do its score_mod, bias and scale give?"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.machine import Machine, machine_of
@@ -74,7 +74,7 @@ def check_model(
         AssertionError: a call is wrong, was not read, or was not replaced, or none was caught, or none of a function that
             is named; the text has the calls.
         DropoutError: attention drops probabilities.
-        TypeError: `model` is no module, or `step` no function.
+        TypeError: `model` is not a module, or `step` not a function.
         ValueError: the backend or the precision is unknown.
     """
     __tracebackhide__ = True
@@ -96,10 +96,11 @@ def judge_model(
     scatter: int = 4,
     precision: str | Precision | None = None,
     compiled: bool = True,
+    deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> ModelComparison:
     """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
 
-    compiled: judge the run of a compiled model, too.
+    compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
     """
     require_arguments(model, step)
     subject = None if backend is None else replacement(backend, precision=precision)
@@ -117,7 +118,8 @@ def judge_model(
         else:
             recorder = Replacer(subject, machine, judged.judge, backward)
         replaces = subject is not None and is_of_transformers(model)
-        with catching(recorder, model, functions, replaces) as tracker, subject.calling() if subject else nullcontext():
+        calling = subject.calling() if subject else nullcontext()
+        with deadline(), catching(recorder, model, functions, replaces) as tracker, calling:
             result = run_step(step, model, backward)
         recorder.finish()
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)

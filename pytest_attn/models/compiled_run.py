@@ -152,7 +152,7 @@ def _unit(
 
 
 def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
-    """Return how far each tensor is off; infinitely far is one that is missing, or not finite where it should be."""
+    """Return how far each tensor is off: infinitely where it is missing, or not finite and should be."""
     far = distances(found, exact)
     return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
 

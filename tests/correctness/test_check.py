@@ -128,6 +128,13 @@ def test_arguments_that_are_unknown_are_refused(options, message):
     assert message in str(error.value)
 
 
+def test_a_workload_without_a_single_number_is_refused():
+    workload = Workload(17, score_mod=lambda score, b, h, q, k: score / 0)
+
+    with pytest.raises(ValueError, match="is NaN everywhere, so nothing can be judged"):
+        pytest_attn.check(lambda q, k, v: q * math.nan, workload, device="cpu")
+
+
 def test_a_group_is_not_one_workload():
     with pytest.raises(ValueError, match="'flux' stands for 6 workloads; name one: flux-L128"):
         pytest_attn.check(sdpa, "flux", device="cpu")

@@ -207,7 +207,7 @@ def test_it(attn_model, model):
     )
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor, *"])
+    result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor of *"])
     result.stdout.no_fnmatch_line("*models/step.py*")
 
 
@@ -387,3 +387,24 @@ def test_it(attn_model):
 """
     )
     result.assert_outcomes(**{outcome: 1})
+
+
+def test_what_stands_in_for_attention_and_hangs_is_stopped(run, pytester):
+    result = run(
+        """
+def endless(q, k, v, workload):
+    while True:
+        pass
+
+
+@pytest.mark.attention_model
+def test_it(attn_model, model, step):
+    attn_model.check(model, step, endless)
+""",
+        "--attn-timeout=1",
+        "--attn-output=run.jsonl",
+    )
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*no result after 1 s (--attn-timeout): endless of Sequential, *::test_it[[]model[]]"])
+    assert "no result" in pytester.path.joinpath("run.jsonl").read_text()
