@@ -74,6 +74,14 @@ BALANCED_RING_OF_CUTLASS = KnownDefect(
 
 #: relative L2 of gradients that come from other elements of dout, or from beyond it: 0.9 and more was seen
 _GARBAGE_L2 = 0.3
+
+
+def _is_garbage(comparison: Any, workload: Workload) -> bool:
+    """Whether a tensor has little to do with the exact one: memory that nobody wrote may hold NaN, too."""
+    del workload
+    return 2 * comparison.wrong_positions > comparison.elements or not comparison.relative_l2 < _GARBAGE_L2
+
+
 #: torch keeps cuDNN's plan of a backward pass by the strides of q, k, v and the bias, and builds dout's strides into it
 CUDNN_STALE_STRIDES = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",
@@ -83,7 +91,7 @@ CUDNN_STALE_STRIDES = KnownDefect(
     invariants=("layout",),
     kernel="cudnn",
     evidence=r"^[^:]*dout[^:]*: d[qkv]\[",
-    shows=lambda comparison, workload: not comparison.relative_l2 < _GARBAGE_L2,
+    shows=_is_garbage,
 )
 
 

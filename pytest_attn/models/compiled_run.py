@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
@@ -63,6 +63,10 @@ class CompiledRun:
         """The tensors that are further from exact attention than honest rounding explains, the furthest first."""
         over = [name for name, limit in self.limits.items() if not self.ratios[name] <= limit]
         return sorted(over, key=lambda name: -self.ratios[name])
+
+    def not_compared(self, reason: str) -> CompiledRun:
+        """Return what is known, but for the comparison."""
+        return replace(self, ratios={}, limits={}, unknown=reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Return builtin types only, for reports."""

@@ -1,6 +1,7 @@
 import dataclasses
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +177,22 @@ def test_backends_of_ones_own():
         registry.add_function("x", print, layout="sbhd")
     with pytest.raises(ValueError, match="backend name 'a b' must consist of letters, digits, underscores and dots"):
         registry.add_function("a b", print)
+
+
+def test_memory_that_nobody_wrote_may_hold_nan():
+    """As dk of Flux in float16 did on an H200: all of it NaN, so that no finite element is off."""
+    stale_strides = Registry()["sdpa_cudnn"].known_defects[2]
+
+    def shows(**figures):
+        return stale_strides.shows(
+            SimpleNamespace(**{"elements": 100, "wrong_positions": 0, "relative_l2": 0.0, **figures}), None
+        )
+
+    assert shows(wrong_positions=100)
+    assert shows(relative_l2=1.2)
+    assert shows(relative_l2=float("nan"))
+    assert not shows(wrong_positions=3)
+    assert not shows(relative_l2=0.01)
 
 
 def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():

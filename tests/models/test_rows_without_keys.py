@@ -107,3 +107,21 @@ def test_the_gradient_of_a_captured_step_is_left_alone(own):
     capture(lambda: step().backward(), model)
 
     assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("compiled_fill", [mean, torch.zeros_like])
+def test_a_compiled_model_that_fills_them_otherwise_is_not_compared(compiled_fill):
+    def attend(q, k, v):
+        mask = visible()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        fill = compiled_fill if torch.compiler.is_compiling() else torch.zeros_like
+        return torch.where(mask.any(-1, keepdim=True), out, fill(v))
+
+    model, step = case_of(stack(attend), torch.bfloat16)
+    model.compile(backend="aot_eager")
+    found = judge_model(model, step, scatter=0)
+
+    assert found.passed, found.message
+    assert found.compiled.kernels
+    assert ("rows that see no key is its own affair" in found.compiled.unknown) == (compiled_fill is mean)
+    assert bool(found.compiled.limits) == (compiled_fill is not mean)
