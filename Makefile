@@ -38,7 +38,8 @@ suite: $(VENV)/ready $(MODELS)
 	echo "suite: every backend that ran here is right. Skipped is what this machine or a backend cannot do: SUITE=-rs lists why."; \
 	echo "next: test a kernel of your own, docs/tutorial.md"; \
 	else code=$$?; \
-	echo "suite: something above is wrong, slower than recorded, or could not run: its message says what, and how to repeat it."; \
+	if [ $$code -ne 1 ]; then echo "suite: interrupted, or not run: the last lines above say why (exit $$code)"; exit $$code; fi; \
+	echo "suite: something above is wrong, slower than recorded, or raised: its message says which, and how to repeat it."; \
 	echo "next: SUITE='--lf --attn-save-failures=failures' runs what failed again and keeps its tensors, docs/howto/failures.md"; \
 	exit $$code; fi
 
@@ -46,7 +47,9 @@ test: $(VENV)/ready
 	@echo "test: the tests of the plugin itself; about six minutes on two cores"
 	@if $(BIN)/pytest tests -n auto --dist worksteal $(TESTS); then \
 	echo "test: the plugin does what its documentation says. next: make lint, then commit (CONTRIBUTING.md)"; \
-	else code=$$?; echo "test: something failed. next: $(BIN)/pytest --lf -x repeats the first failure"; exit $$code; fi
+	else code=$$?; \
+	if [ $$code -ne 1 ]; then echo "test: interrupted, or not run: the last lines above say why (exit $$code)"; exit $$code; fi; \
+	echo "test: something failed. next: $(BIN)/pytest tests --lf -x repeats the first failure"; exit $$code; fi
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready

@@ -182,4 +182,5 @@ def _not_finite(tensor: str, nans: int, infinities: int, location: Location) -> 
 
 def _profiles(profiles: Mapping[str, float], declared: str) -> str:
     found = ", ".join(f"{name!r} (z {z:.1f} there)" for name, z in profiles.items())
-    return f"it fits the precision profile {found}, not {declared!r}; say so if it rounds there"
+    first = next(iter(profiles))
+    return f"it fits the precision profile {found}, not {declared!r}; if it rounds there, say precision={first!r}"
