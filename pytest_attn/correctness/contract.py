@@ -48,7 +48,9 @@ def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
             " Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
         )
     if len(names) > 1 and not (isinstance(result, tuple | list) and len(result) == len(names)):
-        raise ContractError(f"the callable returned {describe(result)}; expected {expected_text} (returns_lse=True)")
+        several = isinstance(result, tuple | list)
+        kind = f"a {type(result).__name__} of {len(result)}" if several else describe(result)  # type: ignore[arg-type]
+        raise ContractError(f"the callable returned {kind}; expected {expected_text} (returns_lse=True)")
     return [result] if len(names) == 1 else list(result)  # type: ignore[call-overload]
 
 

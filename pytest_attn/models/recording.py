@@ -78,7 +78,7 @@ class Recorder:
         self._done, self._backward, self._masks = done, backward, masks or {}
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
-        #: whether gradients of the call whose dout arrived last are being computed
+        #: whether the call whose dout arrived last is in its backward pass, and no checkpoint of the model computes it again
         self._is_going_back = False
         self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
         self._registry, self._precision = Registry(), precision
@@ -104,6 +104,8 @@ class Recorder:
 
     def record(self, caught: Caught, asked: Asked, inputs: Inputs, number: int, aliases: list[torch.Tensor]) -> Any:
         """Compute a call that was read, and record it."""
+        import torch
+
         pristine = self._copies(inputs)
         nodes = [alias.grad_fn for alias in aliases]
         result, precision, subject = self.computed(caught, asked, inputs)
@@ -116,7 +118,8 @@ class Recorder:
             self.made(call)
         if subject is not None:
             call.changes = _changes(asked, pristine)
-        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and self._backward}
+        needs_gradient = self._backward and torch.is_grad_enabled()
+        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
         if raw.requires_grad or subject is not None:
             reached = _behind(raw, nodes)
             call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
@@ -168,12 +171,12 @@ class Recorder:
         return tensor.clone()
 
     def _await(self, call: AttentionCall, expected: set[str], asked: Asked, raw: Any, aliases: list[Any]) -> None:
-        awaited = {"dout", *expected}
+        awaited, is_checkpointed = {"dout", *expected}, _is_checkpointed()
         self._waiting[id(call)] = call, awaited
 
         def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
             def hook(gradient: torch.Tensor | None) -> None:
-                self._is_going_back = True
+                self._is_going_back = call.is_again or not is_checkpointed
                 if name not in awaited or (gradient is None and not call.has_dout):
                     return  # where only another result of the function, as lse, has a gradient, there is no dout
                 if gradient is None:
@@ -204,6 +207,14 @@ class Recorder:
             return  # the first one has been judged, or will be
         with torch.no_grad():
             self._done(call)
+
+
+def _is_checkpointed() -> bool:
+    """Whether hooks take care of what is saved for the backward pass, as where a checkpoint will compute it again."""
+    import torch
+
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    return top(False) is not None
 
 
 def _behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:

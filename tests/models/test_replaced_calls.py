@@ -116,6 +116,26 @@ def test_a_backward_pass_that_computes_the_forward_pass_again_is_its_own_affair(
     assert len(found.calls) == 2
 
 
+def mine(q, k, v, workload):
+    return SDPA(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "saved"])
+@pytest.mark.parametrize("backend", [None, "math", mine, again], ids=["own", "math", "function", "recomputing"])
+def test_a_model_may_compute_the_core_of_its_attention_again(backend, use_reentrant):
+    """The second time no module runs around it: what stands in for it computes that call, too."""
+
+    def attend(q, k, v):
+        return checkpoint(
+            lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), q, k, v, use_reentrant=use_reentrant
+        )
+
+    found = judged(backend, stack(attend))
+    assert found.passed, found.message
+    assert sum(call.has_gradients for call in found.calls) >= 2
+    assert all(call.is_replaced for call in found.calls) == (backend is not None)
+
+
 def test_a_models_own_attention_may_do_so_as_well_and_is_judged_where_it_does():
     found = judged(None, stack(lambda q, k, v: Function.apply(q, k, v)))
 
