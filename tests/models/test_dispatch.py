@@ -128,7 +128,7 @@ def test_a_model_with_a_layer_that_is_not_replaced_has_more_than_a_known_defect(
 def test_cudnn_s_stale_strides_excuse_garbage_of_its_own_kernel_only():
     def known(kernel, l2):
         call = SimpleNamespace(subject=None, kernel=kernel, workload=Workload(88, heads=2, head_dim=16), gradients={"dk": 1})
-        wrong = SimpleNamespace(name="dk", passed=False, wrong_positions=0, relative_l2=l2, worst=(0, 0, 0, 0))
+        wrong = SimpleNamespace(name="dk", passed=False, elements=9, wrong_positions=0, relative_l2=l2, worst=(0, 0, 0, 0))
         return known_defect_of(call, SimpleNamespace(passed=False, tensors=[wrong], changed=()), H200)
 
     assert "dout is read with the strides" in known("SDPA cudnn", 1.2)
