@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,10 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: b
     if not backward:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             return named(step()).settled()
-    returned = step()
+    with watching_backward() as runs:
+        returned = step()
+    finish_backward(returned, model, bool(runs))
     result = named(returned)
-    if not has_run_backward(result, model):
-        backpropagate(named_tensors(returned, ", or a step that runs its backward pass itself; else say backward=False"))
     gradients = {} if model is None else {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     result.gradients = gradients
     return result.settled()
@@ -105,31 +106,49 @@ def _collect(name: str, value: Any, found: dict[str, Any]) -> None:
         _collect(name, vars(value), found)
 
 
-def has_run_backward(result: StepResult, model: torch.nn.Module | None) -> bool:
-    """Whether a step ran its backward pass itself: the model, which had no gradient before, has one, or a graph is freed."""
-    return _is_freed(result) or (model is not None and any(p.grad is not None for p in model.parameters()))
+@contextmanager
+def watching_backward() -> Iterator[list[object]]:
+    """Yield a list that has an entry per backward pass that ran meanwhile and freed its graph."""
+    import torch
+
+    runs: list[object] = []
+    autograd: Any = torch.autograd
+    name = "_engine_run_backward"  # what every way to run one ends in
+    original = getattr(autograd, name, None)
+    if original is None:
+        yield runs
+        return
+
+    def noted(tensors: Any, gradients: Any, keeps_graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if not keeps_graph:
+            runs.append(tensors)
+        return original(tensors, gradients, keeps_graph, *args, **kwargs)
+
+    setattr(autograd, name, noted)
+    try:
+        yield runs
+    finally:
+        setattr(autograd, name, original)
 
 
-def _is_freed(result: StepResult) -> bool:
-    """Whether a backward pass has been through the graph of a result: what the graph saved is gone."""
-    tensors = [result.loss, *result.outputs.values()]
-    seen: set[Any] = {None}
-    waiting = [t.grad_fn for t in tensors if t is not None]
-    while waiting:
-        node: Any = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError as error:
-                    return "freed" in str(error)
-                if hasattr(saved, "dtype") or (isinstance(saved, tuple) and any(hasattr(one, "dtype") for one in saved)):
-                    return False
-        waiting += [before for before, _ in node.next_functions]
-    return False
+def finish_backward(returned: Any, model: torch.nn.Module | None, has_run_one: bool) -> bool:
+    """Run the backward pass of what a step returned, unless the step ran it; return whether it was left to us.
+
+    has_run_one: the step ran some backward pass, whether this one or another. Raises TypeError or ValueError as
+    `named_tensors` and `backpropagate` do.
+    """
+    parameters = [] if model is None else list(model.parameters())
+    if any(p.grad is not None for p in parameters):
+        return False
+    try:
+        backpropagate(named_tensors(returned, ", or a step that runs its backward pass itself; else say backward=False"))
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not has_run_one or (isinstance(error, RuntimeError) and "a second time" not in str(error)):
+            raise
+        for parameter in parameters:
+            parameter.grad = None  # of what lies before the part of the graph that is gone
+        return False
+    return True
 
 
 def backpropagate(result: StepResult) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.latency.calls import wait
 from pytest_attn.latency.work import LatencyDirection, StaleError, Work
-from pytest_attn.models.step import StepResult, backpropagate, has_run_backward, named_tensors
+from pytest_attn.models.step import StepResult, backpropagate, finish_backward, named_tensors, watching_backward
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +110,10 @@ class StepWork(Work):
         wait(self.device)
         begun = time.perf_counter()
         with self.context():
-            result = named_tensors(self._step())
-            self._runs_backward = self.direction != "forward" and not has_run_backward(result, self._model)
-            if self._runs_backward:
-                backpropagate(result)
+            with watching_backward() as runs:
+                returned = self._step()
+            if self.direction != "forward":
+                self._runs_backward = finish_backward(returned, self._model, bool(runs))
         wait(self.device)
         return time.perf_counter() - begun
 

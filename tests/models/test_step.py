@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models.zoo import case_of, causal, stack
+from torch.utils.checkpoint import checkpoint
 
 from pytest_attn import check_model
 from pytest_attn.models.step import run_step
@@ -43,6 +44,42 @@ def test_a_step_runs_its_backward_pass_in_any_way(case, own):
     found = check_model(case.model, lambda: own(*case), scatter=0)
 
     assert all(call.has_gradients for call in found.calls)
+
+
+def test_another_graph_s_backward_pass_is_not_the_step_s(case):
+    """As of an inner loop, or of a gradient that becomes part of the loss."""
+
+    def step():
+        x = torch.ones(3, requires_grad=True)
+        x.square().sum().backward()
+        (of_x,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return case.step() + of_x.detach().sum()
+
+    assert all(call.has_gradients for call in check_model(case.model, step, scatter=0).calls)
+
+
+def test_a_step_that_ends_in_a_checkpoint_makes_its_calls_once(case):
+    """To look at what the graph has saved would compute the checkpoint again."""
+    x = torch.randn(2, 45, 64, dtype=torch.bfloat16)
+
+    def step():
+        return checkpoint(case.model.blocks[0], x, use_reentrant=False).sum()
+
+    assert len(check_model(case.model, step, scatter=0).calls) == 1
+
+
+def test_an_error_of_the_backward_pass_is_shown(case):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise RuntimeError("no kernel image")
+
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        check_model(case.model, lambda: Fails.apply(case.step()))
 
 
 def test_a_frozen_model_whose_input_gets_a_gradient(case):
