@@ -102,7 +102,7 @@ class Net:
             # kept by a backend that was prepared meanwhile; or as where a backend compiles what calls it
             if not self._is_spread or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            self._tracker.functions.add(entry.shown)
+            self._tracker.functions.add(entry.place)
             if self._is_inside:
                 self._note_inner(entry, args, kwargs)
                 return original(*args, **kwargs)
@@ -258,6 +258,13 @@ def wrappers_of(
     """Return what wraps each function that is caught, by its identity. Raises ValueError for one that cannot be read."""
     known = [(entry, _function_of(entry)) for entry in (*_imported(), *named_entry_points(functions))]
     return {id(function): functools.partial(wrap, entry) for entry, function in known if function is not None}
+
+
+def uncaught(functions: Iterable[Callable[..., Any] | str], seen: set[tuple[str, str]]) -> tuple[str, ...]:
+    """Return those of the functions that a user names of which no call was seen; of two names of one the last one counts."""
+    entries = [(entry, id(_function_of(entry))) for entry in named_entry_points(functions)]
+    places = {function: entry.place for entry, function in entries}
+    return tuple(entry.shown for entry, function in entries if places[function] not in seen)
 
 
 def _imported() -> list[EntryPoint]:

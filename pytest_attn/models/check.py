@@ -13,7 +13,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.models.call import AttentionCall
-from pytest_attn.models.catching import catching
+from pytest_attn.models.catching import catching, uncaught
 from pytest_attn.models.comparison import CallComparison, ModelComparison
 from pytest_attn.models.compiled import runs_compiled
 from pytest_attn.models.compiled_run import judge_compiled
@@ -21,7 +21,7 @@ from pytest_attn.models.defects import known_defect_of
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.judging import judge_call
 from pytest_attn.models.message import describe
-from pytest_attn.models.named import as_functions, named_entry_points
+from pytest_attn.models.named import as_functions
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recording import Recorder
 from pytest_attn.models.replacing import Replacer, replacement
@@ -141,7 +141,7 @@ def judge_model(
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),
-        unseen=tuple(entry.shown for entry in named_entry_points(functions) if entry.shown not in tracker.functions),
+        unseen=() if replaces else uncaught(functions, tracker.functions),
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,

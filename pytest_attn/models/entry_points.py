@@ -43,6 +43,11 @@ class EntryPoint:
         """What reports call it."""
         return self.name or f"{self.module}.{self.attribute}"
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it is found."""
+        return self.module, self.attribute
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, with q, k and v. Raises UnreadableError for more than it has parameters."""
         if len(args) > len(self.parameters):
@@ -66,7 +71,13 @@ def _short(value: object) -> str:
 
 
 def read_sdpa(given: Mapping[str, Any]) -> Asked:
-    """Read scaled_dot_product_attention: tensors of 2 or more dimensions, of which the leading ones broadcast."""
+    """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
+    mask = given.get("attn_mask")
+    return _read_sdpa(given if mask is None else {**given, "attn_mask": autocast(mask)})
+
+
+def _read_sdpa(given: Mapping[str, Any]) -> Asked:
+    """Read its arguments: tensors of 2 or more dimensions, of which the leading ones broadcast."""
     q, k, v = given["query"], given["key"], given["value"]
     known = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
     refuse_unread(given, known)
@@ -74,7 +85,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Asked:
     q4, k4, v4 = (_four(t) for t in (q, k, v))
     visible, bias, mask = None, None, None
     if given.get("attn_mask") is not None:
-        visible, bias = sdpa_mask(autocast(given["attn_mask"]), lead, q4, k4)
+        visible, bias = sdpa_mask(given["attn_mask"], lead, q4, k4)
     if given.get("is_causal"):
         mask = Causal()
     return Asked(
@@ -246,5 +257,7 @@ def read_named(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults
     softcap = option((_SOFTCAP,))
     refuse_unread(options, set())
     given_to_sdpa = {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal, "scale": scale}
-    asked = read_sdpa({**given_to_sdpa, "dropout_p": dropout})
+    if hasattr(dropout, "p"):  # a module
+        dropout = dropout.p if dropout.training else 0.0
+    asked = _read_sdpa({**given_to_sdpa, "dropout_p": dropout})
     return dataclasses.replace(asked, softcap=softcap)

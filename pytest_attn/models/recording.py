@@ -107,7 +107,7 @@ class Recorder:
         import torch
 
         pristine = self._copies(inputs)
-        nodes = [alias.grad_fn for alias in aliases]
+        nodes, versions = [alias.grad_fn for alias in aliases], [alias._version for alias in aliases]
         result, precision, subject = self.computed(caught, asked, inputs)
         raw = asked.out_of(result)
         out = self._keep(asked.fold_out(raw.detach()))
@@ -116,10 +116,14 @@ class Recorder:
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, caught.kernel
         if not caught.is_again:
             self.made(call)
-        if subject is not None:
-            call.changes = _changes(asked, pristine)
         needs_gradient = self._backward and torch.is_grad_enabled()
         expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
+        if subject is not None:
+            call.changes = _changes(asked, pristine)
+        elif expected and (changed := [name for name, t, v in zip("qkv", aliases, versions, strict=True) if t._version != v]):
+            reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
+            self.unread(caught.module, caught.function, reason)
+            return result
         if raw.requires_grad or subject is not None:
             reached = _behind(raw, nodes)
             call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
@@ -203,7 +207,7 @@ class Recorder:
         self._waiting.pop(id(call), None)
         held = (call.q, call.k, call.v, call.out, *call.gradients.values())
         self._kept -= min(self._kept, sum(t.nbytes for t in held if t.device == call.inputs.device))
-        if call.is_again and not call.has_dout:
+        if call.is_again and not call.has_dout and not call.missing:
             return  # the first one has been judged, or will be
         with torch.no_grad():
             self._done(call)

@@ -88,15 +88,17 @@ class _State:
 
 def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor a value, where it has another one."""
-    import torch
-
     now = tensor.data
-    if now.is_meta or (_is_comparable(now, value) and bool(((now == value) | ((now != now) & (value != value))).all())):
+    if now.is_meta or now.is_nested or (_is_comparable(now, value) and _is_equal(now, value)):
         return
-    if now.shape == value.shape and now.layout == value.layout == torch.strided and 0 not in now.stride():
+    if _is_comparable(now, value) and 0 not in now.stride():
         now.copy_(value)
     else:
         tensor.data = value.clone()
+
+
+def _is_equal(now: torch.Tensor, value: torch.Tensor) -> bool:
+    return bool(((now == value) | ((now != now) & (value != value))).all())
 
 
 def _is_comparable(now: torch.Tensor, value: torch.Tensor) -> bool:

@@ -19,8 +19,8 @@ class Tracker:
         self._ran: dict[str, torch.nn.Module] = {}
         self._callers: dict[str, torch.nn.Module] = {}
         self._with_softmax: dict[str, None] = {}
-        #: through which calls went, also within other calls
-        self.functions: set[str] = set()
+        #: where the functions are through which calls went, also within other calls
+        self.functions: set[tuple[str, str]] = set()
         self._model = model
         if model is not None:
             self._name(model)

@@ -196,6 +196,56 @@ def test_a_function_that_is_named_and_never_caught_fails():
         check_model(model, step, functions=[own_attention])
 
 
+def test_a_function_may_be_named_twice():
+    model, step = case_of(stack(lambda q, k, v: defaulting(q, k, v)))
+
+    assert check_model(model, step, functions=[defaulting, f"{defaulting.__module__}.defaulting"]).calls
+
+
+def biased(q, k, v, mask):
+    return ((q @ k.mT).float() * 0.25 + mask).softmax(-1).to(v.dtype) @ v
+
+
+def test_autocast_leaves_the_mask_of_a_named_function_as_it_is():
+    bias = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
+    model, step = case_of(stack(lambda q, k, v: biased(q, k, v, mask=bias)))
+
+    def cast():
+        with torch.autocast("cpu", torch.bfloat16):
+            return step()
+
+    assert check_model(model, cast, functions=[biased], precision="eager", scatter=0).calls
+
+
+def dropping(query, key, value, mask=None, dropout=None):
+    return dropout(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_that_is_a_module_drops_in_training_only(p):
+    model, step = case_of(stack(lambda q, k, v: dropping(q, k, v, dropout=drop)))
+    drop = torch.nn.Dropout(p).eval()
+
+    assert check_model(model, step, functions=dropping).calls
+    if p:
+        drop.train()
+        with pytest.raises(DropoutError):
+            check_model(model, step, functions=dropping)
+
+
+def in_place(q, k, v):
+    q *= 0.25
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def test_a_function_of_ones_own_that_changes_its_input_is_not_judged_backward():
+    model, step = case_of(stack(lambda q, k, v: in_place(4 * q, k, v)))
+
+    assert check_model(model, step, functions=in_place, backward=False).calls
+    with pytest.raises(AssertionError, match="was not judged: it changes its q in place, which hides the gradient"):
+        check_model(model, step, functions=in_place)
+
+
 def test_autocast_casts_an_additive_mask_as_torch_does():
     bias = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
     model, step = case_of(stack(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))

@@ -67,6 +67,30 @@ def test_gradients_that_miss_in_every_second_call_only_are_missing():
     assert [bool(call.fault) for call in found.calls] == [False, True]
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradients_that_miss_within_a_checkpoint_are_missing(use_reentrant):
+    model = stack(causal)
+    x = torch.randn(2, 45, 64, dtype=HALF, requires_grad=True)
+    calls = []
+
+    def kernel(q, k, v, workload):
+        calls.append(workload)
+        out = SDPA(q, k, v, is_causal=True)
+        return out.detach() if workload.heads == 2 else out
+
+    model.blocks[1].attn.heads = 2
+    model.blocks[1].attn.kv_heads = 2
+    model = model.to(HALF)
+
+    def step():
+        h = x
+        for block in model.blocks:
+            h = checkpoint(block, h, use_reentrant=use_reentrant)
+        return h.float().square().mean()
+
+    assert "dq is missing" in judge_model(model, step, kernel, scatter=0).message
+
+
 def test_a_model_that_detaches_keys_itself_is_right():
     assert judged(None, stack(lambda q, k, v: SDPA(q, k.detach(), v, is_causal=True))).passed
 

@@ -39,7 +39,11 @@ def returning_a_number(model, step):
     return loss.item()
 
 
-@pytest.mark.parametrize("own", [by_grad, and_drops_them, returning_nothing, returning_a_number])
+def returning_gradients(model, step):
+    return torch.autograd.grad(step(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("own", [by_grad, and_drops_them, returning_nothing, returning_a_number, returning_gradients])
 def test_a_step_runs_its_backward_pass_in_any_way(case, own):
     found = check_model(case.model, lambda: own(*case), scatter=0)
 
@@ -56,6 +60,31 @@ def test_another_graph_s_backward_pass_is_not_the_step_s(case):
         return case.step() + of_x.detach().sum()
 
     assert all(call.has_gradients for call in check_model(case.model, step, scatter=0).calls)
+
+
+def test_an_auxiliary_loss_of_its_own_graph_is_not_the_step_s_backward_pass(case):
+    other, x = torch.nn.Linear(64, 64), torch.randn(2, 64, requires_grad=True)
+
+    def step():
+        clean = other(x).square().sum()
+        torch.autograd.grad(clean, x)
+        return {"loss": case.step(), "clean": clean}
+
+    assert all(call.has_gradients for call in check_model(case.model, step, scatter=0).calls)
+
+
+def test_what_a_user_saves_for_the_backward_pass_is_taken_once(case):
+    def step():
+        kept = {}
+
+        def pack(tensor):
+            kept[len(kept)] = tensor
+            return len(kept) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda number: kept.pop(number).clone()):
+            return case.step()
+
+    check_model(case.model, step, scatter=0)
 
 
 def test_a_step_that_ends_in_a_checkpoint_makes_its_calls_once(case):
@@ -92,6 +121,7 @@ def test_a_frozen_model_whose_input_gets_a_gradient(case):
         return loss
 
     assert check_model(model, own, scatter=0).calls[0].has_gradients
+    assert check_model(model, lambda: own().item(), scatter=0).calls[0].has_gradients
 
 
 @pytest.mark.parametrize("returned", [None, 3, [], "tokens"])
