@@ -36,6 +36,7 @@ class AttentionCall:
         kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
         changes: those of q, k and v that it changed in place, and by how much at most.
         missing: gradients that it gives none of, though they are needed.
+        is_detached: it gives no gradient at all, though one is needed.
     """
 
     module: str
@@ -53,6 +54,7 @@ class AttentionCall:
     kernel: str = ""
     changes: dict[str, float] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    is_detached: bool = False
 
     @property
     def fills_empty_rows(self) -> bool:

@@ -160,6 +160,7 @@ class _Judged:
         self.calls: list[CallComparison] = []
         self.fills_empty_rows, self.has_empty_rows = False, False
         self._diverged: list[tuple[int, str]] = []
+        self._detached: list[tuple[int, str]] = []
         self._limits, self._machine = limits, machine
 
     def notes(self) -> tuple[str, ...]:
@@ -169,12 +170,13 @@ class _Judged:
             if self.fills_empty_rows
             else ""
         )
-        diverged = ""
-        if self._diverged:
-            names = _some([label for _, label in sorted(self._diverged)])
-            where = f"{len(self._diverged)} of {len(self.calls)} calls hold NaN or infinite elements ({names})"
-            diverged = f"q, k or v of {where}: what these reach says nothing of attention"
-        return diverged, _about_raised_limits(self.calls, self._limits), filled
+        diverged = self._about(self._diverged, "hold NaN or infinite elements in q, k or v: what these reach says nothing")
+        detached = self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
+        return diverged, detached, _about_raised_limits(self.calls, self._limits), filled
+
+    def _about(self, calls: list[tuple[int, str]], what: str) -> str:
+        names = _some([label for _, label in sorted(calls)])
+        return f"{len(calls)} of {len(self.calls)} calls {what} ({names})" if calls else ""
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""
@@ -186,6 +188,8 @@ class _Judged:
         self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
         if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
             self._diverged.append((call.order, call.label))
+        if call.is_detached:
+            self._detached.append((call.order, call.label))
         try:
             comparison = judge_call(call, self._limits)
             known = known_defect_of(call, comparison, self._machine)

@@ -127,6 +127,7 @@ class Recorder:
         if raw.requires_grad or subject is not None:
             reached = _behind(raw, nodes)
             call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
+        call.is_detached = bool(expected) and not raw.requires_grad
         if not (raw.requires_grad and expected.difference(call.missing)):
             self._finish(call)
             return result

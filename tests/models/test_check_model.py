@@ -265,8 +265,24 @@ def test_a_diverged_model_is_told_so(name):
         return F.scaled_dot_product_attention(*tensors.values(), is_causal=True).nan_to_num(0, 0, 0)
 
     found = judge_model(*case_of(stack(attend), torch.bfloat16), scatter=0)
-    assert "q, k or v of 2 of 2 calls hold NaN or infinite elements (blocks.0.attn, blocks.1.attn)" in found.notes[0]
+    assert found.notes[0].startswith("2 of 2 calls hold NaN or infinite elements in q, k or v")
+    assert found.notes[0].endswith("(blocks.0.attn, blocks.1.attn)")
     assert found.passed or f"its {name} holds 128 elements that are NaN or infinite" in found.message
+
+
+def detaching(q, k, v, is_causal=True):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).detach()
+
+
+def test_a_layer_that_gives_no_gradient_is_told():
+    model, step = case_of(stack(causal), torch.bfloat16)
+    model.blocks[1].attn.attend = lambda q, k, v: detaching(q, k, v)
+
+    found = check_model(model, step, functions=[detaching], scatter=0)
+    assert [call.has_gradients for call in found.calls] == [True, False]
+    assert found.notes == (
+        "1 of 2 calls give no gradient, though q, k or v need one: none was compared there (blocks.1.attn)",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap around torch's own attention
