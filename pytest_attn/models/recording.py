@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -215,11 +216,13 @@ class Recorder:
 
 
 def _is_checkpointed() -> bool:
-    """Whether hooks take care of what is saved for the backward pass, as where a checkpoint will compute it again."""
-    import torch
+    """Whether the model makes a call within a checkpoint, which may compute it again for the backward pass."""
+    from torch.utils import checkpoint
 
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-    return top(False) is not None
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:
