@@ -4,7 +4,7 @@ The calls are judged in the eager run. Of the compiled run each output, the loss
 an eager run with exact attention, in units of what honest rounding does: the larger of two distances. One is of runs in which
 exact attention is rounded at random where kernels round, and every other operator's result is moved by what another order of
 arithmetic may. The other is of a run in which attention is rounded to nearest and nothing else is, as where a compiler fuses
-all; it is the larger one where roundings all go the same way, as of gradients that vanish in float16.
+all, times the square root of 2; it is larger where roundings all go the same way, as of gradients that vanish in float16.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def _unit(
     except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
         fused = {}
     scatter = {name: math.sqrt(square) for name, square in squares.items()}
-    return {name: max(least, min(fused.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
+    apart = {name: math.sqrt(2) * distance for name, distance in fused.items()}  # of two runs that both round, each otherwise
+    return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
 
 
 def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
