@@ -129,11 +129,10 @@ class AttentionCase(CaseTensors):
         __tracebackhide__ = True
         from pytest_attn.cases.modeling import check_model
         from pytest_attn.models.module import module_step
-        from pytest_attn.models.named import as_functions
 
         self._has_asserted = True
         step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
-        return check_model(self._run, module, step, backend, as_functions(functions), scatter)
+        return check_model(self._run, module, step, backend, functions, scatter)
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None

@@ -68,11 +68,10 @@ class AttentionModel:
         """
         __tracebackhide__ = True
         from pytest_attn.cases.modeling import check_model
-        from pytest_attn.models.named import as_functions
 
         self.is_judged = True
         options: Any = {"precision": precision, "excused": tuple(excused)}
-        found = check_model(self._run, model, step, backend, as_functions(functions), scatter, **options)
+        found = check_model(self._run, model, step, backend, functions, scatter, **options)
         self._timed.note((model, step, backend), found)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -39,7 +39,7 @@ def check_model(
     model: torch.nn.Module,
     step: Callable[[], Any],
     target: Target | None,
-    functions: tuple[Callable[..., Any] | str, ...],
+    functions: Iterable[Callable[..., Any] | str],
     scatter: int,
     precision: str | Precision | None = None,
     compiled: bool = True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -56,11 +56,7 @@ def call_kernel(
         tensors.update(_gradients(tensors["out"], leaves, pattern.of("dout", dout, spec.layout)))
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
-    changes = {
-        name: float((now.detach().double() - before.double()).abs().max())
-        for name, now, before in zip("qkv", given, kept, strict=True)
-        if not torch.equal(now.detach(), before)
-    }
+    changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")
     native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
@@ -100,6 +96,22 @@ def late_refusals_of(subject: Subject) -> Iterator[None]:
         if reason := subject.refusal_in(error):
             raise RefusedError(reason) from error
         raise
+
+
+def changes_of(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return by how much at most each tensor is not what it was before; nothing of those that are."""
+    import torch
+
+    changes = {}
+    for name, tensor in now.items():
+        tensor, kept = tensor.detach(), before[name].to(tensor.device)
+        if torch.equal(tensor, kept):
+            continue
+        is_now, was = tensor.double(), kept.double()
+        differs = (is_now != was) & ~(is_now.isnan() & was.isnan())
+        if differs.any():
+            changes[name] = float((is_now - was)[differs].abs().max())
+    return changes
 
 
 def fault_of_change(changes: dict[str, float]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_attn.models.asked import Asked, UnreadableError
 from pytest_attn.models.entry_points import FLEX, SDPA, EntryPoint, broadcast, sdpa_kernel_of
+from pytest_attn.models.graph import in_backward_pass
 from pytest_attn.models.interfaces import transformers_caught
 from pytest_attn.models.libraries import LIBRARIES
 from pytest_attn.models.named import named_entry_points
@@ -46,9 +47,7 @@ class Caught:
     @property
     def is_again(self) -> bool:
         """Whether it is made within a backward pass, as checkpointing computes a forward pass again."""
-        import torch
-
-        return bool(torch._C._current_graph_task_id() != -1)
+        return in_backward_pass()
 
     @property
     def tensors(self) -> list[torch.Tensor]:

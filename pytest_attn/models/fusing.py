@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pytest_attn.models.graph import in_backward_pass
+
 _HALF = ("torch.bfloat16", "torch.float16")
 _FLOATS = (*_HALF, "torch.float32")
 
@@ -32,7 +34,7 @@ def fused() -> Iterator[None]:
                 return func(*args, **kwargs)
             if func is torch.ops.aten._to_copy.default:
                 asks_for_half = _is(_HALF, kwargs) and _is(_FLOATS, args[0])
-                is_gradient = torch._C._current_graph_task_id() != -1  # autograd gives a parameter one of its dtype
+                is_gradient = in_backward_pass()  # autograd gives a parameter one of its dtype
                 return func(*args, **({**kwargs, "dtype": torch.float32} if asks_for_half and not is_gradient else kwargs))
             return func(*_each(args, _HALF, torch.float32), **_each(kwargs, _HALF, torch.float32))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.models.graph import in_backward_pass
+
 if TYPE_CHECKING:
     import torch
 
@@ -62,17 +64,11 @@ def moving(seed: int) -> Any:
             of_dtype = torch.finfo(result.dtype)
             _, exponent = torch.frexp(x.abs().clamp_(min=of_dtype.smallest_normal))  # below it steps do not shrink
             unit = torch.ldexp(torch.full_like(x, of_dtype.eps), exponent - 1)
-            still = ~x.isfinite() if name == "float16" and _is_backward() else ~x.isfinite() | (x == 0)
+            vanishes = name == "float16" and in_backward_pass()  # gradients that are small: zero is a rounding as well
+            still = ~x.isfinite() if vanishes else ~x.isfinite() | (x == 0)
             return torch.where(still, x, x + noise * _ULPS[name] * unit).to(result.dtype).view_as(result)
 
     return Moving()
-
-
-def _is_backward() -> bool:
-    """Whether gradients are being computed: those of float16 vanish where they are small, and zero is a rounding as well."""
-    import torch
-
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _computes(func: Any, args: tuple[Any, ...]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,12 +11,14 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
+from pytest_attn.correctness.calling import changes_of
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the_same, with_mask
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
 from pytest_attn.models.compiled import uncompiled
 from pytest_attn.models.entry_points import FLEX, autocast
+from pytest_attn.models.graph import in_checkpoint, nodes_behind
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -120,13 +121,14 @@ class Recorder:
         needs_gradient = self._backward and torch.is_grad_enabled()
         expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
         if subject is not None:
-            call.changes = _changes(asked, pristine)
+            before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
+            call.changes = changes_of({"q": asked.q, "k": asked.k, "v": asked.v}, before)
         elif expected and (changed := [name for name, t, v in zip("qkv", aliases, versions, strict=True) if t._version != v]):
             reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
             self.unread(caught.module, caught.function, reason)
             return result
         if raw.requires_grad or subject is not None:
-            reached = _behind(raw, nodes)
+            reached = nodes_behind(raw, nodes)
             call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
         call.is_detached = bool(expected) and not raw.requires_grad
         if not (raw.requires_grad and expected.difference(call.missing)):
@@ -177,7 +179,7 @@ class Recorder:
         return tensor.clone()
 
     def _await(self, call: AttentionCall, expected: set[str], asked: Asked, raw: Any, aliases: list[Any]) -> None:
-        awaited, is_checkpointed = {"dout", *expected}, _is_checkpointed()
+        awaited, is_checkpointed = {"dout", *expected}, in_checkpoint()
         self._waiting[id(call)] = call, awaited
 
         def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
@@ -213,44 +215,6 @@ class Recorder:
             return  # the first one has been judged, or will be
         with torch.no_grad():
             self._done(call)
-
-
-def _is_checkpointed() -> bool:
-    """Whether the model makes a call within a checkpoint, which may compute it again for the backward pass."""
-    from torch.utils import checkpoint
-
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
-def _behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:
-    """Return those of some nodes that a backward pass from out arrives at."""
-    found: set[Any] = set()
-    seen: set[Any] = {None}
-    waiting = [out.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in nodes:
-            found.add(node)
-        elif node is not None:
-            waiting += [before for before, _ in node.next_functions]
-    return found
-
-
-def _changes(asked: Asked, pristine: Inputs) -> dict[str, float]:
-    """Return by how much q, k or v are not what they were before the call; nothing of those that are."""
-    changes = {}
-    for name, now, before in zip("qkv", (asked.q, asked.k, asked.v), (pristine.q, pristine.k, pristine.v), strict=True):
-        now, before = now.detach(), before.to(now.device)
-        differs = (now != before) & ~(now.isnan() & before.isnan())
-        if differs.any():
-            changes[name] = float((now[differs].double() - before[differs].double()).abs().max())
-    return changes
 
 
 def _blanking(rows: EmptyRows, asked: Asked, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.ranks.paged import parts_of
 from pytest_attn.ranks.shards import cut
@@ -118,9 +119,7 @@ class RankServer:
             off = (shard.detach().double() - kept[name].double()).abs().nan_to_num(0.0)
             if bool((off > 0).any()):
                 largest = float(off.max())
-                raise ContractError(
-                    f"rank {self._rank}: the callable changed its input {name} in place (by up to {largest:.3g})"
-                )
+                raise ContractError(f"rank {self._rank}: {fault_of_change({name: largest})}")
 
     def _require_own_results(self) -> None:
         """Raise ContractError where this call has changed what the one before returned."""
