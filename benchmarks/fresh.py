@@ -1,4 +1,4 @@
-"""Fresh processes that a server forks, beside wholly fresh ones: what each costs, and whether their times are alike.
+"""New processes that a server forks, beside wholly fresh ones: what each costs, and whether their times are alike.
 
     python benchmarks/fresh.py [--device cuda|cpu] [--processes 20] [--per-server 5] [--stories] [--out FILE.json]
 

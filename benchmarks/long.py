@@ -5,7 +5,7 @@
 
 Each case prints its lines as soon as they are known. A case that would not fit the seconds that are left is left out, and
 says so. Faults are planted in torch's own flash attention: one key lost at a border, a tile lost, offsets that wrap round, a
-last tile that is cut off. Each is held against the same reference as the honest kernel.
+last tile that is cut off. Each is held against the same reference as the fault-free kernel.
 """
 
 from __future__ import annotations

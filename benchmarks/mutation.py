@@ -2,11 +2,11 @@
 
     python benchmarks/mutation.py [--groups smoke,edges,features] [--classes masks,...] [--out FILE.json]
 
-    --groups pairs: the covering set of pairs of features; --classes none: only the honest kernels
+    --groups pairs: the covering set of pairs of features; --classes none: only the fault-free kernels
 
 Every mutant runs on every workload of the groups whose options reach its fault, forward and backward, until it is found. The
-rules of others get what they use themselves: their input distribution, exact attention as the truth, the honest kernel in one
-tile as the twin where they compare with one, and their tolerances for out, dq, dk and dv. At the end the honest kernels
+rules of others get what they use themselves: their input distribution, exact attention as the truth, the fault-free kernel in
+one tile as the twin where they compare with one, and their tolerances for out, dq, dk, dv. At the end the fault-free kernels
 run through all of it: a rule that refuses one of them alarms falsely. CPU, one thread.
 """
 
@@ -220,7 +220,7 @@ def _share(rows: list[dict[str, Any]], finds: Callable[[dict[str, Any]], bool], 
 
 
 def false_alarms(cases: list[Case], peers: Peers) -> None:
-    """Print how often each judge refuses an honest kernel, and what ours refuse."""
+    """Print how often each judge refuses a fault-free kernel, and what ours refuse."""
     alarms = dict.fromkeys(["check", "check_invariants", *RULES], 0)
     number = 0
     for variant in VARIANTS:
@@ -236,7 +236,9 @@ def false_alarms(cases: list[Case], peers: Peers) -> None:
                 print(f"false alarm: {where}: {finding.invariant}: {finding.evidence}", flush=True)
             for name in peers.refused_by(backend, case, list(RULES)):
                 alarms[name] += 1
-    print(f"\n{number} cases of honest kernels; refused by", ", ".join(f"{name}: {count}" for name, count in alarms.items()))
+    print(
+        f"\n{number} cases of fault-free kernels; refused by", ", ".join(f"{name}: {count}" for name, count in alarms.items())
+    )
 
 
 if __name__ == "__main__":

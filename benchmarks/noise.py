@@ -1,4 +1,4 @@
-"""How far a p50 can be trusted: many fresh processes time the same kernels, beside triton's do_bench and CUPTI.
+"""How far a p50 can be trusted: many new processes time the same kernels, beside triton's do_bench and CUPTI.
 
     python benchmarks/noise.py --out FILE.json [--processes 30] [--device cuda|cpu] [--disturb process|heat]
 
@@ -279,7 +279,7 @@ def main() -> None:
 def report(series: dict[str, Any]) -> None:
     """Print the run-to-run spread of each case, whoever timed it."""
     runs = series["runs"]
-    print(f"{series['device']}, torch {series['torch']}, {len(runs)} fresh processes; spread: CV of the p50 over processes")
+    print(f"{series['device']}, torch {series['torch']}, {len(runs)} new processes; spread: CV of the p50 over processes")
     columns = ("do_bench",)
     print(
         f"{'case':38} {'p50 us':>9} {'mode':>8} {'spread':>7} {'adjusted':>8} {'CUPTI us':>9}", *(f"{c:>24}" for c in columns)

@@ -118,7 +118,7 @@ def upper_bound(alarms: int, number: int, confidence: float = 0.95) -> float:
 
 
 def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
-    """Print how many suites without a slowdown alarm, and how many of their cases fresh processes looked at."""
+    """Print how many suites without a slowdown alarm, and how many of their cases new processes looked at."""
     alarms, suspects, verdicts, by_case = 0, 0, Counter[str](), Counter[str]()
     for suite in drawn:
         found = []
@@ -137,7 +137,7 @@ def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int)
     print(
         f"A/A: {alarms} of {len(drawn)} suites of {cases} cases alarm ({alarms / len(drawn):.2%}, below {bound:.2%} at 95 %)"
     )
-    print(f"     cases: {shares}; {suspects / total:.2%} confirmed in fresh processes")
+    print(f"     cases: {shares}; {suspects / total:.2%} confirmed in new processes")
     for key, count in by_case.items():
         if count:
             print(f"     {count} alarms of {key}")

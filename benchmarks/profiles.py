@@ -1,4 +1,4 @@
-"""How far honest kernels that round elsewhere are from exact attention, each under the precision profile that it declares.
+"""How far fault-free kernels that round elsewhere are from exact attention, each under the precision profile that it declares.
 
     python benchmarks/profiles.py [NAME ...]
 

@@ -1,7 +1,7 @@
-"""Attention over ranks: honest kernels over shards, numbers of ranks and workloads, and every planted fault.
+"""Attention over ranks: fault-free kernels over shards, numbers of ranks and workloads, and every planted fault.
 
 `python benchmarks/ranks.py [--real]` prints a line for each kernel, shard and number of ranks with the largest z of all
-workloads, forward and backward, then which faults were found and named. Ranks are threads; with --real the honest kernels also
+workloads, forward and backward, then which faults were found and named. Ranks are threads; with --real fault-free kernels also
 run in processes over gloo, through pytest. Takes one minute on two cores, with --real two.
 """
 
@@ -68,7 +68,7 @@ test_contiguous, test_head_tail, test_striped = map(over, SHARDS)
 
 
 def honest(references: ReferenceCache) -> int:
-    """Judge the honest kernels; return how many false alarms there were."""
+    """Judge the fault-free kernels; return how many false alarms there were."""
     alarms = 0
     for kernel in HONEST:
         for shard in SHARDS:
@@ -97,7 +97,7 @@ def faults(references: ReferenceCache) -> int:
 
 
 def real() -> int:
-    """Run the honest kernels over gloo; return pytest's exit code."""
+    """Run the fault-free kernels over gloo; return pytest's exit code."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_real.py").write_text(REAL)
         paths = f"{TESTS}:{TESTS.parent}"

@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
-    if settings.shard and session.child is None:  # a fresh process runs the items that it gets
+    if settings.shard and session.child is None:  # a new process runs the items that it gets
         from pytest_attn.session.part import Part
 
         session.part = Part(config, settings)
@@ -175,7 +175,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run nothing under --attn-list; in a fresh process that was prepared, nothing before its turn."""
+    """Run nothing under --attn-list; in a new process that was prepared, nothing before its turn."""
     attention = _session(session.config)
     if attention.child is not None:
         attention.child.wait_for_turn()

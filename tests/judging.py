@@ -54,7 +54,7 @@ def causal(q, k, v, **options):
 
 
 def explicit(q, k, v, *, scale=None, mask=None, softcap=None, sinks=None, bias=None):
-    """An honest kernel in float32 with options, to leave out or get wrong."""
+    """A fault-free kernel in float32 with options, to leave out or get wrong."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).float(), v.repeat_interleave(group, 1).float()
     score = q.float() @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)

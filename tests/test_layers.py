@@ -184,7 +184,7 @@ def test_the_page_on_the_architecture_names_files_that_there_are():
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
-def offences(path, root=ROOT):
+def offenses(path, root=ROOT):
     """Say what a file imports that its layer may not."""
     mine, theirs = layer(path, root), {layer(other, root) for other in files_imported(path, root)}
     names, at_once = imported(path), {name.partition(".")[0] for name in imported(path, top_level_only=True)}
@@ -203,11 +203,11 @@ def offences(path, root=ROOT):
 
 
 def test_a_file_imports_what_its_layer_may():
-    assert [f"{path.relative_to(ROOT)}: {offence}" for path in FILES for offence in offences(path)] == []
+    assert [f"{path.relative_to(ROOT)}: {offense}" for path in FILES for offense in offenses(path)] == []
 
 
 @pytest.mark.parametrize(
-    ("place", "text", "offence"),
+    ("place", "text", "offense"),
     [
         ("drawer.py", "", "belongs to no layer"),
         ("suite/test_it.py", "from pytest_attn.correctness import judge\n", "the suite is written"),
@@ -217,14 +217,14 @@ def test_a_file_imports_what_its_layer_may():
         ("correctness/judge.py", "def late():\n    import pytest\n", "knows of pytest"),
     ],
 )
-def test_a_planted_import_is_seen(tmp_path, place, text, offence):
+def test_a_planted_import_is_seen(tmp_path, place, text, offense):
     root = tmp_path / "pytest_attn"
     for name in (place, "correctness/judge.py", "reports/terminal.py", "backends/adapters/te.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     (root / place).write_text(text)
-    (found,) = offences(root / place, root)
-    assert offence in found
+    (found,) = offenses(root / place, root)
+    assert offense in found
 
 
 def test_only_the_registry_asks_what_kind_of_subject_it_has():

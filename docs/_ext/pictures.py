@@ -1,6 +1,6 @@
 """Draw the pictures of docs/pictures/ from real runs: `python docs/_ext/pictures.py [NAME ...]`, without names all of them.
 
-terminal-failure.svg and terminal-backends.svg show what pytest prints, in a terminal's colours, for tests of the README and of
+terminal-failure.svg and terminal-backends.svg show what pytest prints, in a terminal's colors, for tests of the README and of
 this file. report.svg is the top of the page that --attn-output=report.html writes, as Chromium draws it. gate.svg shows every
 committed recording of some cases of baselines/nvidia-h200.json, as the repository's history has them. The groups `docs` and
 `test` must be installed, and for report.svg Chromium on PATH.
@@ -79,7 +79,7 @@ def first_test() -> str:
 
 
 def printed(source: str, *options: str) -> str:
-    """Run pytest on one file in an empty folder and return what it prints, colours included."""
+    """Run pytest on one file in an empty folder and return what it prints, colors included."""
     with tempfile.TemporaryDirectory() as folder:
         text = run(Path(folder), source, *options)
     of_the_machine = re.compile(r"platform |rootdir: |plugins: |benchmark: |hypothesis profile |cachedir: |attn = <")
@@ -113,7 +113,7 @@ def report() -> str:
 
 
 def terminal(text: str, title: str) -> str:
-    """Return text with a terminal's colours as an SVG that loads no font from elsewhere."""
+    """Return text with a terminal's colors as an SVG that loads no font from elsewhere."""
     from rich.console import Console
     from rich.text import Text
 
@@ -152,7 +152,7 @@ def gate() -> str:
     """Return the recordings of the cases as an SVG: ten processes each, their median, and what would fail against it."""
     height = TOP + len(CASES) * (HEIGHT + GAP)
     drawn = [line for number, case in enumerate(CASES) for line in _panel(case, TOP + number * (HEIGHT + GAP))]
-    title = f"Committed recordings on an NVIDIA H200: ten fresh processes each, and the gate's limit of +{LIMIT:.0%}"
+    title = f"Committed recordings on an NVIDIA H200: ten new processes each, and the gate's limit of +{LIMIT:.0%}"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 30} {height}" role="img"',

@@ -25,7 +25,7 @@ TENSOR_CORE_UNIT = 2.0**-23
 #: Relative error that a weight exp(lse_a - lse_b) has per unit of lse: lse is a float32.
 LSE_UNIT = 2.0**-24
 #: Relative error of an operand that tensor cores take as tf32: most cut float32 off after 10 bits, which loses 2 ** -11 on
-#: average, and always towards zero.
+#: average, and always toward zero.
 TF32_UNIT = 2.0**-11
 #: Absolute error of softcap's derivative 1 - tanh(x)^2, formed in float32.
 SLOPE_UNIT = 2.0**-22
@@ -44,7 +44,7 @@ SHARED = 1.5
 class Precision:
     """Where a kernel rounds, beside its output and its probabilities P.
 
-    Those from p_dtype on are for kernels that quantise q, k and v, and are held to exact attention on the quantised values.
+    Those from p_dtype on are for kernels that quantize q, k and v, and are held to exact attention on the quantized values.
 
     Args:
         name: what reports call the profile.
@@ -169,11 +169,11 @@ PRECISIONS = {
     "sdpa": Precision("sdpa", ds_from_rounded_p=True, rounds_scaled_ds=True, sums_rounded_heads=True, float32_unit=2.0**-23),
     # float32 kernels whose products are those of tf32 tensor cores: Triton's tl.dot by default, torch with allow_tf32
     "tf32": Precision("tf32", operand_unit=TF32_UNIT),
-    # P in int8 or fp8, for inputs that are quantised values already (as they are after dequantisation): only what a kernel
+    # P in int8 or fp8, for inputs that are quantized values already (as they are after dequantization): only what a kernel
     # does to P is excused, not what it does to q, k and v
     "int8": Precision("int8", p_step=INT8_STEP),
     "fp8": Precision("fp8", p_dtype="float8_e4m3fn"),
-    # SageAttention 1.0.6, its quantisation known but for ties: float16 P, and float16 sums over 64 keys.
+    # SageAttention 1.0.6, its quantization known but for ties: float16 P, and float16 sums over 64 keys.
     # Source: attn_qk_int8_per_block.py (p.to(tl.float16), out_dtype=tl.float16, BLOCK_N = 64).
     "sage": Precision("sage", p_dtype="float16", half_sum_keys=64, qk_error=TIES_ERROR),
     # SageAttention 2: int8 steps of q and k unknown but for their size; float16 P, float32 sums

@@ -52,7 +52,6 @@ class Registry:
         """Register a backend of your own; raise ValueError where it is none, or its name is taken or not a plain word."""
         if not isinstance(backend, Backend):
             raise ValueError(f"add takes an instance of pytest_attn.Backend, got {backend!r}; add_function takes functions")
-        _require_new_names(backend)
         self._require_free(getattr(backend, "name", None))
         self._loaders[backend.name] = lambda: backend
 
@@ -132,7 +131,6 @@ class Registry:
         if isinstance(target, str):
             return self[target]
         if isinstance(target, Backend):
-            _require_new_names(target)
             return target
         if not callable(target):
             raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
@@ -193,12 +191,6 @@ class Registry:
         prefix, _, rest = base.partition(":")
         module, cls, *_ = FAMILIES[prefix]
         return _loader(module, cls, rest)()
-
-
-def _require_new_names(backend: Backend) -> None:
-    """Raise ValueError for a backend with a method of a name that is asked for no more."""
-    if hasattr(backend, "dequantised"):
-        raise ValueError(f"backend {backend.name!r}: dequantised is spelled dequantized now; rename the method")
 
 
 def _configured(backend: Backend, options: Options) -> Backend:

@@ -49,7 +49,7 @@ class Measuring:
             self.timekeeper.expect(device)
 
     def number(self, measurement: Measurement) -> Measurement:
-        """Return a measurement that knows the how-manieth of its test it is."""
+        """Return a measurement that knows its index among those of its test."""
         kind = measurement.kind
         self._taken[kind] += 1
         return replace(measurement, number=self._taken[kind], nth=sum(self._taken.values()))

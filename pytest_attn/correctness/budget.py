@@ -14,7 +14,7 @@ The source of these formulas is an error analysis of flash-attention's algorithm
 eu and e_ij are in `rounding.py`, out and n_ij here, the gradients in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 
-What quantised kernels add (fields of `Precision`): e_ij follows P's own dtype or step, and is never more than P_ij; where P
+What quantized kernels add (fields of `Precision`): e_ij follows P's own dtype or step, and is never more than P_ij; where P
 has few steps, sum_j e_ij^2 v_j^2 gives way to what a plain rounding of the row loses, if that is more (`_coarse_variance`);
 float16 sums err by u times each partial sum; what is unknown of q and k moves the scores.
 """

@@ -1,6 +1,6 @@
 """Hold a kernel's tensors against the reference: residual over budget, at three levels, and the usual figures beside it.
 
-z = (tensor - exact) / tau is dimensionless. An honest kernel's z looks the same for every shape, dtype and value scale,
+z = (tensor - exact) / tau is dimensionless. A fault-free kernel's z looks the same for every shape, dtype and value scale,
 and each kind of fault shows at its own level: one wrong element (max |z|), one wrong key or row (RMS of z over a row), a
 small error everywhere (RMS of z over a head).
 """

@@ -1,4 +1,4 @@
-"""What a tensor should be, element by element, and how far an honest kernel may be from that."""
+"""What a tensor should be, element by element, and how far a fault-free kernel may be from that."""
 
 from __future__ import annotations
 

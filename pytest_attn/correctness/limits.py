@@ -1,4 +1,4 @@
-"""How far from exact an honest kernel may be, in budgets, at each of three levels."""
+"""How far from exact a fault-free kernel may be, in budgets, at each of three levels."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _heads(inputs: Inputs, w: Workload) -> Iterator[Read]:
     at, own = 2 if w.kv_pages else 1, tuple(key_heads(w))
     maps = {
         "in which query head h uses key head h % kv_heads (interleaved groups)": lambda h: h % w.kv_heads,
-        "in which query head h uses key head h // group (groups of neighbours)": lambda h: h // w.group,
+        "in which query head h uses key head h // group (groups of neighbors)": lambda h: h // w.group,
         "in which query head h uses key head h // kv_heads, not h // group": lambda h: min(h // w.kv_heads, w.kv_heads - 1),
         "in which groups are rounded up to a power of two": lambda h: h >> (w.group - 1).bit_length(),
         "in which query head h uses key head h, as far as there are any": lambda h: min(h, w.kv_heads - 1),

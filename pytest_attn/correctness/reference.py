@@ -1,4 +1,4 @@
-"""Exact attention in float64, with the rounding error that an honest kernel may show on top, element by element.
+"""Exact attention in float64, with the rounding error that a fault-free kernel may show on top, element by element.
 
 Everything is computed in chunks of heads and query rows, so memory grows with the sequence, not with its square. Long
 workloads are sampled: chosen query rows for out, lse and dq, chosen keys for dk and dv, each of them exact.
@@ -37,10 +37,10 @@ class Reference:
     """Exact results of one workload and one draw of inputs: out, lse and, with gradients, dq, dk, dv.
 
     Tensors are heads-first, (batch, heads, rows, dim); packed sequences lie end to end in one batch entry. `given` are the
-    inputs as the callable takes them, where a backend quantises them, or where they are quantised and come with descales.
+    inputs as the callable takes them, where a backend quantizes them, or where they are quantized and come with descales.
     `inputs` are then the values that they stand for. Elsewhere `given` is None. parameters: those whose gradients are there,
     as dsinks and so on. redraw: draws the inputs of a long workload
-    again, which are let go between two calls.
+    again, which are freed between two calls.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def inputs(self) -> Inputs:
-        """The values of which attention is exact; drawn again where they were let go."""
+        """The values of which attention is exact; drawn again where they were freed."""
         if self._inputs is None:
             assert self.redraw is not None
             self._inputs = self.redraw()

@@ -1,7 +1,7 @@
 """What one rounding costs: the variance that it adds to a result, to P, or to V, in one precision profile.
 
 eu(x) = max(u |x|, floor): the rounding of a result x to the dtype
-e_ij: the rounding of P_ij, that of the dtype or, in quantised kernels, of P's own dtype or step, never more than P_ij
+e_ij: the rounding of P_ij, that of the dtype or, in quantized kernels, of P's own dtype or step, never more than P_ij
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 #: Tensor cores add 16 products at a time to a float32 sum and cut off what does not fit (Fasi et al., Numerical behavior of
-#: NVIDIA tensor cores, 2021): up to a unit in the last place, 2^-23, at each step, always towards 0, so the losses add up.
+#: NVIDIA tensor cores, 2021): up to a unit in the last place, 2^-23, at each step, always toward 0, so the losses add up.
 _CUT_FROM_SUM = 2.0**-23 / 16
 
 

@@ -44,7 +44,7 @@ def tensors_of(data: FailureData) -> dict[str, torch.Tensor]:
 
     What the kernel was given: q, k, v and others, with dout for a backward pass. What it returned: out, lse, dq, dk, dv.
     reference.NAME in float64, reference.NAME.budget in float32, reference.NAME.rows where only these were computed.
-    For a backend that quantises its inputs: quantised.q and so on, from which the reference is computed. Of quantized inputs:
+    For a backend that quantizes its inputs: quantised.q and so on, from which the reference is computed. Of quantized inputs:
     descales.q and so on. If a function says which keys are seen: mask, boolean.
     """
     given = {name: getattr(data.inputs, name) for name in _INPUTS if name != "dout" or data.backward}

@@ -1,4 +1,4 @@
-"""P6: what the formula of attention says about other values."""
+"""What the formula of attention says about other values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Algebra(Invariant):
     calls = 2
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Quantised values are not linear."""
+        """Quantized values are not linear."""
         return QUANTIZES if probe.is_approximate else None
 
     def run(self, probe: Probe) -> str:

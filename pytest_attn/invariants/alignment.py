@@ -1,4 +1,4 @@
-"""P2 again: strides and addresses that no model passes, and that end some kernels with the process's CUDA context."""
+"""Strides and addresses that no model passes, and that end some kernels with the process's CUDA context."""
 
 from __future__ import annotations
 

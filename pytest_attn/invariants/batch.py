@@ -1,4 +1,4 @@
-"""P13: a batch entry does not depend on its company."""
+"""A batch entry does not depend on its company."""
 
 from __future__ import annotations
 

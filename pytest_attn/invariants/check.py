@@ -1,4 +1,4 @@
-"""Ask one kernel every invariant on one workload, and write down what broke."""
+"""Run every invariant of one kernel on one workload, and write down what broke."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P9: the device that tensors are on computes, whichever is the current one."""
+"""The device that tensors are on computes, whichever is the current one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P5: the same attention, said in another way."""
+"""The same attention, said in another way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P7: what the softmax says about its own gradients."""
+"""What the softmax says about its own gradients."""
 
 from __future__ import annotations
 

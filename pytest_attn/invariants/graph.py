@@ -1,4 +1,4 @@
-"""P9: a CUDA graph of the kernel, replayed on other data."""
+"""A CUDA graph of the kernel, replayed on other data."""
 
 from __future__ import annotations
 

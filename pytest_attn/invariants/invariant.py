@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.probe import Probe
 
 CLOSED_OVER = "options of a callable are closed over; a backend can be asked about others"
-QUANTIZES = "a kernel that quantises its inputs mixes keys, and rounds in other places"
+QUANTIZES = "a kernel that quantizes its inputs mixes keys, and rounds in other places"
 
 
 class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error

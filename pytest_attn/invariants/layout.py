@@ -1,4 +1,4 @@
-"""P2: strides say where elements lie, not what attention is."""
+"""Strides say where elements lie, not what attention is."""
 
 from __future__ import annotations
 

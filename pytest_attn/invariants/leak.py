@@ -1,4 +1,4 @@
-"""P3: which keys a row sees, read from the kernel itself."""
+"""Which keys a row sees, read from the kernel itself."""
 
 from __future__ import annotations
 

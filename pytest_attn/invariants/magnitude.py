@@ -1,4 +1,4 @@
-"""P11: large scores, far below and far above 0."""
+"""Large scores, far below and far above 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Magnitude(Invariant):
     calls = 2
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Leave out quantised kernels, and what takes too long."""
+        """Leave out quantized kernels, and what takes too long."""
         if probe.is_approximate:
             return QUANTIZES
         if probe.workload.is_quantized or probe.workload.v_in_k:

@@ -1,4 +1,4 @@
-"""P12: offsets past 2^31, with little data."""
+"""Offsets past 2^31, with little data."""
 
 from __future__ import annotations
 

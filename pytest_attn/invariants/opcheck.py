@@ -1,4 +1,4 @@
-"""P15: what torch.library asks of a registered operator."""
+"""What torch.library asks of a registered operator."""
 
 from __future__ import annotations
 

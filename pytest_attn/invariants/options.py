@@ -1,4 +1,4 @@
-"""P4: an option that is given acts, also where the call before had another."""
+"""An option that is given acts, also where the call before had another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P1: memory that the kernel does not own may hold anything."""
+"""Memory that the kernel does not own may hold anything."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Poison(Invariant):
                 found = probe.call(tensors)
         for name, band in zip(("q", "k", "v", "dout"), bands, strict=True):
             if band.is_written:
-                return f"the kernel wrote outside {name}, whose neighbouring memory is no longer NaN"
+                return f"the kernel wrote outside {name}, whose neighboring memory is no longer NaN"
         changed = probe.change(found, clean) or _nan_both_times(probe, found)
         return f"{places}: {changed}" if changed else ""
 

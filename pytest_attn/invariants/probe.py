@@ -99,7 +99,7 @@ class Probe:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the kernel quantises its inputs."""
+        """Whether the kernel quantizes its inputs."""
         return self.subject.is_approximate
 
     @property
@@ -221,7 +221,7 @@ class Probe:
     # -- judging -------------------------------------------------------------------------------------------------------
 
     def reference(self, inputs: Inputs) -> Reference:
-        """Return exact attention on `inputs`, as the kernel quantises them where it does. The last two are kept."""
+        """Return exact attention on `inputs`, as the kernel quantizes them where it does. The last two are kept."""
         for known, reference in self._references:
             if known is inputs:
                 return reference
@@ -253,7 +253,7 @@ class Probe:
     def change(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
         """Say where results differ from those expected, by default the base, by more than rounding in another order.
 
-        Equal bits need no further spec. Otherwise both must lie within the budget of exact attention. An honest kernel
+        Equal bits need no further spec. Otherwise both must lie within the budget of exact attention. A fault-free kernel
         may take another path for other strides, or add up in the order in which its blocks come.
         """
         expected = self.base if expected is None else expected

@@ -1,4 +1,4 @@
-"""P8: the same call again gives the same bits, and waits for its inputs."""
+"""The same call again gives the same bits, and waits for its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P10: lengths and head dimensions at the places where kernels break."""
+"""Lengths and head dimensions at the places where kernels break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P9: nothing is left over from another call."""
+"""Nothing is left over from another call."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Baseline:
     """What was recorded for one case.
 
     shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
-    launch (of one call): seconds, one per fresh process. z: largest element, row and head of the check, which
+    launch (of one call): seconds, one per new process. z: largest element, row and head of the check, which
     `check` describes. memory: bytes. conditions: the soft keys. gpu: which of those of its name, by the first digits of its
     UUID; "" where nobody knows. history: (date, median p50 in seconds, reason) of every recording, the oldest first.
     """

@@ -43,7 +43,7 @@ def locked_clocks(device: torch.device, megahertz: int | None) -> Iterator[int]:
 
 
 class _ClockLock:
-    """The SM clock of one GPU, held and let go once."""
+    """The SM clock of one GPU, locked and released once."""
 
     def __init__(self, device: torch.device, gpu: Gpu) -> None:
         self._device, self._gpu = device, gpu

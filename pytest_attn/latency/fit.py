@@ -71,7 +71,7 @@ class Fit:
 
 
 def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
-    """Fit the sensitivities of a case to its anchors by ridge regression towards `prior`, each between 0 and 1.
+    """Fit the sensitivities of a case to its anchors by ridge regression toward `prior`, each between 0 and 1.
 
     prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
     """

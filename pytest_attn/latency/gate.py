@@ -1,4 +1,4 @@
-"""Whether a kernel became slower: the runs of today's fresh processes against the recorded ones, case by case.
+"""Whether a kernel became slower: the runs of today's new processes against the recorded ones, case by case.
 
 One run is one process: samples within a process agree far better than processes do, so a process counts as one value.
 Values are logarithms of p50s, adjusted for what the anchors say of the machine; their variance is moderated across cases
@@ -19,7 +19,7 @@ from pytest_attn.latency.fit import SENSITIVITY_SD, Fit, Run
 from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantile, t_tail
 from pytest_attn.verdict import Verdict
 
-#: the fewest fresh processes whose runs make a baseline
+#: the fewest new processes whose runs make a baseline
 FEWEST_RUNS = 10
 #: probability with which a suite without any slowdown shows a regression
 SUITE_ALPHA = 0.01
@@ -36,7 +36,7 @@ _DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
 class Policy:
     """What counts as slower.
 
-    slowdown: share below which no change fails. floor: the same in seconds. runs: fresh processes that confirm a suspect.
+    slowdown: share below which no change fails. floor: the same in seconds. runs: new processes that confirm a suspect.
     anchors: by how much, as a share, anchors may have moved before nothing can be said. between: how far, as a share (a
     standard deviation), two devices of one name differ in a kernel's time.
     """
@@ -111,12 +111,12 @@ class GateContext:
 
 
 def decide(runs: Sequence[Run], context: GateContext) -> Decision:
-    """Decide over the runs of fresh processes."""
+    """Decide over the runs of new processes."""
     return _decision_from(_figures_of(runs, context), context)
 
 
 def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
-    """Look at the one run of this process; return what it says and whether fresh processes must confirm it.
+    """Look at the one run of this process; return what it says and whether new processes must confirm it.
 
     They must in three cases: the run is slower by what can fail; it is slower for sure, and may be by so much; it does
     not pass by itself.

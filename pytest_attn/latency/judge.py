@@ -1,4 +1,4 @@
-"""The decision over one latency, from what was recorded, what was measured, and a function that times it in fresh processes.
+"""The decision over one latency, from what was recorded, what was measured, and a function that times it in new processes.
 
 Nothing here knows pytest, and nothing is changed but what is known of the machine, in `Crowd`.
 """
@@ -26,15 +26,15 @@ _RECORD = '--attn-update-baselines "first recording"'
 
 
 class FreshError(Exception):
-    """Fresh processes did not time what they should have; the text says why."""
+    """New processes did not time what they should have; the text says why."""
 
 
 class DisturbedError(FreshError):
-    """Too many fresh processes were disturbed; the text says by what."""
+    """Too many new processes were disturbed; the text says by what."""
 
 
 class StartError(FreshError):
-    """A fresh process could not run the test at all; the text is the last of what it said."""
+    """A new process could not run the test at all; the text is the last of what it said."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Measured:
 
 @dataclass
 class Crowd:
-    """Whether a CPU is shared so much that fresh processes were disturbed as well, when they were last asked."""
+    """Whether a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
 
     is_there: bool = False
 
@@ -113,7 +113,7 @@ def judge_latency(
 ) -> Decision:
     """Hold a measurement against its baseline.
 
-    policy: what counts as slower. cases: how many the whole suite decides over. fresh_runs: times the case in fresh processes,
+    policy: what counts as slower. cases: how many the whole suite decides over. fresh_runs: times the case in new processes,
     asked where the one measurement does not decide by itself; raises FreshError. crowd: of the run, kept up to date.
     """
     baseline = baselines.of(measured.key)
@@ -135,7 +135,7 @@ def judge_latency(
 
 
 def _first_look(measured: Measured, context: GateContext, crowd: Crowd) -> tuple[Decision, bool]:
-    """Return what the one measurement says, and whether fresh processes must be asked."""
+    """Return what the one measurement says, and whether new processes must be asked."""
     latency = measured.latency
     if latency.disturbances:
         needs_others = measured.kind == "cpu" and not crowd.is_there
@@ -146,7 +146,7 @@ def _first_look(measured: Measured, context: GateContext, crowd: Crowd) -> tuple
 
 
 def _unconfirmed(first: Decision, error: FreshError, policy: Policy) -> Decision:
-    """Return what becomes of a first look that fresh processes could not confirm; a disturbed one stays what it is."""
+    """Return what becomes of a first look that new processes could not confirm; a disturbed one stays what it is."""
     if first.change is None:
         return first if isinstance(error, DisturbedError) else replace(first, reason=f"{first.reason}; {error}")
     if isinstance(error, StartError):

@@ -35,7 +35,7 @@ def describe_regression(decision: Decision, recorded: Baseline, latency: Latency
 
 
 def describe_unconfirmed(name: str, decision: Decision) -> str:
-    """Return the text of a time that looks slower, where no fresh process could confirm that. name: what was timed."""
+    """Return the text of a time that looks slower, where no new process could confirm that. name: what was timed."""
     return f"looks slower: {name}: {describe_change(decision)}\n{labeled('but', decision.reason)}"
 
 

@@ -177,7 +177,7 @@ def dense(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) ->
 
 
 def says_the_same(asked: Asked, visible: torch.Tensor) -> bool:
-    """Whether a call hides by an additive mask alone what is not visible; rows that see nothing are its own affair."""
+    """Whether a call hides by an additive mask alone what is not visible; rows that see nothing are not checked."""
     import torch
 
     if asked.bias is None or asked.visible is not None or asked.mask is not None:

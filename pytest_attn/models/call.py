@@ -31,7 +31,7 @@ class AttentionCall:
         gradients: those that arrived, by name, in the same layout.
         has_dout: whether a gradient of out arrived.
         is_again: it was computed once more for a backward pass, as checkpointing does.
-        order: the how-manieth of all calls it is.
+        order: its index among all calls.
         empty_rows: those of out that see no key; None where nobody asked for them.
         kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
         changes: those of q, k and v that it changed in place, and by how much at most.

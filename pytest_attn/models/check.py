@@ -132,7 +132,7 @@ def judge_model(
             if subject is None:
                 run = judge_compiled(model, step, again, backward=backward, functions=functions, precision=precision)
                 if judged.has_empty_rows and run.wrong:
-                    run = run.not_compared("what the compiled model holds in rows that see no key is its own affair")
+                    run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
             else:
                 about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
     comparison = ModelComparison(
@@ -221,7 +221,7 @@ def _about_silence(tracker: Tracker) -> str:
 
 
 def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:
-    """Say of which calls small faults cannot be seen, as honest kernels are further from exact than the limits; "" of none."""
+    """Say in which calls small faults cannot be seen, as fault-free ones are further from exact than the limits, or ""."""
     usual = limits_named(limits)
     raised = [
         call.label

@@ -241,7 +241,7 @@ _SOFTCAP = "softcap"
 def read_named(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults: Mapping[str, Any]) -> Asked:
     """Read a user's function: q, k, v (batch, heads, rows, dim), and options under the names that are usual for them.
 
-    defaults: what options are that are not given. Those under other names are its own affair.
+    defaults: what options are that are not given. Those under other names are not checked.
     """
     options = {name: defaults[name] for name in (*_MASK, *_CAUSAL, *_SCALE, *_DROPOUT, _SOFTCAP) if name in defaults}
     options |= given

@@ -1,8 +1,8 @@
-"""How far honest kernels are from exact attention on the tensors of one call, where the budget's assumption fails.
+"""How far fault-free kernels are from exact attention on the tensors of one call, where the budget's assumption fails.
 
 The budget takes rounding errors as independent. In a model whose attention is almost uniform they are not: all rows of out
 are nearly equal, are rounded alike, and what D_i inherits of it adds up over the rows. So where a call is beyond the limits,
-honest kernels are emulated on the same tensors, with the grid of their roundings moved from one to the next; a level may
+fault-free kernels are emulated on the same tensors, with the grid of their roundings moved from one to the next; a level may
 reach their mean and `DEVIATIONS` standard deviations more. Where errors are independent, their levels hardly differ, and the
 limits stay what they are.
 """
@@ -35,7 +35,7 @@ _MOST_SCORES = 1 << 28
 def with_honest_limits(
     rows: tuple[TensorComparison, ...], tensors: Mapping[str, torch.Tensor], reference: Reference, inputs: Inputs
 ) -> tuple[TensorComparison, ...]:
-    """Return the comparisons, those that failed with the limits that honest kernels need on these very tensors."""
+    """Return the comparisons, those that failed with the limits that fault-free kernels need on these very tensors."""
     failed = {row.name for row in rows if not row.passed and not row.wrong_positions}
     if not failed or reference.is_sampled or score_elements(inputs.workload) > _MOST_SCORES:
         return rows
@@ -64,7 +64,7 @@ def _raised(limits: Limits, honest: list[TensorComparison]) -> Limits:
 
 
 def _twins(inputs: Inputs, reference: Reference, backward: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what honest kernels return: rounded where the profile says so, or in float32 on values of another scale."""
+    """Yield what fault-free kernels return: rounded where the profile says so, or in float32 on values of another scale."""
     import torch
 
     is_float32 = inputs.workload.dtype == "float32"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: batch entries and tokens of drawn hidden states
 _SHAPE = (2, 64)
-#: hidden states are so large that freshly initialised projections give attention that is far from uniform
+#: hidden states are so large that freshly initialized projections give attention that is far from uniform
 _SPREAD = 3.0
 
 

@@ -2,7 +2,7 @@
 
 For each output, the loss and the gradient of each parameter: |T - T_exact| over the root mean square of |T_k - T_exact|, with
 T_k from runs in which attention is exact but rounded at random where the precision profile says that kernels round. About 1
-is what an honest kernel gives. A fault that the rounding of the rest hides is not seen here: the verdict is that of the calls.
+is what a fault-free kernel gives. A fault hidden by the rounding of the rest is not seen here: the calls decide the verdict.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Recorder:
 
     done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
     masks: what each call may see, by module and number, where that is known better than from the call itself. judges: calls
-    are to be judged, so no gradient of out arrives in rows that see no key: what these hold is the function's own affair.
+    are to be judged, so no gradient of out arrives in rows that see no key: what these hold is not checked.
     precision: where the model's functions round, where that is said; else what is known of them.
     """
 
@@ -92,7 +92,7 @@ class Recorder:
     def handle(self, caught: Caught) -> Any:
         """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
         if self._is_going_back and caught.is_again and not caught.module:
-            return caught.compute()  # a backward pass that computes its forward pass again, as its own affair
+            return caught.compute()  # a backward pass that computes its forward pass again, which is not checked
         aliases = [alias(t) for t in caught.tensors]
         caught = caught.with_tensors(*aliases)
         number = self._number(caught)

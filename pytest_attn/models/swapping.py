@@ -1,7 +1,7 @@
 """Put something else in the place of a step's attention calls at next to no cost, so that the step can be timed with it.
 
 A first run with everything caught plans the calls: what each asks, what computes it. From then on the n-th call of a step is
-handed to the n-th plan: no masks are recognised, nothing is copied, no mode of torch is entered.
+handed to the n-th plan: no masks are recognized, nothing is copied, no mode of torch is entered.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class _DeltaMissing(Kernel):
 
 @GRADIENTS("delta-of-next-head", "FA@b3f1b6a5", applies=_backward(has_several_heads))
 class _DeltaOfNextHead(Kernel):
-    """A head takes the delta of its neighbour."""
+    """A head takes the delta of its neighbor."""
 
     def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, dlse).roll(-1, -2)

@@ -1,4 +1,4 @@
-"""Races and uninitialised memory: results that depend on what memory held, and on who comes first."""
+"""Races and uninitialized memory: results that depend on what memory held, and on who comes first."""
 
 from __future__ import annotations
 

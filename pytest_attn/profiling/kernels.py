@@ -11,7 +11,7 @@ import re
 from typing import Literal, NamedTuple, TypeAlias
 
 Category: TypeAlias = Literal[
-    "attention", "matmul", "softmax", "quantisation", "copy", "reduction", "elementwise", "other"
+    "attention", "matmul", "softmax", "quantization", "copy", "reduction", "elementwise", "other"
 ]  # as tables and JSON show them
 ATTENTION: Category = "attention"
 MATMUL: Category = "matmul"
@@ -100,7 +100,7 @@ _RULES = (
     _Rule(r"triton_(per|red)_.*softmax", "Triton (Inductor)", SOFTMAX, "softmax"),
     _Rule(r"triton_(per|red)_", "Triton (Inductor)", "reduction", "fused reduction"),
     _Rule(r"triton_(poi|for)_", "Triton (Inductor)", "elementwise", "fused elementwise"),
-    _Rule(r"quant_per_block_int8|^quant_|quantize", "Triton", "quantisation", "quantise to int8"),
+    _Rule(r"quant_per_block_int8|^quant_|quantize", "Triton", "quantization", "quantize to int8"),
     _Rule(r"_fwd_kernel_splitK", "Triton (xFormers)", ATTENTION, "split-K forward"),
     _Rule(r"_splitK_reduce", "Triton (xFormers)", ATTENTION, "split-K reduce"),
     _Rule(r"^_attn_fwd", "Triton", ATTENTION, "attention forward"),

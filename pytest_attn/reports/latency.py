@@ -76,7 +76,7 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
     low, high, _ = latency["interval"]
     change, finds = decision.get("change"), decision.get("detectable")
     calls = f" x{latency['calls']}" if latency["calls"] > 1 else ""
-    runs = decision.get("runs") or [latency["p50"]]  # of fresh processes, where these decided
+    runs = decision.get("runs") or [latency["p50"]]  # of new processes, where these decided
     row: tuple[str, ...] = (
         duration_in_column(median(runs)),
         f"{(high - low) / 2 / latency['p50']:.1%}",

@@ -2,7 +2,7 @@
 
 `rank` takes records (reports/records.py), of this run or of a file, makes candidates of them (reports/candidates.py) and says
 how they stand; reports/rank_lines.py prints that and reports/rank_files.py writes it. Exact and approximate backends are
-ranked apart: what quantisation itself loses is in no error of an approximate one (`Backend.dequantized`), so the two cannot
+ranked apart: what quantization itself loses is in no error of an approximate one (`Backend.dequantized`), so the two cannot
 be weighed against one another.
 """
 

@@ -80,7 +80,7 @@ class Record(TypedDict):
         dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"
     ]
     memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
-    is_approximate: Annotated[bool, "whether the kernel quantises, and was held to its quantised inputs"]
+    is_approximate: Annotated[bool, "whether the kernel quantizes, and was held to its quantized inputs"]
     compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]
     graph_breaks: Annotated[int, "of torch.compile"]
     calls: Annotated[

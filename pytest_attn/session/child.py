@@ -1,4 +1,4 @@
-"""A fresh process: a pytest that only times what another one, which waits for it, has checked, or asks what may end it."""
+"""A new process: a pytest that only times what another one, which waits for it, has checked, or asks what may end it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: set in a fresh process: the file that its times go to
+#: set in a new process: the file that its times go to
 RUNS_VARIABLE = "PYTEST_ATTN_RUNS"
-#: set in a fresh process: the processes that wait for it, whose GPU contexts do not count as a disturbance
+#: set in a new process: the processes that wait for it, whose GPU contexts do not count as a disturbance
 OWN_VARIABLE = "PYTEST_ATTN_OWN"
 #: set in a process that is asked some invariants, whose findings it hands over: their names
 ASKED_VARIABLE = "PYTEST_ATTN_ASKED"
-#: set in a fresh process that times for a new baseline: the file that says in which mode to time each case, by its key
+#: set in a new process that times for a new baseline: the file that says in which mode to time each case, by its key
 MODES_VARIABLE = "PYTEST_ATTN_MODES"
 #: seconds after its turn within which a process finds the device as warm as the one before has left it
 _WARM_SECONDS = 2.0

@@ -68,9 +68,9 @@ def place_on_host(mine: Any, specs: Sequence[Any]) -> list[int]:
 
     mine, specs: execnet's specifications of this worker and of all. A restarted worker keeps its specification.
     """
-    neighbours = [spec for spec in specs if _host_of(spec) == _host_of(mine)]
-    place = next((index for index, spec in enumerate(neighbours) if spec is mine or spec.id == mine.id), 0)
-    return [place, max(1, len(neighbours))]
+    neighbors = [spec for spec in specs if _host_of(spec) == _host_of(mine)]
+    place = next((index for index, spec in enumerate(neighbors) if spec is mine or spec.id == mine.id), 0)
+    return [place, max(1, len(neighbors))]
 
 
 def _host_of(spec: Any) -> str:

@@ -1,7 +1,7 @@
-"""The server of fresh processes: it has imported torch and has done nothing with it, and each fresh process is a fork of it.
+"""The server of new processes: it has imported torch and has done nothing with it, and each new process is a fork of it.
 
 `python -m pytest_attn.session.fork_server FD`; session/forked.py starts it and talks to it over the socket FD, in lines of
-JSON. It gets what to import; then, for each fresh process, its command line, environment and folder. Several may run
+JSON. It gets what to import; then, for each new process, its command line, environment and folder. Several may run
 beside one another; it waits for one when asked.
 """
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Import what fresh processes will, as far as that can be imported."""
+    """Import what new processes will, as far as that can be imported."""
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
@@ -140,7 +140,7 @@ def _tried() -> str:
 
 
 def obstacle_to_fork() -> str:
-    """Say why a forked child would not be what a fresh process is, "" where it would."""
+    """Say why a forked child would not be what a new process is, "" where it would."""
     torch = sys.modules.get("torch")
     if torch is None:
         return "torch was not imported"

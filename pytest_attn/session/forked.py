@@ -20,7 +20,7 @@ import pytest
 from pytest_attn.session.child import ASKED_VARIABLE, MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE
 from pytest_attn.session.turns import TURN_VARIABLE
 
-#: what each fresh process gets for itself
+#: what each new process gets for itself
 _OF_ONE_PROCESS = (ASKED_VARIABLE, MODES_VARIABLE, OWN_VARIABLE, RUNS_VARIABLE, TURN_VARIABLE)
 #: what no server imports ahead
 _LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
@@ -57,7 +57,7 @@ class Ended(NamedTuple):
 
 
 class ServerError(Exception):
-    """The server of fresh processes does not serve, for the reason given."""
+    """The server of new processes does not serve, for the reason given."""
 
 
 class ForkServer:

@@ -113,7 +113,7 @@ def typed_name(item: pytest.Item) -> str:
 
 
 def name_for_processes(item: pytest.Item) -> str:
-    """Return what names a test on the command line of a fresh process, from whatever folder that runs in."""
+    """Return what names a test on the command line of a new process, from whatever folder that runs in."""
     module = item.getparent(pytest.Module)
     is_elsewhere = item.config.invocation_params.dir not in item.path.parents
     is_installed = bool(item.config.getoption("pyargs")) and is_elsewhere and module is not None

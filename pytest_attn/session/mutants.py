@@ -40,7 +40,7 @@ class Mutants(SelectedKernels):
         return [CaseParameter(workload, name) for workload in workloads for name in self._reached(workload, mark.backward)]
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
-        """Return the honest kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
+        """Return the fault-free kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
         no_mutant = workload.dropout or workload.is_quantized or workload.v_in_k  # none drops, dequantizes or reads v from k
         if no_mutant or (backward and workload.kv_pages):
             return []
@@ -71,7 +71,7 @@ class Mutants(SelectedKernels):
         return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else ""
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Make a killed mutant a passed test, and note its fate on the report; the honest kernel must pass by itself.
+        """Make a killed mutant a passed test, and note its fate on the report; the fault-free kernel must pass by itself.
 
         A mutant that survives does not fail its test either: another workload, or another test, may kill it. A test that ends
         itself with a skip, as attn.measure does here after its check, has let it survive.

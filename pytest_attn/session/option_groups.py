@@ -67,7 +67,7 @@ GROUPS = (
         "latency",
         {
             "latency": "off, auto or require (a missing baseline fails)",
-            "update_baselines": "record, in ten fresh processes, and why",
+            "update_baselines": "record, in ten new processes, and why",
             "rank": "the fastest backend that is right, and its ties",
             "max_slowdown": "below this no slowdown fails",
         },

@@ -16,7 +16,7 @@ class Option(NamedTuple):
 
     name: of its field in `Settings`. default: its text where it has an ini value of the same name, None where it has none.
     metavar: what stands for its value in the help, None for a switch. parse: turns its text into the field's value, and raises
-    ValueError, whose text continues "--attn-STEM: ". in_child: whether the fresh processes of a run are given it, too.
+    ValueError, whose text continues "--attn-STEM: ". in_child: whether the new processes of a run are given it, too.
     is_repeatable: whether it may be given several times; its field is a tuple.
     """
 

@@ -1,4 +1,4 @@
-"""Fresh processes: the same tests, each time in a new pytest, which hands the times back in a file."""
+"""New processes: the same tests, each time in a new pytest, which hands the times back in a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_attn.session.options import declared_options
 from pytest_attn.session.served import FreshProcesses
 from pytest_attn.session.settings import Settings
 
-#: options of pytest and its plugins that a fresh process must not repeat: outputs, other processes, stopping early
+#: options of pytest and its plugins that a new process must not repeat: outputs, other processes, stopping early
 _DROPPED_WITH_VALUE = frozenset(
     (
         *("-n", "--numprocesses", "--maxprocesses", "--dist", "--tx", "--junitxml", "--junit-xml"),
@@ -50,7 +50,7 @@ _SECONDS_PER_PROCESS = 1800
 #: further processes for what was disturbed in some of the first
 MORE_PROCESSES = 5
 
-#: what measurements wrote in fresh processes: their key, p50, anchors and so on, and the number of their process
+#: what measurements wrote in new processes: their key, p50, anchors and so on, and the number of their process
 Runs: TypeAlias = list[dict[str, Any]]
 
 
@@ -98,7 +98,7 @@ def fresh_runs(
 
 
 def prepare_fresh_runs(config: pytest.Config) -> None:
-    """Have the server that forks fresh processes start while this process goes on: some are sure to be wanted."""
+    """Have the server that forks new processes start while this process goes on: some are sure to be wanted."""
     nothing = Path(os.devnull)
     FreshProcesses.of(config).start_ahead(
         Command([], _environment(nothing), config.invocation_params.dir, nothing, nothing, 0)
@@ -140,7 +140,7 @@ def asked_apart(config: pytest.Config, name: str, invariants: Sequence[str]) -> 
 
 
 def _shuffled(names: Sequence[str], number: int) -> list[str]:
-    """Return each name once, in the order of a process: the same neighbours each time would be part of what is measured."""
+    """Return each name once, in the order of a process: the same neighbors each time would be part of what is measured."""
     order = list(dict.fromkeys(names))
     random.Random(number).shuffle(order)
     return order
@@ -166,12 +166,12 @@ def _runs(number: int, fresh: FreshProcesses, command: Command, is_forked: bool)
     except TimeoutError:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s") from None
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not command.times.exists():
-        raise StartError(f"a fresh process could not run it: {_last_words(done.output)}")
+        raise StartError(f"a new process could not run it: {_last_words(done.output)}")
     return [{**json.loads(line), "process": number} for line in command.times.read_text(encoding="utf-8").splitlines()]
 
 
 def _environment(runs: Path) -> dict[str, str]:
-    """Return the environment of a fresh process. runs: where it writes what it timed."""
+    """Return the environment of a new process. runs: where it writes what it timed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment[RUNS_VARIABLE] = str(runs)
     environment[OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))

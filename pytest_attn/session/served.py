@@ -1,4 +1,4 @@
-"""Fresh processes of a run: forked by a server that has imported torch, or else started by themselves."""
+"""New processes of a run: forked by a server that has imported torch, or else started by themselves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def are_forked(how: str, kinds: Iterable[str]) -> bool:
 
 
 class FreshProcesses:
-    """Starts the fresh processes of a run; each times when the one before has ended.
+    """Starts the new processes of a run; each times when the one before has ended.
 
     Where a forked one cannot be had, or does not do what was asked for, that one and all later ones are wholly fresh.
     """
@@ -95,7 +95,7 @@ class FreshProcesses:
             self._prepared[first.times] = ready = self._prepare(first)
             ready.wait_until_ready(end)
             if ready.has_touched_cuda:
-                _log.info("collecting these tests initializes CUDA: their fresh processes do not get ready beside one another")
+                _log.info("collecting these tests initializes CUDA: their new processes do not get ready beside one another")
                 self._can_be_prepared = False
                 self._end(first)
                 return
@@ -104,7 +104,7 @@ class FreshProcesses:
             for one in self._prepared.values():
                 one.wait_until_ready(end)
         except (ServerError, TimeoutError) as error:
-            _log.info("no fresh process could be prepared: %s", error)
+            _log.info("no new process could be prepared: %s", error)
             self._can_be_prepared = False
             self.close()
         except BaseException:
@@ -124,7 +124,7 @@ class FreshProcesses:
             try:
                 return self._serving(command).run(command, seconds)
             except ServerError as error:
-                _log.info("no server of fresh processes: %s", error)
+                _log.info("no server of new processes: %s", error)
             except BaseException:
                 self.close()
                 raise
@@ -149,7 +149,7 @@ class FreshProcesses:
                     return ended
                 _log.info("a forked process ended with %d: a wholly fresh one is asked", ended.returncode)
             except ServerError as error:
-                _log.info("no server of fresh processes: %s", error)
+                _log.info("no server of new processes: %s", error)
             except BaseException:  # it took too long, or somebody pressed Ctrl-C: what the server says next is of that process
                 self.close()
                 raise

@@ -42,7 +42,7 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
-        #: what a fresh process got from the one that waits for it, None in all others
+        #: what a new process got from the one that waits for it, None in all others
         self.child = Child.of_this_process()
         #: of --attn-shard, None where all tests run here
         self.part: Part | None = None

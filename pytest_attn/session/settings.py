@@ -109,7 +109,7 @@ class Settings:
         options.one_of("cold", "warm"),
     )
     fresh: str = option(
-        "How the fresh processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
+        "How the new processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
         " Linux, or started, each by itself, which takes longer (default: forked)",
         "forked",
         "HOW",
@@ -176,7 +176,7 @@ class Settings:
         options.shard,
     )
     update_baselines: str | None = action(
-        "Record the latencies of all selected cases that are right, in ten fresh processes, and why",
+        "Record the latencies of all selected cases that are right, in ten new processes, and why",
         "REASON",
         options.recording_reason,
     )

@@ -1,6 +1,6 @@
 """Draws of whole workloads.
 
-What is simple takes few choices with small numbers, as Hypothesis shrinks towards both.
+What is simple takes few choices with small numbers, as Hypothesis shrinks toward both.
 """
 
 from __future__ import annotations

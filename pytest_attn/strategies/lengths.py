@@ -1,6 +1,6 @@
 """Draws of lengths, and of where sequences of these lengths lie.
 
-What is simple takes few choices with small numbers, as Hypothesis shrinks towards both.
+What is simple takes few choices with small numbers, as Hypothesis shrinks toward both.
 """
 
 from __future__ import annotations

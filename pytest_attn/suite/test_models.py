@@ -41,7 +41,7 @@ def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, n
 @pytest.mark.attention_model(backward=False)
 @pytest.mark.parametrize("name", ["softcap", "neighborhood"])
 def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
-    """Every backend that can say a softcap or a neighbourhood, forward."""
+    """Every backend that can say a softcap or a neighborhood, forward."""
     model, step = _of_torch(name, attn_model)
     attn_model.check(model, step, attn_backend, scatter=0, excused=EXCUSED)
 

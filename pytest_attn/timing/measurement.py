@@ -40,7 +40,7 @@ _RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 class Measurement:
     """What is timed, in which direction, and whose test it is.
 
-    comparison: of the check before, None where a fresh process did not check. number: of the measurements of this name and
+    comparison: of the check before, None where a new process did not check. number: of the measurements of this name and
     direction in its test; nth: of all of them.
     """
 
@@ -90,7 +90,7 @@ class Measurement:
 
     @property
     def test_name(self) -> str:
-        """What a command line of a fresh process calls its test."""
+        """What a command line of a new process calls its test."""
         return name_for_processes(self.item)
 
     @property
@@ -133,7 +133,7 @@ class Measurement:
         )
 
     def to_baseline(self, latency: Latency, reason: str, date: str) -> Baseline:
-        """Return its baseline but for the runs, which fresh processes take."""
+        """Return its baseline but for the runs, which new processes take."""
         return Baseline(
             shape=self.shape,
             mode=latency.mode,

@@ -1,4 +1,4 @@
-"""--attn-update-baselines: time every case of the run in ten fresh processes, then write them all, or none."""
+"""--attn-update-baselines: time every case of the run in ten new processes, then write them all, or none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Recording:
         self._cases.append(CaseToRecord(key, test, item, baseline, device))
 
     def expect(self, device: torch.device) -> None:
-        """Have the server of fresh processes start, where it forks those of a case on this device."""
+        """Have the server of new processes start, where it forks those of a case on this device."""
         if are_forked(self._session.settings.fresh, [device.type]):
             prepare_fresh_runs(self._config)
 
@@ -119,7 +119,7 @@ class Recording:
                 log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
             return found
 
-        what = f"baselines: {count(len(cases), 'case')}, fresh process"
+        what = f"baselines: {count(len(cases), 'case')}, new process"
         modes = {one.key: one.baseline.mode for one in cases}
         with self._session.progress.counting(what, FEWEST_RUNS) as count_done, ExitStack() as stack:
 
@@ -172,7 +172,7 @@ def _once_each(cases: Sequence[CaseToRecord]) -> list[CaseToRecord]:
 
 def _missing(one: CaseToRecord, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
-    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} fresh processes timed it undisturbed, {FEWEST_RUNS} are needed"
+    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} new processes timed it undisturbed, {FEWEST_RUNS} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
     return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
 

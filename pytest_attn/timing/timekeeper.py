@@ -38,7 +38,7 @@ class Timekeeper(ABC):
 
     #: whether a kernel is checked before it is timed
     checks_first = True
-    #: whether times are shown and recorded here; a fresh process only hands them over
+    #: whether times are shown and recorded here; a new process only hands them over
     reports = True
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines) -> None:
@@ -66,14 +66,14 @@ class Timekeeper(ABC):
 
 
 class Comparing(Timekeeper):
-    """Holds each time against its baseline; fresh processes confirm what looks slower."""
+    """Holds each time against its baseline; new processes confirm what looks slower."""
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
         super().__init__(session, baselines)
         self._config, self._crowd = config, Crowd()
 
     def expect(self, device: torch.device) -> None:
-        """Have the server of fresh processes start where something is recorded: a suspect need not wait for it."""
+        """Have the server of new processes start where something is recorded: a suspect need not wait for it."""
         if self.baselines.on(device).fits and are_forked(self.session.settings.fresh, [device.type]):
             prepare_fresh_runs(self._config)
 
@@ -93,12 +93,12 @@ class Comparing(Timekeeper):
         return replace(latency, decision=decision)
 
     def _fresh_runs(self, measurement: Measurement) -> Sequence[Run]:
-        """Time the same test in fresh processes, in a few more where some were disturbed.
+        """Time the same test in new processes, in a few more where some were disturbed.
 
         Raises FreshError where too few timed it, or too few undisturbed.
         """
         name, key, wanted = measurement.test_name, measurement.key, measurement.policy.runs
-        counting = self.session.progress.counting(f"timing {measurement.name} again, fresh process", wanted)
+        counting = self.session.progress.counting(f"timing {measurement.name} again, new process", wanted)
 
         def lacking(runs: Runs) -> list[str]:
             return [name] if is_lacking(runs, key, wanted) else []
@@ -110,7 +110,7 @@ class Comparing(Timekeeper):
         timed = [run for run in found if run["key"] == key]
         processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
         if timing < processes:
-            raise FreshError(f"{timing} of {processes} fresh processes timed it")
+            raise FreshError(f"{timing} of {processes} new processes timed it")
         mine = undisturbed(timed, key, wanted)
         if len(mine) < wanted:
             raise DisturbedError(next(run["disturbances"][0] for run in timed if run["disturbances"]))
@@ -118,14 +118,14 @@ class Comparing(Timekeeper):
 
 
 class Recorder(Timekeeper):
-    """--attn-update-baselines: each case is timed once here, and at the end of the run in ten fresh processes."""
+    """--attn-update-baselines: each case is timed once here, and at the end of the run in ten new processes."""
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines, recording: Recording) -> None:
         super().__init__(session, baselines)
         self._recording = recording
 
     def expect(self, device: torch.device) -> None:
-        """Have the server of fresh processes start."""
+        """Have the server of new processes start."""
         self._recording.expect(device)
 
     def take(self, measurement: Measurement) -> Latency:
@@ -144,7 +144,7 @@ class Recorder(Timekeeper):
 
 
 class HandingOver(Timekeeper):
-    """A fresh process: it only times what the process that waits for it has checked, and holds the lock of the device for."""
+    """A new process: it only times what the process that waits for it has checked, and holds the lock of the device for."""
 
     checks_first = False
     reports = False

@@ -97,16 +97,16 @@ class Document:
 @suggests_fields
 @dataclass(frozen=True)
 class Neighborhood:
-    """Neighbourhood attention over a 1-, 2- or 3-D token layout with NATTEN's meaning of its four parameters.
+    """Neighborhood attention over a 1-, 2- or 3-D token layout with NATTEN's meaning of its four parameters.
 
     A query sees the `kernel` nearest tokens of its dilation group; at a border the window shifts inwards.
     Source: NATTEN 0.21, the mask of its flex backend.
 
     Args:
         shape: tokens along each axis; their product is q_len and kv_len.
-        kernel: size of the neighbourhood along each axis.
-        stride: queries of a group of so many share the window of their leader: the centre, or the last one where causal.
-        dilation: distance between neighbours.
+        kernel: size of the neighborhood along each axis.
+        stride: queries of a group of so many share the window of their leader: the center, or the last one where causal.
+        dilation: distance between neighbors.
         causal: whether an axis is causal.
 
     Raises:

@@ -65,7 +65,7 @@ def dense_descales(w: Workload, device: torch.device) -> Descales:
 
 
 def _values(name: str, w: Workload, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return descales of which neighbours differ by more than rounding hides."""
+    """Return descales of which neighbors differ by more than rounding hides."""
     import torch
 
     number = torch.arange(math.prod(shape), dtype=torch.int64) + _FIRST[name]

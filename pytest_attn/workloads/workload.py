@@ -240,7 +240,7 @@ class Workload:
 
     @property
     def out_dtype(self) -> str:
-        """The dtype of out, dout, bias and sinks, and of what honest kernels round in between: bfloat16 where q is fp8."""
+        """The dtype of out, dout, bias and sinks, and of what fault-free kernels round in between: bfloat16 where q is fp8."""
         return "bfloat16" if self.dtype in QUANTIZED_DTYPES else self.dtype
 
     @property

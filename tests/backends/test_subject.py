@@ -102,13 +102,6 @@ def test_what_is_no_name_is_refused(name):
         subject(mine, name)
 
 
-def test_a_backend_with_the_old_name_of_a_method_is_told():
-    own = Own()
-    own.dequantised = lambda inputs: inputs
-    with pytest.raises(ValueError, match="dequantised is spelled dequantized now"):
-        subject(own)
-
-
 def test_a_check_takes_its_layout_and_precision_from_the_subject():
     spec = CheckSpec(PLAIN, torch.device("cpu"), precision="flash", layout="bhsd")
     of_backend, of_callable = (spec.for_subject(spec.subject(Registry(), target)) for target in (Own(), mine))

@@ -1,4 +1,4 @@
-"""The judgment: honest kernels pass, and each planted fault is seen and named."""
+"""The judgment: fault-free kernels pass, and each planted fault is seen and named."""
 
 import dataclasses
 import math

@@ -113,7 +113,7 @@ def test_grouping_is_undone():
 @pytest.mark.parametrize(
     ("w", "fault", "said"),
     [
-        (INTERLEAVED, {"of_key": [0, 0, 0, 1, 1, 1]}, r"key head h // group \(groups of neighbours\)"),
+        (INTERLEAVED, {"of_key": [0, 0, 0, 1, 1, 1]}, r"key head h // group \(groups of neighbors\)"),
         (INTERLEAVED.replace(head_groups="contiguous"), {"of_key": [0, 1] * 3}, r"key head h % kv_heads \(interleaved"),
         (BIAS_FIRST, {"bias_first": False}, "with the softcap before the bias, not after"),
         (BIAS_FIRST.replace(bias_before_softcap=False), {"bias_first": True}, "with the softcap after the bias, not before"),

@@ -1,4 +1,4 @@
-"""Profiles of what honest kernels round: each excuses its kernels on every distribution, and is needed."""
+"""Profiles of what fault-free kernels round: each excuses its kernels on every distribution, and is needed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fp8 and int8 tensors with descales: honest kernels pass, each descale that is wrong is found and named; MLA's v in k."""
+"""fp8 and int8 tensors with descales: fault-free kernels pass, each descale that is wrong is found and named; MLA's v in k."""
 
 import math
 

@@ -120,7 +120,7 @@ class Page:
             time.sleep(0.05)
 
     def press(self, key, code=None, text=None):
-        """Press and let go of a key."""
+        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             more = {"text": text} if text and kind == "keyDown" else {}
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=code or key, **_virtual(key), **more)

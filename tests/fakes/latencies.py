@@ -1,4 +1,4 @@
-"""A measurement, what was recorded of it, and fresh processes, as plain data: what a decision over a latency needs."""
+"""A measurement, what was recorded of it, and new processes, as plain data: what a decision over a latency needs."""
 
 import random
 from dataclasses import replace
@@ -81,7 +81,7 @@ def measured(p50=1e-4, kind="cpu", anchor=1.0, latency=None, **changes):
 
 
 class Fresh:
-    """Fresh processes that take these times, or cannot: knows how often they were asked."""
+    """New processes that take these times, or cannot: knows how often they were asked."""
 
     def __init__(self, *p50, error=None, anchor=1.0, launch=0.0):
         self.runs = [Run(time, {name: anchor * beside for name, beside in ANCHORS.items()}, launch) for time in p50]
@@ -96,6 +96,6 @@ class Fresh:
 
 def judged(one, fresh=None, baselines=None, crowd=None, cases=1, **policy):
     """Return the decision. Without `fresh`, nobody may be asked; policy: what differs from that of the device."""
-    fresh = fresh or Fresh(error=AssertionError("fresh processes were asked"))
+    fresh = fresh or Fresh(error=AssertionError("new processes were asked"))
     wanted = replace(POLICIES[one.kind], **policy)
     return judge_latency(one, baselines or recorded(one.kind), wanted, cases, fresh, crowd or Crowd())

@@ -1,6 +1,6 @@
 """sageattention 2.2, the functions that adapters call: int8 q per 32 rows and k per 64, P and V in float16 or fp8.
 
-Its kernels are CUDA; signatures and errors are those of its documentation, the quantisation is of the same fineness.
+Its kernels are CUDA; signatures and errors are those of its documentation, the quantization is of the same fineness.
 """
 
 import torch

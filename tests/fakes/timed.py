@@ -12,8 +12,8 @@ def mine(q, k, v):
 def test_mine(attn):
     attn.measure(mine)
 """
-#: TIMES: p50 in microseconds, here and (after a comma) in fresh processes; each a little off, as times are. MODES: likewise.
-#: HOT: what disturbs each measurement. HOT_IN: the numbers of the fresh processes that are disturbed
+#: TIMES: p50 in microseconds, here and (after a comma) in new processes; each a little off, as times are. MODES: likewise.
+#: HOT: what disturbs each measurement. HOT_IN: the numbers of the new processes that are disturbed
 CLOCK = """
 import dataclasses, os, pathlib
 import pytest_attn.latency.gate as gate, pytest_attn.timing.recording as recording

@@ -1,4 +1,4 @@
-"""A torch that a server of fresh processes imports within no time; FAKE_TORCH plants what it must not have done."""
+"""A torch that a server of new processes imports within no time; FAKE_TORCH plants what it must not have done."""
 
 TORCH = """
 import os, signal, threading, time

@@ -1,1 +1,1 @@
-"""Kernels that no check may call wrong: variants of the package's honest kernel, and faults that no result shows."""
+"""Kernels that no check may call wrong: variants of the package's fault-free kernel, and faults that no result shows."""

@@ -1,4 +1,4 @@
-"""Honest kernels that go other ways than the plain one: no check may call them wrong."""
+"""Fault-free kernels that go other ways than the plain one: no check may call them wrong."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _with_operands(change: Callable[[Tensor], Tensor]) -> AbstractContextManager
 
 @dataclass(frozen=True)
 class Honest:
-    """An honest kernel with a name, the precision profile that it declares, and whether its lse is that of exact scores."""
+    """A fault-free kernel with a name, the precision profile that it declares, and whether its lse is that of exact scores."""
 
     name: str
     make: Callable[[], Kernel]

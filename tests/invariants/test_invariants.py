@@ -1,4 +1,4 @@
-"""The invariants: they hold for honest kernels, each sees a fault of its own, and none costs more than it says."""
+"""The invariants: they hold for fault-free kernels, each sees a fault of its own, and none costs more than it says."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -115,7 +115,7 @@ def scaled_dot_product(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-# -- honest kernels --------------------------------------------------------------------------------------------------------
+# -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(2)
@@ -329,7 +329,7 @@ def test_a_write_beside_an_input_is_seen():
         return scaled_dot_product(q, k, v)
 
     report = ask(writes_behind_k, PLAIN, "poison")
-    assert report.broken[0].evidence == "the kernel wrote outside k, whose neighbouring memory is no longer NaN"
+    assert report.broken[0].evidence == "the kernel wrote outside k, whose neighboring memory is no longer NaN"
 
 
 def test_an_operator_without_a_fake_is_broken():

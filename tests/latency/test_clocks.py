@@ -1,4 +1,4 @@
-"""The clocks of a GPU are locked while it is timed, and let go whatever happens, on GPUs of the tests."""
+"""The clocks of a GPU are locked while it is timed, and released whatever happens, on GPUs of the tests."""
 
 import atexit
 import os

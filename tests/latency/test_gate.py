@@ -144,7 +144,7 @@ def test_the_screen_lets_equal_runs_through_and_stops_slow_ones():
 
 
 def test_the_screen_stops_no_change_that_cannot_become_a_failure():
-    """Half a percent, however certain: another GPU of the same name. Fresh processes could not call that a regression."""
+    """Half a percent, however certain: another GPU of the same name. New processes could not call that a regression."""
     exact = recorded(sd=2e-4)
     prior = Prior(4e-8, 50)
     for slower, is_suspect in ((0.005, False), (0.018, False), (0.0199, True), (0.021, True)):

@@ -1,4 +1,4 @@
-"""The decision over one latency: what is asked of fresh processes, what becomes of their answer, why there is none."""
+"""The decision over one latency: what is asked of new processes, what becomes of their answer, why there is none."""
 
 import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
@@ -18,7 +18,7 @@ from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.messages.latency import RECORD
 from pytest_attn.verdict import Cause, Verdict
 
-# -- one measurement, and what fresh processes say of it -----------------------------------------------------------------
+# -- one measurement, and what new processes say of it -----------------------------------------------------------------
 
 
 def test_an_equal_time_passes_by_itself():
@@ -82,12 +82,12 @@ def test_the_policy_says_which_slowdown_fails(slowdown, verdict):
     assert judged(measured(1.5e-4), Fresh(1.5e-4, 1.5e-4, 1.5e-4, 1.5e-4), slowdown=slowdown).verdict == verdict
 
 
-# -- fresh processes that do not answer ----------------------------------------------------------------------------------
+# -- new processes that do not answer ----------------------------------------------------------------------------------
 
 
 def test_a_fresh_process_that_cannot_run_hides_no_slowdown():
-    decision = judged(measured(1.5e-4), Fresh(error=StartError("a fresh process could not run it: no more")))
-    assert (decision.verdict, decision.reason) == (Verdict.UNCONFIRMED, "a fresh process could not run it: no more")
+    decision = judged(measured(1.5e-4), Fresh(error=StartError("a new process could not run it: no more")))
+    assert (decision.verdict, decision.reason) == (Verdict.UNCONFIRMED, "a new process could not run it: no more")
     assert decision.change == pytest.approx(0.5, abs=0.01)
 
 
@@ -97,7 +97,7 @@ def test_a_fresh_process_that_cannot_run_makes_no_slowdown_of_one_that_is_too_sm
     assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, "no more")
 
 
-@pytest.mark.parametrize("error", [FreshError("3 of 4 fresh processes timed it"), DisturbedError("hot")])
+@pytest.mark.parametrize("error", [FreshError("3 of 4 new processes timed it"), DisturbedError("hot")])
 def test_a_slower_time_that_fresh_processes_could_not_take_is_inconclusive(error):
     decision = judged(measured(1.5e-4), Fresh(error=error))
     assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, f"not confirmed: {error}")
@@ -129,7 +129,7 @@ def test_a_disturbed_time_stays_what_it_is_where_fresh_processes_are_disturbed_a
     assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, "hot; shared")
 
 
-@pytest.mark.parametrize("error", [FreshError("3 of 4 fresh processes timed it"), StartError("no more")])
+@pytest.mark.parametrize("error", [FreshError("3 of 4 new processes timed it"), StartError("no more")])
 def test_a_disturbed_time_says_why_fresh_processes_did_not_decide(error):
     decision = judged(measured(3e-4, latency=DISTURBED), Fresh(error=error))
     assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, f"hot; shared; {error}")

@@ -123,5 +123,5 @@ def test_a_compiled_model_that_fills_them_otherwise_is_not_compared(compiled_fil
 
     assert found.passed, found.message
     assert found.compiled.kernels
-    assert ("rows that see no key is its own affair" in found.compiled.unknown) == (compiled_fill is mean)
+    assert ("rows that see no key is not checked" in found.compiled.unknown) == (compiled_fill is mean)
     assert bool(found.compiled.limits) == (compiled_fill is not mean)

@@ -37,7 +37,7 @@ class Layer(nn.Module):
         if self.fault == "window one too short":
             mask = mask & ~torch.ones_like(mask[0, 0]).tril(1 - WINDOW)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        if self.fault == "neighbour in the batch":
+        if self.fault == "neighbor in the batch":
             out[1:] += 0.5 * out[:1]
         return x + self.out(out.transpose(1, 2).flatten(2))
 
@@ -90,7 +90,7 @@ FAULTS = {
     "window one too short": ("field", "layers.1 asks for a window of 7 tokens; the configuration says a window of 8"),
     "padding ignored": ("padded-left", "with 7 tokens of padding on the left: "),
     "positions that count padding": ("padded-left", "times what honest rounding does (limit 4)"),
-    "neighbour in the batch": ("order", "with the batch in reverse: "),
+    "neighbor in the batch": ("order", "with the batch in reverse: "),
 }
 
 

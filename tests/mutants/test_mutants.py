@@ -1,4 +1,4 @@
-"""The mutants: the honest kernel is right, every mutant is wrong where it says, and nowhere else."""
+"""The mutants: the fault-free kernel is right, every mutant is wrong where it says, and nowhere else."""
 
 import re
 from typing import get_args
@@ -90,7 +90,7 @@ def only_the_verdict(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan():
-    """Let torch fill what it does not initialise with NaN, so that the tests do not depend on what memory held."""
+    """Let torch fill what it does not initialize with NaN, so that the tests do not depend on what memory held."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -175,7 +175,7 @@ def with_slow_ones_marked(kernels):
     ]
 
 
-# -- honest kernels --------------------------------------------------------------------------------------------------------
+# -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(4)

@@ -96,7 +96,7 @@ def test_kernel({fixtures}):
 
 @pytest.fixture
 def real_processes(monkeypatch):
-    """Let the fresh processes of a timed story be forked ones, as on a GPU, where any can be; asked for by name."""
+    """Let the new processes of a timed story be forked ones, as on a GPU, where any can be; asked for by name."""
 
     def wholly_fresh(command, seconds):
         raise AssertionError(f"not forked: {command.output.read_text() if command.output.exists() else 'no output'}")
@@ -109,7 +109,7 @@ def real_processes(monkeypatch):
 
 @pytest.fixture
 def _fresh_processes(request, pytester, monkeypatch):
-    """Let the fresh processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
+    """Let the new processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
 
     They are given the command line and the environment of a process, and what they import of the story is imported anew.
     """

@@ -282,7 +282,7 @@ def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     result = recorded(TIMES="150")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E * looks slower: mine on tiny, forward: p50 *", "E *but * a fresh process could not run it: *"]
+        ["E * looks slower: mine on tiny, forward: p50 *", "E *but * a new process could not run it: *"]
     )
 
 

@@ -152,10 +152,10 @@ def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
             for record in getattr(report, "attn", ()):
                 assert type(record["machine"]["torch"]) is str
                 json.dumps(record)
-                print("travelled:", record["verdict"])
+                print("traveled:", record["verdict"])
         """
     )
     result = pytester.runpytest_inprocess("-s", *OPTIONS)
     result.assert_outcomes(passed=4, failed=2)
-    travelled = [line.partition("travelled: ")[2] for line in result.outlines if "travelled: " in line]
-    assert travelled == ["passed", "passed", "mismatch", "raised", "passed", "held"]
+    traveled = [line.partition("traveled: ")[2] for line in result.outlines if "traveled: " in line]
+    assert traveled == ["passed", "passed", "mismatch", "raised", "passed", "held"]

@@ -67,7 +67,7 @@ WaitingMonitor.disturbance = lambda self: None
 
 @pytest.fixture
 def story(pytester, monkeypatch, clock_of_a_conftest):
-    """Run a story of ranks, whose clock is that of its conftest; all its runs, and fresh processes, have the same pools."""
+    """Run a story of ranks, whose clock is that of its conftest; all its runs, and new processes, have the same pools."""
     for owner, name in ((clocks.HostClock, "__init__"), (clocks.HostClock, "sample"), (WaitingMonitor, "disturbance")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     pools = []

@@ -13,9 +13,9 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     result.assert_outcomes(passed=1)
     result.stdout.re_match_lines(
         [
-            r"baselines: 1 case, fresh process 1 of 3",
-            r"baselines: 1 case, fresh process 2 of 3",
-            r"baselines: 1 case, fresh process 3 of 3",
+            r"baselines: 1 case, new process 1 of 3",
+            r"baselines: 1 case, new process 2 of 3",
+            r"baselines: 1 case, new process 3 of 3",
             r"baselines: 1 of 1 cases recorded in .*baselines.*\.json",
             r"latency: 1 recorded",
         ],
@@ -49,7 +49,7 @@ def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkey
     result = project("--attn-update-baselines=first", "--attn-json=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
     result.assert_outcomes(passed=1, errors=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    words = "*2 fresh processes timed it undisturbed, 3 are needed; mostly: hot"
+    words = "*2 new processes timed it undisturbed, 3 are needed; mostly: hot"
     result.stdout.fnmatch_lines([f"not recorded: {words}", "latency: 1 not recorded*"])
     assert not [*(pytester.path / "baselines").iterdir()]
     records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
@@ -159,7 +159,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_timed(project, pytest
     result = project("--attn-update-baselines=first")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["baselines: nothing recorded: *cannot be written*", "latency: 1 not recorded"])
-    result.stdout.no_fnmatch_line("*fresh process 1 of*")
+    result.stdout.no_fnmatch_line("*new process 1 of*")
 
 
 def test_a_test_that_fails_after_its_time_is_not_recorded(project, pytester):

@@ -24,7 +24,7 @@ def test_each_planted_fault_is_found(pytester):
     said = (
         "*of the out= that it was given unwritten*",
         "*mismatch: out of attention: *",
-        "*key head h // group (groups of neighbours)*",
+        "*key head h // group (groups of neighbors)*",
         "*does not divide what is left by 1 - dropout*",
     )
     for line in said:

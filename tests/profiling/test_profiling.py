@@ -61,7 +61,7 @@ SYMBOLS = {
     "triton_per_fused_flex_attention_backward_0": ("Triton (Inductor)", "reduction", "", "fused reduction"),
     "triton_poi_fused_zeros_1": ("Triton (Inductor)", "elementwise", "", "fused elementwise"),
     "_attn_fwd": ("Triton", "attention", "", "attention forward"),
-    "quant_per_block_int8_kernel": ("Triton", "quantisation", "", "quantise to int8"),
+    "quant_per_block_int8_kernel": ("Triton", "quantization", "", "quantize to int8"),
     "void natten::cuda::fna::FusedNeighborhoodAttentionBackwardKernel<float>": ("NATTEN", "attention", "", "FnaBackward"),
     "cutlass::device_kernel<cutlass::fna::collective::FnaMainloopTmaWarpSpecializedSm90>": (
         *("NATTEN", "attention", "sm90", "FnaForward"),

@@ -1,4 +1,4 @@
-"""A paged cache that ranks share: who has which tokens, honest kernels pass, and each fault is found and located."""
+"""A paged cache that ranks share: who has which tokens, fault-free kernels pass, and each fault is found and located."""
 
 import pytest
 import torch

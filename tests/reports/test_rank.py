@@ -35,9 +35,9 @@ def test_equal_times_are_no_evidence():
     assert not is_slower(Timed(1.0, (1.0, 1.0, 0.0)), Timed(1.0, (1.0, 1.0, 0.0)), "cuda", 1)
 
 
-def scattered(generator, centre, spread, processes=0):
-    p50 = centre * math.exp(generator.gauss(0, spread))
-    values = tuple(centre * math.exp(generator.gauss(0, spread)) for _ in range(processes))
+def scattered(generator, center, spread, processes=0):
+    p50 = center * math.exp(generator.gauss(0, spread))
+    values = tuple(center * math.exp(generator.gauss(0, spread)) for _ in range(processes))
     return Timed(p50, (p50 * 0.999, p50 * 1.001, 0.96), values, "today")
 
 

@@ -1,4 +1,4 @@
-"""Fresh processes, one after the other: how many are started, with which tests in which order, and what they are told."""
+"""New processes, one after the other: how many are started, with which tests in which order, and what they are told."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_as_many_processes_are_started_as_are_wanted(started):
     assert shown[:3] == [0, 1, 2]
 
 
-def test_tests_have_other_neighbours_in_each_process_and_are_run_once(started):
+def test_tests_have_other_neighbors_in_each_process_and_are_run_once(started):
     names = list("abcdefgh")
     fresh_runs(None, [*names, "a"], 3)
     orders = [order for _, order, _ in started.processes]
@@ -138,10 +138,10 @@ def test_a_second_time_in_one_process_is_no_second_value():
 @pytest.mark.parametrize(
     ("returncode", "output", "words"),
     [
-        (2, "", "a fresh process could not run it: it said nothing"),
-        (3, "line\nE   ImportError: no flash\nlater", "a fresh process could not run it: E   ImportError: no flash"),
-        (4, "usage: pytest\nERROR: file not found", "a fresh process could not run it: ERROR: file not found"),
-        (0, "1 skipped", "a fresh process could not run it: 1 skipped"),  # and left no times
+        (2, "", "a new process could not run it: it said nothing"),
+        (3, "line\nE   ImportError: no flash\nlater", "a new process could not run it: E   ImportError: no flash"),
+        (4, "usage: pytest\nERROR: file not found", "a new process could not run it: ERROR: file not found"),
+        (0, "1 skipped", "a new process could not run it: 1 skipped"),  # and left no times
     ],
 )
 def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, returncode, output, words):

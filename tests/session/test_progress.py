@@ -90,7 +90,7 @@ def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
         "dumb",
         "xdist",
         "another reporter",
-        "fresh process",
+        "new process",
         "tee-sys",
         "log_cli",
         "no:logging",

@@ -1,4 +1,4 @@
-"""Forked fresh processes: each is what a wholly fresh one is, and what goes wrong with them costs time at most."""
+"""Forked new processes: each is what a wholly fresh one is, and what goes wrong with them costs time at most."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_self():
     with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
         json.dump(told, file)
 """
-#: what may differ between two wholly fresh processes, and the parts of it that are asked for below
+#: what may differ between two wholly new processes, and the parts of it that are asked for below
 DIFFERENT = ("pid", "parent", "group", "random", "streams", "opened")
 
 

@@ -107,7 +107,7 @@ def test_a_worker_that_is_started_again_keeps_its_gpu():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "are_neighbours"),
+    ("one", "other", "are_neighbors"),
     [
         ("popen", "ssh=localhost", True),
         ("popen", f"ssh={socket.gethostname()}", True),
@@ -119,9 +119,9 @@ def test_a_worker_that_is_started_again_keeps_its_gpu():
         ("popen//via=proxy", "popen", False),
     ],
 )
-def test_which_workers_are_on_one_host(one, other, are_neighbours):
+def test_which_workers_are_on_one_host(one, other, are_neighbors):
     first, second = specs_of(one, other)
-    assert place_on_host(second, [first, second]) == ([1, 2] if are_neighbours else [0, 1])
+    assert place_on_host(second, [first, second]) == ([1, 2] if are_neighbors else [0, 1])
 
 
 def test_a_name_that_says_no_number_is_a_usage_error_where_the_controller_said_nothing(worker):

@@ -69,7 +69,7 @@ def no_patience(tmp_path, monkeypatch):
 
 @pytest.fixture
 def child(tmp_path):
-    """A fresh process; returns what it was told, and a function that reads what it handed over."""
+    """A new process; returns what it was told, and a function that reads what it handed over."""
 
     def told(**modes):
         return Child(tmp_path / "runs", modes), lambda: [
@@ -89,7 +89,7 @@ def session(**settings):
     return SimpleNamespace(settings=SimpleNamespace(**{"fresh": "started", **settings}), progress=progress)
 
 
-# -- a fresh process -----------------------------------------------------------------------------------------------------
+# -- a new process -----------------------------------------------------------------------------------------------------
 
 
 def test_a_fresh_process_times_while_the_one_that_waits_for_it_holds_the_device(child):
@@ -183,7 +183,7 @@ def test_a_run_remembers_from_one_time_to_the_next_that_its_machine_is_crowded(m
     assert (measured.key, policy, cases) == ("mine", measurement.policy, measurement.cases)
 
 
-# -- what fresh processes found ------------------------------------------------------------------------------------------
+# -- what new processes found ------------------------------------------------------------------------------------------
 
 
 def run(process, p50=1e-4, key="mine", hot=()):
@@ -191,7 +191,7 @@ def run(process, p50=1e-4, key="mine", hot=()):
 
 
 def confirmed(monkeypatch, *runs):
-    """Return the times that fresh processes confirm with, of two that are wanted."""
+    """Return the times that new processes confirm with, of two that are wanted."""
     monkeypatch.setattr(timekeeper, "fresh_runs", lambda *_, **__: list(runs))
     return [one.p50 for one in Comparing(session(), Baselines(), None)._fresh_runs(Measurement())]
 
@@ -211,7 +211,7 @@ def test_too_few_undisturbed_processes_say_what_disturbed_the_others(monkeypatch
 
 
 def test_a_process_that_did_not_time_it_confirms_nothing(monkeypatch):
-    with pytest.raises(FreshError, match="1 of 2 fresh processes timed it") as error:
+    with pytest.raises(FreshError, match="1 of 2 new processes timed it") as error:
         confirmed(monkeypatch, run(0), run(1, key="other"))
     assert not isinstance(error.value, DisturbedError)
 

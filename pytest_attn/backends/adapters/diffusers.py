@@ -63,7 +63,7 @@ class DiffusersDispatch(Dispatcher):
     """
 
     source = Library(("diffusers",), "diffusers.models.attention_dispatch", "pip install diffusers")
-    judged, noun, others = _NAMES, "attention backend", "quantises or is for another device"
+    judged, noun, others = _NAMES, "attention backend", "quantizes or is for another device"
 
     def names(self) -> list[str]:
         """Read its list."""

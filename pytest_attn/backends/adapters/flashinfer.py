@@ -36,7 +36,7 @@ _MOST_MASK_ENTRIES = (1 << 31) - 1
 _OF_ANY_WORKLOAD = (
     KnownDefect(
         issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
-        summary="elements of a vector are read as neighbours, whatever the last stride",
+        summary="elements of a vector are read as neighbors, whatever the last stride",
         applies=lambda workload, machine: True,
         tensors=(),
         invariants=("layout",),

@@ -1,6 +1,6 @@
-"""Dynamically quantised attention: both products on int8 values whose scales are taken from the tensors of each call.
+"""Dynamically quantized attention: both products on int8 values whose scales are taken from the tensors of each call.
 
-The idea is post-training dynamic quantisation, which torch offers for linear layers only (quantize_dynamic; torchao's
+The idea is post-training dynamic quantization, which torch offers for linear layers only (quantize_dynamic; torchao's
 int8 dynamic activations as well, and its low-precision attention is fp8 on FlashAttention 3). Torch's own operations
 suffice: the integer products are float64 ones of whole numbers, which are exact on every device, where torch._int_mm takes
 two-dimensional tensors of some sizes only. So this shows what int8 does to the values, not how fast it is.

@@ -1,4 +1,4 @@
-"""NATTEN: neighbourhood attention over 1-, 2- and 3-D token layouts."""
+"""NATTEN: neighborhood attention over 1-, 2- and 3-D token layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install natten"
 #: The extension with NATTEN's own kernels, which the source distribution leaves out.
 _LIBNATTEN = Library(("natten",), "natten.libnatten", _INSTALL)
-#: Its own choices, in its order: of neighbourhood attention, and of full windows, which it hands to plain attention.
+#: Its own choices, in its order: of neighborhood attention, and of full windows, which it hands to plain attention.
 _CHECKS = (
     "can_run_cutlass_blackwell_fna",
     "can_run_cutlass_hopper_fna",
@@ -89,7 +89,7 @@ class Natten(LibraryBackend):
         return f"{super().version()} (without libnatten)" if missing else super().version()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse all but neighbourhoods, then say in NATTEN's own words why none of its kernels can run."""
+        """Refuse all but neighborhoods, then say in NATTEN's own words why none of its kernels can run."""
         mask = workload.plain_mask
         if not isinstance(mask, Neighborhood):
             return ["takes neighborhood masks only"]

@@ -1,6 +1,6 @@
 """SageAttention, whose scores are int8 products: 1.0.6, the version of the registry, and 2.x, which is built from source.
 
-Both have the same import name. What 1.0.6 makes of q, k and v is repeated here, step by step; 2.x quantises in finer parts
+Both have the same import name. What 1.0.6 makes of q, k and v is repeated here, step by step; 2.x quantizes in finer parts
 (per warp, per thread) that only its CUDA sources tell, so its steps count as unknown (`Precision.qk_error`).
 """
 
@@ -94,7 +94,7 @@ class Sage(LibraryBackend):
         return self.precision if _is_first() else SageFp8.precision
 
     def dequantized(self, inputs: Inputs) -> Inputs:
-        """Repeat the quantisation of 1.0.6; for 2.x see `SageFp8`."""
+        """Repeat the quantization of 1.0.6; for 2.x see `SageFp8`."""
         if not _is_first():
             return _without_mean(inputs)
         factor = inputs.workload.softmax_scale * _LOG2_E

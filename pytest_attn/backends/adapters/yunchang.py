@@ -51,7 +51,7 @@ class Ulysses(_Yunchang):
 
 
 class Usp(_Yunchang):
-    """LongContextAttention: Ulysses within `ulysses` neighbouring ranks, by default half of them, a ring between these groups.
+    """LongContextAttention: Ulysses within `ulysses` neighboring ranks, by default half of them, a ring between these groups.
 
     Head-tail shards go with its zigzag ring, contiguous ones with its plain one.
     """

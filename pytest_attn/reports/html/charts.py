@@ -1,6 +1,6 @@
 """The charts, written with Vega-Altair: what is drawn from the rows that the page's script names "rows".
 
-Colours of text and axes are the style sheet's, so that one drawing serves light, dark and paper. A row brings the colour,
+Colors of text and axes are the style sheet's, so that one drawing serves light, dark and paper. A row brings the color,
 dash and shape of its series with it: a backend looks the same in every chart.
 """
 

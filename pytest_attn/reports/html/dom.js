@@ -47,7 +47,7 @@ function mebibytes(bytes) {
   return bytes ? `${(bytes / 2 ** 20).toLocaleString("en", { maximumFractionDigits: 1 })} MiB` : "-";
 }
 
-// A verdict is a word and a glyph; its colour only repeats them.
+// A verdict is a word and a glyph; its color only repeats them.
 function badge(verdict, number = 0) {
   const { word, glyph, tone } = verdicts[verdict];
   return el("span", { class: `badge ${tone}` }, el("span", { "aria-hidden": "true" }, `${glyph} `), word, number > 1 ? ` ×${number}` : "");

@@ -177,7 +177,7 @@ function historyRows(one) {
     { kind: "band", low: Math.min(...baseline.p50), high: Math.max(...baseline.p50) },
     ...recordings.map((row, i) => ({ kind: "recorded", what: "recorded median", when: whenOf(row, i), p50: row[1], time: duration(row[1]), reason: row[2] })),
     ...baseline.p50.map((seconds) => ({ kind: "run", what: "one recorded process", when: last, p50: seconds, time: duration(seconds), reason: baseline.reason })),
-    ...(one.latency.decision.runs ?? []).map((seconds) => ({ kind: "run", what: "fresh process of this run", when: "this run", p50: seconds, time: duration(seconds), reason: "" })),
+    ...(one.latency.decision.runs ?? []).map((seconds) => ({ kind: "run", what: "new process of this run", when: "this run", p50: seconds, time: duration(seconds), reason: "" })),
     { kind: "now", what: "this run", when: "this run", p50, low: interval[0], high: interval[1], time: duration(p50), reason: one.reason },
   ];
 }

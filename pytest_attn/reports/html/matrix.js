@@ -19,7 +19,7 @@ const matrix = {
     const panel = el("aside", { class: "panel", "aria-label": "Behind the chosen cell", "aria-live": "polite" }, el("p", { class: "quiet" }, "Choose a cell to see its reasons, its figures and the command that repeats it."));
     const tableOf = matrixTable(cases, backends, rows, this, panel);
     return [
-      el("p", { class: "lead" }, "Each cell is the gravest verdict of a backend there. Below it: how many judgments are as grave, the largest z, and how many were skipped. z is a residual in rounding errors that an honest kernel may show at that very element; its limit is 8."),
+      el("p", { class: "lead" }, "Each cell is the gravest verdict of a backend there. Below it: how many judgments are as grave, the largest z, and how many were skipped. z is a residual in rounding errors that a fault-free kernel may show at that very element; its limit is 8."),
       el("div", { class: "choices no-print" },
         choice("Rows", "matrix-rows", [["groups", "groups"], ["workloads", "workloads"]], rows, set("rows")),
         choice("Order", "matrix-order", [["gravest", "gravest first"], ["run", "as run"], ["name", "by name"]], this.order, set("order")),
@@ -125,7 +125,7 @@ function listen(table, cells, panel) {
     const element = event.target.closest("td[data-cell]");
     const steps = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
     if (!element || !steps) return;
-    const next = neighbour(table, element, steps);
+    const next = neighbor(table, element, steps);
     if (next) {
       event.preventDefault();
       next.tabIndex = 0;
@@ -134,7 +134,7 @@ function listen(table, cells, panel) {
   });
 }
 
-function neighbour(table, element, [down, right]) {
+function neighbor(table, element, [down, right]) {
   const rows = [...table.tBodies[0].rows];
   for (let row = rows.indexOf(element.parentElement), column = element.cellIndex; ; ) {
     row += down;

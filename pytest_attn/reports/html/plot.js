@@ -4,7 +4,7 @@ const COLORS = ["#3b7dd8", "#d1601f", "#2b9a66", "#ad50c4", "#c2453c", "#8f6d2f"
 const SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-left"];
 const DASHES = [[1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4]];
 
-// A backend looks the same in all charts: colour and shape tell eight apart, the dash the next eight.
+// A backend looks the same in all charts: color and shape tell eight apart, the dash the next eight.
 function lookOf(backend) {
   const place = data.subjects.findIndex((one) => one.name === backend);
   return { color: COLORS[place % COLORS.length], shape: SHAPES[place % SHAPES.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] };

@@ -16,7 +16,7 @@ const roofline = {
     const backends = [...new Set(points.map((point) => point.backend))];
     return [
       el("p", { class: "lead" }, roofs.length
-        ? "Grey: the ceilings that --attn-profile measured on this device (a large matrix product, a large copy), as far as this run's workloads give them away. A point may lie above its ceiling where data stayed in a cache, or a kernel computes with fewer bits."
+        ? "Gray: the ceilings that --attn-profile measured on this device (a large matrix product, a large copy), as far as this run's workloads give them away. A point may lie above its ceiling where data stayed in a cache, or a kernel computes with fewer bits."
         : "The ceilings of this device are not known: --attn-profile measures them. Points show FLOP/s against FLOP per byte, as the workload needs them."),
       legend(backends), chart,
       numbersOf("The same as a table", sortableTable({

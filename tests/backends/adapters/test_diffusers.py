@@ -141,7 +141,7 @@ def test_an_unknown_name_gets_the_list(diffusers):
 
 def test_a_quantizing_kernel_is_left_to_its_own_backend(diffusers):
     reason = diffusers("sage").broken_because()
-    assert reason.startswith("sage quantises or is for another device: not judged; judged are native, _native_math,")
+    assert reason.startswith("sage quantizes or is for another device: not judged; judged are native, _native_math,")
 
 
 def test_a_name_that_is_not_judged_is_not_entered(diffusers):
