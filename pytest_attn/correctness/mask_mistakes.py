@@ -1,4 +1,4 @@
-"""Likely mistakes with masks and with where sequences end, each as the mask that it amounts to."""
+"""Near misses of masks, and of where sequences end: the masks that a kernel takes for them by mistake."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 #: sizes of tiles that kernels have, the largest first
 TILES = (256, 128, 64, 32, 16)
 
-Named: TypeAlias = "tuple[str, Mask | MaskMod]"
+
+class NearMiss(NamedTuple):
+    """A mask that a kernel takes for another: the fault's identity, words that continue "attention ...", and the mask."""
+
+    fault: str
+    words: str
+    mask: Mask | MaskMod
 
 
-def mask_mistakes(inputs: Inputs, w: Workload) -> Iterator[Named]:
-    """Yield a text that continues "attention ...", and the mask to which the mistake amounts."""
+def mask_mistakes(inputs: Inputs, w: Workload) -> Iterator[NearMiss]:
+    """Yield the near misses of a workload's mask."""
     lengths = _Lengths.of(inputs, w)
     if isinstance(w.mask, Causal | Window):
         band = band_of(w.mask)
@@ -34,10 +40,10 @@ def mask_mistakes(inputs: Inputs, w: Workload) -> Iterator[Named]:
     visible = seen_by(inputs, w)
     yield from _ends(visible, lengths)
     if isinstance(w.mask, BooleanMask | MaskModMask):
-        yield "with the mask inverted: True taken for hidden", lambda *index: ~visible(*index)
+        yield NearMiss("mask-inverted", "with the mask inverted: True taken for hidden", lambda *index: ~visible(*index))
         if w.group > 1:
             text = "with the mask of the key head, not of the query head"
-            yield text, lambda b, h, q, kv: visible(b, h.new_tensor(key_heads(w))[h], q, kv)
+            yield NearMiss("mask-of-key-head", text, lambda b, h, q, kv: visible(b, h.new_tensor(key_heads(w))[h], q, kv))
     if isinstance(w.mask, Document):
         yield from _documents(w.mask)
     if isinstance(w.mask, Neighborhood):
@@ -86,7 +92,7 @@ def _in_band(band: Band, lengths: _Lengths, local: int | None = None, offset: in
     return inside
 
 
-def _edges(band: Band, is_causal: bool, lengths: _Lengths) -> Iterator[Named]:
+def _edges(band: Band, is_causal: bool, lengths: _Lengths) -> Iterator[NearMiss]:
     """Yield edges that are one key off, or open."""
 
     def moved(left: int = 0, right: int = 0) -> MaskMod:
@@ -96,30 +102,34 @@ def _edges(band: Band, is_causal: bool, lengths: _Lengths) -> Iterator[Named]:
         return _in_band(Band(plus(band.left, left), plus(band.right, right), band.top_left), lengths)
 
     if is_causal:
-        yield "with a causal mask that shows one key too many", moved(right=1)
-        yield "with a causal mask that hides the diagonal", moved(right=-1)
+        yield NearMiss("causal-shows-next-key", "with a causal mask that shows one key too many", moved(right=1))
+        yield NearMiss("causal-hides-diagonal", "with a causal mask that hides the diagonal", moved(right=-1))
         return
     if band.left is not None:
-        yield "whose window is one key too long on the left", moved(left=1)
-        yield "whose window is one key too short on the left", moved(left=-1)
-        yield "whose left window is ignored", _in_band(band._replace(left=None), lengths)
+        yield NearMiss("window-left-one-too-long", "whose window is one key too long on the left", moved(left=1))
+        yield NearMiss("window-left-one-too-short", "whose window is one key too short on the left", moved(left=-1))
+        yield NearMiss("window-left-ignored", "whose left window is ignored", _in_band(band._replace(left=None), lengths))
     if band.right is not None:
-        yield "whose window is one key too long on the right", moved(right=1)
-        yield "whose window is one key too short on the right", moved(right=-1)
-        yield "whose right window is ignored", _in_band(band._replace(right=None), lengths)
+        yield NearMiss("window-right-one-too-long", "whose window is one key too long on the right", moved(right=1))
+        yield NearMiss("window-right-one-too-short", "whose window is one key too short on the right", moved(right=-1))
+        yield NearMiss("window-right-ignored", "whose right window is ignored", _in_band(band._replace(right=None), lengths))
 
 
-def _positions(band: Band, w: Workload, lengths: _Lengths) -> Iterator[Named]:
+def _positions(band: Band, w: Workload, lengths: _Lengths) -> Iterator[NearMiss]:
     """Yield rows that are taken to stand elsewhere."""
     offsets = {kv_len - q_len for q_len, kv_len in lengths.pairs}
     if not band.top_left and len(offsets) > 1:
         text = "that aligns all sequences as the longest one, not each to its own last key"
-        yield text, _in_band(band, lengths, offset=w.kv_len - w.q_len)
+        yield NearMiss("aligned-as-longest-sequence", text, _in_band(band, lengths, offset=w.kv_len - w.q_len))
     if isinstance(w.mask, Window) and offsets != {0}:
-        yield "whose window is aligned to the first key, not to the last", _in_band(band._replace(top_left=True), lengths)
+        yield NearMiss(
+            "window-other-alignment",
+            "whose window is aligned to the first key, not to the last",
+            _in_band(band._replace(top_left=True), lengths),
+        )
 
 
-def _tiles(band: Band, w: Workload, lengths: _Lengths) -> Iterator[Named]:
+def _tiles(band: Band, w: Workload, lengths: _Lengths) -> Iterator[NearMiss]:
     """Yield tiles that are not masked, or left out, at an edge."""
     inside, seq = _in_band(band, lengths), lengths
 
@@ -144,29 +154,41 @@ def _tiles(band: Band, w: Workload, lengths: _Lengths) -> Iterator[Named]:
     for tile in TILES:
         if w.q_len > tile:
             text, local = f"whose mask counts rows within tiles of {tile}", _in_band(band, lengths, local=tile)
-            yield text, local
-            yield text, tiled(tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0))
+            yield NearMiss("mask-rows-within-tile", text, local)
+            yield NearMiss(
+                "mask-rows-within-tile",
+                text,
+                tiled(tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0)),
+            )
     for tile in TILES[1:]:
         if w.kv_len > tile:
             text = f"that masks the last tile of {tile} keys only, though an edge runs through earlier ones"
-            yield text, tiled(tile, lambda at, first, last, _: inside(*at) | (first >= 0) & (last < 0))
+            yield NearMiss(
+                "mask-on-last-tile-only", text, tiled(tile, lambda at, first, last, _: inside(*at) | (first >= 0) & (last < 0))
+            )
             text = f"that masks nothing within the tiles of {tile} keys that it visits"
-            yield text, tiled(tile, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < seq.kv[at[0]]))
+            yield NearMiss(
+                "mask-ignored-within-tiles",
+                text,
+                tiled(tile, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < seq.kv[at[0]])),
+            )
             text = f"without the last tile of {tile} keys that a row sees"
-            yield text, tiled(tile, lambda at, first, last, _: inside(*at) & (last < 0))
+            yield NearMiss("last-visible-tile-missing", text, tiled(tile, lambda at, first, last, _: inside(*at) & (last < 0)))
             if band.left is not None:
                 text = f"without the tile of {tile} keys in which the window begins"
-                yield text, tiled(tile, lambda at, first, last, is_whole: inside(*at) & is_whole)
+                yield NearMiss(
+                    "first-window-tile-missing", text, tiled(tile, lambda at, first, last, is_whole: inside(*at) & is_whole)
+                )
 
 
-def _ends(visible: MaskMod, lengths: _Lengths) -> Iterator[Named]:
+def _ends(visible: MaskMod, lengths: _Lengths) -> Iterator[NearMiss]:
     """Yield keys at the beginning or end of sequences that are left out."""
 
     def without(hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> MaskMod:
         return lambda b, h, q, kv: visible(b, h, q, kv) & ~hidden(b, kv)
 
-    yield "without the last key", without(lambda b, kv: kv >= lengths.kv[b] - 1)
-    yield "without the first key", without(lambda b, kv: kv == 0)
+    yield NearMiss("last-key-missing", "without the last key", without(lambda b, kv: kv >= lengths.kv[b] - 1))
+    yield NearMiss("first-key-missing", "without the first key", without(lambda b, kv: kv == 0))
     tails: set[tuple[int, ...]] = set()
     for tile in TILES:
         tail = tuple(kv_len // tile * tile for _, kv_len in lengths.pairs)
@@ -175,13 +197,17 @@ def _ends(visible: MaskMod, lengths: _Lengths) -> Iterator[Named]:
         tails.add(tail)
         where = f"from {tail[0]}" if len(set(tail)) == 1 else f"of {tile}"
         text = f"without the keys of the last part-filled tile ({where})"
-        yield text, without(partial(_is_in_last_tile, lengths, tile, 0))
+        yield NearMiss("tail-tile-missing", text, without(partial(_is_in_last_tile, lengths, tile, 0)))
     for tile in TILES[1:]:
         if any(kv_len > tile and kv_len % tile == 0 for _, kv_len in lengths.pairs):
-            yield f"without the last tile of {tile} keys", without(partial(_is_in_last_tile, lengths, tile, 1))
+            yield NearMiss(
+                "last-tile-missing",
+                f"without the last tile of {tile} keys",
+                without(partial(_is_in_last_tile, lengths, tile, 1)),
+            )
     if any(q_len < kv_len for q_len, kv_len in lengths.pairs):
         text = "that does not read the keys before the new tokens: only the last q_len keys count"
-        yield text, without(lambda b, kv: kv < lengths.kv[b] - lengths.q[b])
+        yield NearMiss("cached-keys-unread", text, without(lambda b, kv: kv < lengths.kv[b] - lengths.q[b]))
 
 
 def _is_in_last_tile(lengths: _Lengths, tile: int, full: int, b: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -189,30 +215,33 @@ def _is_in_last_tile(lengths: _Lengths, tile: int, full: int, b: torch.Tensor, k
     return kv >= (lengths.kv[b] - full) // tile * tile
 
 
-def _documents(mask: Document) -> Iterator[Named]:
+def _documents(mask: Document) -> Iterator[NearMiss]:
     whole = Document((sum(mask.lengths),), mask.causal)
-    yield "whose documents see each other", whole
+    yield NearMiss("documents-see-each-other", "whose documents see each other", whole)
     if len(mask.lengths) > 1:
         first, *others, last = mask.lengths
-        yield (
+        yield NearMiss(
+            "documents-begin-late",
             "whose documents begin one token late",
             Document((first + 1, *others, last - 1) if last > 1 else mask.lengths, mask.causal),
         )
-        yield (
+        yield NearMiss(
+            "documents-begin-early",
             "whose documents begin one token early",
             Document((first - 1, *others, last + 1) if first > 1 else mask.lengths, mask.causal),
         )
         if mask.causal:
-            yield "whose documents are not causal", Document(mask.lengths)
+            yield NearMiss("documents-not-causal", "whose documents are not causal", Document(mask.lengths))
 
 
-def _neighborhoods(mask: Neighborhood) -> Iterator[Named]:
+def _neighborhoods(mask: Neighborhood) -> Iterator[NearMiss]:
     for axis in range(len(mask.shape)):
-        for more, text in ((1, "larger"), (-1, "smaller")):
-            kernel = tuple(size + more * (at == axis) for at, size in enumerate(mask.kernel))
+        for more, size in ((1, "larger"), (-1, "smaller")):
+            kernel = tuple(number + more * (at == axis) for at, number in enumerate(mask.kernel))
             try:
-                yield f"whose neighborhood is one token {text} along axis {axis}", dataclasses.replace(mask, kernel=kernel)
+                other = dataclasses.replace(mask, kernel=kernel)
             except ValueError:  # it does not fit into the layout
                 continue
+            yield NearMiss(f"neighborhood-one-{size}", f"whose neighborhood is one token {size} along axis {axis}", other)
     if any(mask.causal if isinstance(mask.causal, tuple) else (mask.causal,)):
-        yield "whose neighborhood is not causal", dataclasses.replace(mask, causal=False)
+        yield NearMiss("neighborhood-not-causal", "whose neighborhood is not causal", dataclasses.replace(mask, causal=False))

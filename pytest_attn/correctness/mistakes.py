@@ -39,7 +39,7 @@ def likely_mistakes(inputs: Inputs, w: Workload) -> Iterator[Mistake]:
         yield Mistake(text, changed)
     for text, changes in _option_mistakes(w):
         yield Mistake(text, partial(_with_options, inputs, w, changes))
-    for text, mask in mask_mistakes(inputs, w):
+    for _, text, mask in mask_mistakes(inputs, w):
         yield Mistake(text, partial(_with_options, inputs, w, {"mask": mask}))
     for text, changed in reading_mistakes(inputs, w):
         yield Mistake(text, changed)

@@ -241,8 +241,8 @@ def test_a_mistake_with_a_mask_hides_or_shows_something():
     inputs = draw_inputs(w)
     index = torch.meshgrid(*(torch.arange(n) for n in (1, 2, 70, 130)), indexing="ij")
     honest = inputs.mask_mod()(*index)
-    changed = [text for text, mask in mask_mistakes(inputs, w) if not (mask(*index) & (index[3] < 130)).equal(honest)]
-    assert "whose window is one key too long on the left" in changed
+    changed = [fault for fault, _, mask in mask_mistakes(inputs, w) if not (mask(*index) & (index[3] < 130)).equal(honest)]
+    assert "window-left-one-too-long" in changed
     assert len(changed) > 15
 
 
