@@ -19,7 +19,7 @@ from pytest_attn.session.forked import Command, Ended, ForkServer, ServerError, 
 from pytest_attn.session.turns import TURN_VARIABLE, Turn
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
-#: see docs/results/forked-processes.md
+#: see docs/results/latency-notes.md
 _FORKED_ON = frozenset(("cuda",))
 #: seconds that processes may take to get ready beside one another, and between two looks at whether they are
 _READY_SECONDS, _LOOK_SECONDS = 300, 0.005
