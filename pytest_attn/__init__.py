@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
-    from pytest_attn.models.asked import DropoutError
     from pytest_attn.models.call import AttentionCall
     from pytest_attn.models.capture import NotReadError, capture
     from pytest_attn.models.check import check_model
     from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.models.module import check_module
+    from pytest_attn.models.recognition import DropoutError
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.cached import split_cache
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -84,7 +84,7 @@ _HOMES = {
     "Comparison": "pytest_attn.correctness.comparison",
     "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
-    "DropoutError": "pytest_attn.models.asked",
+    "DropoutError": "pytest_attn.models.recognition",
     "Failure": "pytest_attn.failures.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",

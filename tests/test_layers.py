@@ -59,7 +59,7 @@ BEFORE_A_CASE = (
     "version",
 )
 #: modules of theirs that a case loads
-AT_A_CASE = ("suite/library_models.py", "suite/torch_models.py")
+AT_A_CASE = ("suite/library_models.py", "suite/torch_models.py", "backends/libraries/")
 PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
@@ -194,9 +194,10 @@ def offenses(path, root=ROOT):
         yield "the suite is written with the public contract only"
     if mine in SIBLINGS and theirs.intersection(SIBLINGS) - {mine}:
         yield "reports, invariants and latency know nothing of each other"
-    if mine == "backends" and any(".adapters" in name for name in names):
-        yield "adapters are found by the registry only"
-    if mine in BEFORE_A_CASE and path.relative_to(root).as_posix() not in AT_A_CASE and at_once.intersection(HEAVY):
+    inside = path.relative_to(root).as_posix()
+    if mine == "backends" and not inside.startswith("backends/libraries/") and any(".libraries" in name for name in names):
+        yield "libraries are found by the registry only"
+    if mine in BEFORE_A_CASE and not inside.startswith(AT_A_CASE) and at_once.intersection(HEAVY):
         yield "imports a heavy library when it is imported"
     if mine not in PYTEST_ALLOWED and "pytest" in {name.partition(".")[0] for name in names}:
         yield "knows of pytest"
@@ -212,14 +213,14 @@ def test_a_file_imports_what_its_layer_may():
         ("drawer.py", "", "belongs to no layer"),
         ("suite/test_it.py", "from pytest_attn.correctness import judge\n", "the suite is written"),
         ("latency/gate.py", "def late():\n    from pytest_attn.reports import terminal\n", "know nothing of each other"),
-        ("backends/registry.py", "from pytest_attn.backends.adapters import te\n", "found by the registry only"),
+        ("backends/registry.py", "from pytest_attn.backends.libraries import sage\n", "found by the registry only"),
         ("backends/registry.py", "import torch.nn\n", "imports a heavy library"),
         ("correctness/judge.py", "def late():\n    import pytest\n", "knows of pytest"),
     ],
 )
 def test_a_planted_import_is_seen(tmp_path, place, text, offense):
     root = tmp_path / "pytest_attn"
-    for name in (place, "correctness/judge.py", "reports/terminal.py", "backends/adapters/te.py"):
+    for name in (place, "correctness/judge.py", "reports/terminal.py", "backends/libraries/sage.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     (root / place).write_text(text)

@@ -59,7 +59,7 @@ def test_the_wheel_says_what_it_needs(wheel):
 def test_what_is_imported_is_declared(wheel):
     metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     declared = set(re.findall(r"^Requires-Dist: ([\w-]+)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE))
-    own = [path for path in (ROOT / "pytest_attn").rglob("*.py") if "adapters" not in path.parts]
+    own = [path for path in (ROOT / "pytest_attn").rglob("*.py") if "libraries" not in path.parts]
     imported = {name for path in own for name in re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)}
     called = {"pytest_benchmark": "pytest-benchmark", "pynvml": "nvidia-ml-py", "vl_convert": "vl-convert-python"}
     needed = {

@@ -1,6 +1,6 @@
-"""The backends that come with the plugin: which adapter each name loads, and what other libraries call them."""
+"""The backends that come with the plugin: which file of libraries/ each name loads, and what other libraries call them."""
 
-#: name -> (module of adapters/, class); the order is the order of tables and of "all"
+#: name -> (module of libraries/, class); the order is the order of tables and of "all"
 BUILTIN = {
     "math": ("sdpa", "Math"),
     "eager": ("eager", "Eager"),
@@ -8,22 +8,22 @@ BUILTIN = {
     "sdpa_flash": ("sdpa", "Flash"),
     "sdpa_efficient": ("sdpa", "Efficient"),
     "sdpa_cudnn": ("sdpa", "Cudnn"),
-    "sdpa_fa3": ("sdpa_fa", "SdpaFa3"),
-    "sdpa_fa4": ("sdpa_fa", "SdpaFa4"),
+    "sdpa_fa3": ("sdpa", "SdpaFa3"),
+    "sdpa_fa4": ("sdpa", "SdpaFa4"),
     "varlen": ("varlen", "Varlen"),
-    "kv_cache": ("kv_cache", "KvCache"),
+    "kv_cache": ("sdpa", "KvCache"),
     "flex": ("flex", "Flex"),
     "flex_flash": ("flex", "FlexFlash"),
     "flex_decode": ("flex", "FlexDecode"),
-    "flash2": ("flash2", "Flash2"),
-    "flash2_kvcache": ("flash2", "Flash2KvCache"),
-    "flash3": ("flash3", "Flash3"),
-    "flash4": ("flash4", "Flash4"),
+    "flash2": ("flash_attention", "Flash2"),
+    "flash2_kvcache": ("flash_attention", "Flash2KvCache"),
+    "flash3": ("flash_attention", "Flash3"),
+    "flash4": ("flash_attention", "Flash4"),
     "xformers": ("xformers", "Xformers"),
     "xformers_cutlass": ("xformers", "XformersCutlass"),
-    "te_fused": ("te", "TeFused"),
-    "te_flash": ("te", "TeFlash"),
-    "te_unfused": ("te", "TeUnfused"),
+    "te_fused": ("transformer_engine", "TeFused"),
+    "te_flash": ("transformer_engine", "TeFlash"),
+    "te_unfused": ("transformer_engine", "TeUnfused"),
     "cudnn": ("cudnn", "CudnnFrontend"),
     "flashinfer_fa2": ("flashinfer", "FlashInferFa2"),
     "flashinfer_fa3": ("flashinfer", "FlashInferFa3"),
@@ -42,8 +42,8 @@ OVER_RANKS = {
     "llama3": ("ring_flash", "Llama3"),
     "ulysses": ("yunchang", "Ulysses"),
     "usp": ("yunchang", "Usp"),
-    "te_cp": ("te_cp", "TeCp"),
-    "diffusers_cp": ("diffusers_cp", "DiffusersCp"),
+    "te_cp": ("transformer_engine", "TeCp"),
+    "diffusers_cp": ("diffusers", "DiffusersCp"),
 }
 #: prefix of a name -> (module, class, what follows the colon, what it stands for): "hub:REPO" makes class(REPO)
 FAMILIES = {
@@ -82,4 +82,17 @@ ALIASES = {
     "FLASH_ATTN": "flash2",
     "XFORMERS": "xformers",
     "FLASHINFER": "flashinfer_fa2",  # on Hopper it may choose fa3
+}
+#: module of a library that models call -> the file of libraries/ that reads such calls back
+CALLED_BY_MODELS = {
+    "torch.nn.functional": "sdpa",
+    "torch.nn.attention.flex_attention": "flex",
+    "flash_attn": "flash_attention",
+    "flash_attn_interface": "flash_attention",
+    "flash_attn.cute": "flash_attention",
+    "transformer_engine.pytorch": "transformer_engine",
+    "xformers.ops": "xformers",
+    "sageattention": "sage",
+    "natten": "natten",
+    "flashinfer": "flashinfer",
 }

@@ -1,4 +1,4 @@
-"""Masks written out as tensors, for backends that take no other."""
+"""Masks written out as tensors, for backends that take no other; and such tensors read back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.masks import Causal, Mask
+from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,13 +28,22 @@ def needs_dense_mask(w: Workload) -> bool:
 
 def index_tensors(w: Workload, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return b, h, q_idx and kv_idx, each along its own of four dimensions."""
+    return _indices((w.batch, w.heads, w.q_len, w.kv_len), device)
+
+
+def _indices(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     import torch
 
-    sizes = (w.batch, w.heads, w.q_len, w.kv_len)
     return tuple(
         torch.arange(size, device=device).view([-1 if axis == dim else 1 for axis in range(4)])
         for dim, size in enumerate(sizes)
     )
+
+
+def dense(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
+    """Return a mask as a boolean tensor, (1, 1, q_len, kv_len) or with more dimensions where it varies over them."""
+    batch, heads, q_len, kv_len = shape
+    return bind(mask, batch, heads, q_len, kv_len, kv_len, device)(*_indices(shape, device)).expand(-1, -1, q_len, kv_len)
 
 
 def boolean_mask(inputs: Inputs) -> torch.Tensor | None:
@@ -63,3 +73,45 @@ def additive_or_boolean_mask(inputs: Inputs) -> torch.Tensor | None:
         return visible
     bias = bias.to(inputs.dout.dtype)
     return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+
+
+# -- read back ---------------------------------------------------------------------------------------------------------------
+
+
+def visible_and_bias(
+    mask: torch.Tensor, lead: tuple[int, ...], q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what an attn_mask hides and adds, each (batch or 1, heads or 1, q_len, kv_len) or None."""
+    import torch
+
+    mask = mask.detach()
+    if mask.dim() > 4:
+        mask = mask.expand(*lead, *mask.shape[-2:])
+    mask = four_dimensional(mask)
+    mask = mask.expand(-1, -1, q.shape[2] if mask.shape[2] == 1 else -1, k.shape[2] if mask.shape[3] == 1 else -1)
+    return (mask, None) if mask.dtype == torch.bool else split_additive(mask)
+
+
+def four_dimensional(tensor: torch.Tensor) -> torch.Tensor:
+    """View (..., rows, dim) as (batch, heads, rows, dim): what is before the heads becomes the batch."""
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() > 4:
+        return tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return an additive mask as (visible, bias): what it hides, and what it adds elsewhere; None where it does neither.
+
+    A number near the dtype's lowest hides, unless it hides a whole row: there all keys count alike, which only the sum says.
+    """
+    import torch
+
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    is_whole_row = bool((hidden.all(-1) & mask.isfinite().all(-1)).any())
+    if is_whole_row:
+        return None, mask
+    bias = mask.masked_fill(hidden, 0)
+    has_bias = mask.requires_grad or bool(bias.any())
+    return (~hidden if bool(hidden.any()) else None), (bias if has_bias else None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Window
+from pytest_attn.workloads.masks import Causal, Document, Mask, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -75,6 +75,17 @@ def bottom_right_window(w: Workload) -> tuple[int, int] | None:
     if isinstance(mask, Window):
         return (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
     return None
+
+
+def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask | None:
+    """Return the mask of flash-attention's two arguments: causal from the bottom right, -1 or None for an open side.
+
+    What `bottom_right_window` makes of a mask, it reads back.
+    """
+    left, right = (None if side is None or side < 0 else int(side) for side in (window or (-1, -1)))
+    if causal:
+        return Causal(bottom_right=True) if left is None else Window(left, 0)
+    return None if left is None and right is None else Window(left, right)
 
 
 def is_key(inputs: Inputs) -> torch.Tensor | None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.flash_attention import refused_by_build
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.subject import AttentionFn
@@ -120,19 +119,6 @@ class RankBackend(LibraryBackend):
         if self.needs_equal_shards and (uneven := sorted(length for length in lengths if length % parts)):
             return [f"needs lengths that are multiples of {parts} over {sharding.ranks} ranks, not {uneven[0]}"]
         return []
-
-
-class OverFlash2(RankBackend):
-    """A library around flash-attn 2, which computes each rank's part."""
-
-    precision = "flash2"
-    needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
-
-    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what this build of flash-attn lacks, too."""
-        reasons = super().refusals_over(sharding, machine, backward)
-        w = sharding.workload
-        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
 
 def has_half_tile(sharding: Sharding) -> bool:

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from pytest_attn.backends.versions import release
+
 #: Root-mean-square-like relative rounding error of one rounding: half of the largest, 2 ** -p for p significant bits.
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25, "float8_e4m3fn": 2.0**-5}
 #: Below its smallest normal number the rounding error of a small dtype stops shrinking: half of its subnormals' spacing.
@@ -207,3 +209,16 @@ def precision_named(precision: str | Precision) -> Precision:
             f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}, or a pytest_attn.Precision of your own"
         )
     return PRECISIONS[precision]
+
+
+#: torch that forms the scores in float32; before it they are a matrix product in the dtype, and so are dP.
+#: Source: _math_attention_inner in torch/_higher_order_ops/flex_attention.py of 2.6.0, 2.9.1, 2.10.0, 2.11.0 and 2.15.0.
+_FLOAT32_SCORES = (2, 10)
+
+
+def uncompiled_flex_precision(torch_version: str) -> Precision:
+    """Return the profile of flex_attention without torch.compile in a release of torch."""
+    newest = PRECISIONS["sdpa"]
+    if release(torch_version) >= _FLOAT32_SCORES:
+        return newest
+    return dataclasses.replace(newest, name="flex_uncompiled", rounds_scores=True)

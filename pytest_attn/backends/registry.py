@@ -218,7 +218,7 @@ def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:
     def load() -> Backend:
         from importlib import import_module
 
-        backend: Backend = getattr(import_module(f"pytest_attn.backends.adapters.{module}"), cls)(*arguments)
+        backend: Backend = getattr(import_module(f"pytest_attn.backends.libraries.{module}"), cls)(*arguments)
         return backend
 
     return load

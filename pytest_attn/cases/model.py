@@ -95,7 +95,7 @@ class AttentionModel:
         optimizer are left as they were.
         """
         __tracebackhide__ = True
-        from pytest_attn.models.named import as_functions
+        from pytest_attn.models.user_functions import as_functions
 
         self.is_judged = True
         return self._timed.measure(model, step, backend, optimizer, as_functions(functions))

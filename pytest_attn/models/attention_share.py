@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.work import LatencyDirection
-from pytest_attn.models.asked import DropoutError
+from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.step_work import StepWork, seconds_of
 from pytest_attn.models.swapping import CostlessPlan, Planned, Swap, SwapError, plan_step
 

@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pytest_attn.models.asked import Asked, UnreadableError
-from pytest_attn.models.entry_points import FLEX, SDPA, EntryPoint, broadcast, sdpa_kernel_of
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, imported_functions
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.sdpa import SDPA
 from pytest_attn.models.graph import in_backward_pass
 from pytest_attn.models.interfaces import transformers_caught
-from pytest_attn.models.libraries import LIBRARIES
-from pytest_attn.models.named import named_entry_points
 from pytest_attn.models.patching import replaced
 from pytest_attn.models.tracking import Tracker
+from pytest_attn.models.user_functions import user_functions
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class Caught:
     module: str
     function: str
     profile: str
-    entry: EntryPoint
+    entry: AttentionFunction
     arguments: Mapping[str, Any]
     original: Callable[..., Any]
     ran: list[str] = field(default_factory=list)
@@ -59,14 +59,14 @@ class Caught:
         arguments = {**self.arguments, **dict(zip(self.entry.tensors, tensors, strict=True))}
         return replace(self, arguments=arguments)
 
-    def read(self) -> Asked:
+    def read(self) -> AttentionArguments:
         """Return what the call asks. Raises UnreadableError."""
         return self.entry.read(self.arguments)
 
     def compute(self) -> Any:
         """Call the function."""
-        if self.entry is SDPA:
-            self.ran.append(sdpa_kernel_of(self.arguments))
+        if chosen := self.entry.kernel_of(self.arguments):
+            self.ran.append(chosen)
         result = self.original(**self.entry.pack(dict(self.arguments)))
         if chosen := self.entry.ran():
             self.ran.append(chosen)
@@ -92,7 +92,7 @@ class Net:
         self._ran: list[str] = []
         self._mode: Any = None
 
-    def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, entry: AttentionFunction, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands in for a function."""
         import torch
 
@@ -118,7 +118,9 @@ class Net:
         finally:
             self._is_spread = False
 
-    def catch(self, entry: EntryPoint, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def catch(
+        self, entry: AttentionFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Hand one call to the handler."""
         module = self._tracker.note_call()
         with self._inside():
@@ -126,8 +128,6 @@ class Net:
                 arguments = entry.bind(args, kwargs)
                 if missing := [name for name in entry.tensors if name not in arguments]:
                     raise UnreadableError(f"no argument {missing[0]}")
-                if entry is SDPA:
-                    arguments |= dict(zip(entry.tensors, broadcast(*(arguments[n] for n in entry.tensors)), strict=True))
             except UnreadableError as error:
                 self._handler.unread(module, entry.shown, str(error))
                 return original(*args, **kwargs)
@@ -135,10 +135,10 @@ class Net:
             self._ran = call.ran
             return self._handler.handle(call)
 
-    def _note_inner(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_inner(self, entry: AttentionFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what a call is computed by: a function that is known, called within it."""
-        if entry is SDPA:
-            self._ran.append(sdpa_kernel_of(dict(zip(entry.parameters, args, strict=False)) | dict(kwargs)))
+        if chosen := entry.kernel_of(dict(zip(entry.parameters, args, strict=False)) | dict(kwargs)):
+            self._ran.append(chosen)
         elif entry is not FLEX or not self._ran:
             self._ran.append(entry.shown)
 
@@ -252,28 +252,24 @@ def catching(
 
 
 def wrappers_of(
-    wrap: Callable[[EntryPoint, Callable[..., Any]], Callable[..., Any]], functions: Iterable[Callable[..., Any] | str] = ()
+    wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]],
+    functions: Iterable[Callable[..., Any] | str] = (),
 ) -> dict[int, Callable[[Any], Any]]:
     """Return what wraps each function that is caught, by its identity. Raises ValueError for one that cannot be read."""
-    known = [(entry, _function_of(entry)) for entry in (*_imported(), *named_entry_points(functions))]
+    import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
+
+    known = [(entry, _function_of(entry)) for entry in (*imported_functions(), *user_functions(functions))]
     return {id(function): functools.partial(wrap, entry) for entry, function in known if function is not None}
 
 
 def uncaught(functions: Iterable[Callable[..., Any] | str], seen: set[tuple[str, str]]) -> tuple[str, ...]:
     """Return those of the functions that a user names of which no call was seen; of two names of one the last one counts."""
-    entries = [(entry, id(_function_of(entry))) for entry in named_entry_points(functions)]
+    entries = [(entry, id(_function_of(entry))) for entry in user_functions(functions)]
     places = {function: entry.place for entry, function in entries}
     return tuple(entry.shown for entry, function in entries if places[function] not in seen)
 
 
-def _imported() -> list[EntryPoint]:
-    """Return the entry points whose modules are imported already."""
-    import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
-
-    return [entry for entry in (SDPA, FLEX, *LIBRARIES) if entry.module in sys.modules]
-
-
-def _function_of(entry: EntryPoint) -> Callable[..., Any] | None:
+def _function_of(entry: AttentionFunction) -> Callable[..., Any] | None:
     owner: Any = sys.modules[entry.module]
     for part in entry.attribute.split("."):
         owner = getattr(owner, part, None)

@@ -21,13 +21,13 @@ from pytest_attn.models.defects import known_defect_of
 from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.judging import judge_call
 from pytest_attn.models.message import describe
-from pytest_attn.models.named import as_functions
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recording import Recorder
 from pytest_attn.models.replacing import Replacer, replacement
 from pytest_attn.models.state import untouched
 from pytest_attn.models.step import require_arguments, run_step
 from pytest_attn.models.tracking import Tracker
+from pytest_attn.models.user_functions import as_functions
 from pytest_attn.models.wanted import wanted_masks
 
 if TYPE_CHECKING:

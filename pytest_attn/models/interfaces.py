@@ -9,25 +9,25 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.models.asked import Asked, UnreadableError
-from pytest_attn.models.entry_points import EntryPoint, block_mask, sdpa_mask
-from pytest_attn.workloads.masks import Causal, Mask, Window
+from pytest_attn.backends.attention_args import AttentionFunction
+from pytest_attn.backends.libraries.transformers import function_called, read_call
+from pytest_attn.models.exact import exact_attention
+from pytest_attn.models.recognition import to_inputs
 
 if TYPE_CHECKING:
     import torch
 
 #: what a model is switched to while its attention is replaced
 NAME = "pytest_attn"
-_PROFILES = {"eager": "eager", "sdpa": "sdpa", "flex_attention": "flex", "flash_attention_2": "flash2"}
 
 
 @contextmanager
 def transformers_caught(
-    wrap: Callable[[EntryPoint, Callable[..., Any]], Callable[..., Any]], model: torch.nn.Module | None, replaces: bool
+    wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]], model: torch.nn.Module | None, replaces: bool
 ) -> Iterator[None]:
     """Wrap each attention function that a model of transformers fetches; nothing where transformers is not imported."""
     modeling = sys.modules.get("transformers.modeling_utils")
@@ -40,7 +40,7 @@ def transformers_caught(
     @functools.wraps(fetch)
     def fetched(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = fetch(self, attn_implementation, default)
-        return wrap(_entry_point(str(attn_implementation)), original)
+        return wrap(function_called(str(attn_implementation)), original)
 
     with ExitStack() as stack:
         if replaces and model is not None:
@@ -98,84 +98,6 @@ def _full_mask(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _exact_forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Compute exact attention: what stands in where a call is not replaced."""
-    from pytest_attn.models.asked import inputs_of
-    from pytest_attn.models.exact import exact_attention
-
     given = {"module": module, "query": query, "key": key, "value": value, "attention_mask": attention_mask, **kwargs}
-    asked = _read(NAME, given)
-    return asked.result_of(exact_attention(inputs_of(asked)))
-
-
-# -- reading -------------------------------------------------------------------------------------------------------------
-
-
-def _entry_point(implementation: str) -> EntryPoint:
-    return EntryPoint(
-        "transformers.modeling_utils",
-        "AttentionInterface",
-        ("module", "query", "key", "value", "attention_mask"),
-        functools.partial(_read, implementation),
-        _PROFILES.get(implementation, "math"),
-        ("query", "key", "value"),
-        f"transformers:{implementation}",
-    )
-
-
-def _read(implementation: str, given: Mapping[str, Any]) -> Asked:
-    """Read the arguments of an attention function of transformers: q, k and v "bhsd", out "bshd"."""
-    if given.get("cache") is not None:
-        raise UnreadableError("a paged cache is not read")
-    q, k, v = given["query"], given["key"], given["value"]
-    visible, bias, mask = _mask_of(implementation, given, q, k)
-    position_bias = given.get("position_bias")
-    if position_bias is not None:
-        position_bias = position_bias.detach().expand(-1, -1, q.shape[2], -1)[..., : k.shape[2]]
-        bias = position_bias if bias is None else bias + position_bias
-    sinks = given.get("s_aux")
-    weights = given.get("output_attentions")
-    return Asked(
-        q,
-        k,
-        v,
-        visible=visible,
-        mask=mask,
-        bias=bias,
-        sinks=None if sinks is None else sinks.flatten(),
-        scale=given.get("scaling"),
-        softcap=given.get("softcap"),
-        dropout=float(given.get("dropout") or 0.0),
-        out_of=lambda result: result[0],
-        fold_out=lambda out: out.transpose(1, 2),
-        result_of=lambda out: _with_weights(out, bool(weights)),
-    )
-
-
-def _with_weights(out: torch.Tensor, asks_weights: bool) -> tuple[torch.Tensor, None]:
-    if asks_weights:
-        raise UnreadableError("the model asks for attention weights as well, which a replacement does not return")
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _mask_of(
-    implementation: str, given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, Mask | None]:
-    """Return what the call's mask hides and adds, and what it is without a tensor."""
-    found = given.get("attention_mask")
-    causal = given.get("is_causal")
-    if causal is None:
-        causal = getattr(given["module"], "is_causal", True)
-    is_flash = implementation.startswith("flash") or "/" in implementation
-    if found is None or (is_flash and found.dim() == 2):
-        visible = None if found is None else found[:, None, None, : k.shape[2]].bool()
-        if implementation == "eager" or not causal or (q.shape[2] == 1 and not is_flash):
-            return visible, None, None
-        window = given.get("sliding_window") if is_flash else None
-        bottom_right = Window(window - 1, 0) if window else Causal(bottom_right=True)
-        return visible, None, bottom_right if is_flash else Causal()
-    if type(found).__name__ == "BlockMask":
-        visible, mask = block_mask(found, q, k)
-        return visible, None, mask
-    if found.dim() != 4:
-        raise UnreadableError(f"its attention_mask has shape {tuple(found.shape)}; expected four dimensions")
-    visible, bias = sdpa_mask(found[..., : k.shape[2]], tuple(q.shape[:-2]), q, k)
-    return visible, bias, None
+    arguments = read_call(NAME, given)
+    return arguments.to_result(exact_attention(to_inputs(arguments)))

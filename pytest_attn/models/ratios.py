@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.attention_args import UnreadableError
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.models.asked import UnreadableError, inputs_of
 from pytest_attn.models.catching import Caught, catching
 from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
 from pytest_attn.models.interfaces import is_of_transformers
+from pytest_attn.models.recognition import to_inputs
 from pytest_attn.models.recording import alias, precision_of
 from pytest_attn.models.step import StepResult, run_step
 
@@ -43,9 +44,9 @@ class Exact:
         caught = caught.with_tensors(*map(alias, caught.tensors))
         self.dtypes.append(caught.tensors[0].dtype)
         try:
-            asked = caught.read()
-            inputs = inputs_of(asked)
-            return asked.result_of(exact_attention(inputs, self._rounding(caught, inputs.device)))
+            arguments = caught.read()
+            inputs = to_inputs(arguments)
+            return arguments.to_result(exact_attention(inputs, self._rounding(caught, inputs.device)))
         except UnreadableError:
             return caught.compute()
 

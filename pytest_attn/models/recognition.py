@@ -1,17 +1,24 @@
-"""Which mask a tensor is: causal, a window, documents, padding; what is none of these is kept as the tensor that it is."""
+"""From a call's arguments to a workload; which mask a tensor is: causal, a window, documents, padding, or none of these.
+
+What is none of these is kept as the tensor that it is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+import math
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
+from pytest_attn.backends.dense import dense
+from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskModMask, Window
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
 
 #: more documents than this are taken for a pattern
 _MOST_DOCUMENTS = 4096
@@ -35,7 +42,7 @@ def asks_the_same(one: Workload, other: Workload) -> bool:
 
     Each layer of a model may make its own function, or its own tensor, and mean the same.
     """
-    if replace(one, mask=None, score_mod=None) != replace(other, mask=None, score_mod=None):
+    if dataclasses.replace(one, mask=None, score_mod=None) != dataclasses.replace(other, mask=None, score_mod=None):
         return False
     if not _does_the_same(one.score_mod, other.score_mod):
         return False
@@ -111,8 +118,6 @@ def _structure(visible: torch.Tensor, q_len: int, kv_len: int) -> Mask | None:
 
 
 def _window(visible: torch.Tensor, q_len: int, kv_len: int) -> Window | None:
-    import torch
-
     first = visible.int().argmax(-1)
     last = kv_len - 1 - visible.flip(-1).int().argmax(-1)
     position = torch.arange(q_len, device=visible.device) + kv_len - q_len
@@ -140,8 +145,6 @@ def _documents(visible: torch.Tensor) -> Document | None:
 
 def _padded(visible: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask | None, tuple[int, ...]] | None:
     """Return the mask and the lengths of keys that are padded at the end, None where that is not what it is."""
-    import torch
-
     if not bool((visible == visible[:, :1]).all()):
         return None
     seen = visible[:, 0].any(1)  # (batch or 1, kv_len)
@@ -164,24 +167,122 @@ def _is(visible: torch.Tensor, mask: Mask) -> bool:
 
 
 def _dense(mask: Mask, q_len: int, kv_len: int, like: torch.Tensor) -> torch.Tensor:
-    import torch
-
     q, kv = torch.arange(q_len, device=like.device)[:, None], torch.arange(kv_len, device=like.device)
     zero = q.new_zeros(())
     return bind(mask, 1, 1, q_len, kv_len, kv_len, like.device)(zero, zero, q, kv).expand(q_len, kv_len)
 
 
-def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return an additive mask as (visible, bias): what it hides, and what it adds elsewhere; None where it does neither.
+# -- from arguments to a workload ----------------------------------------------------------------------------------------
 
-    A number near the dtype's lowest hides, unless it hides a whole row: there all keys count alike, which only the sum says.
-    """
-    import torch
 
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    is_whole_row = bool((hidden.all(-1) & mask.isfinite().all(-1)).any())
-    if is_whole_row:
-        return None, mask
-    bias = mask.masked_fill(hidden, 0)
-    has_bias = mask.requires_grad or bool(bias.any())
-    return (~hidden if bool(hidden.any()) else None), (bias if has_bias else None)
+class DropoutError(ValueError):
+    """A call drops probabilities at random, so no result of it is the right one."""
+
+
+def to_inputs(given: AttentionArguments) -> Inputs:
+    """Return the workload of a call with its tensors; dout is zeros until it arrives. Raises UnreadableError, DropoutError."""
+    if given.dropout > 0:
+        raise DropoutError(
+            f"attention with dropout {given.dropout:g} has no right result; set the model's attention dropout to 0, or call"
+            " model.eval()"
+        )
+    q, k, v = given.q, given.k, given.v
+    _require_one_kind(q, k, v)
+    extras: dict[str, Any] = {}
+    fields: dict[str, Any] = _options(given, extras)
+    if given.cu_seqlens is not None:
+        fields |= _packed_lengths(given, extras)
+    else:
+        fields |= {"batch": q.shape[0], "q_len": q.shape[2], "kv_len": k.shape[2]} | _mask_of(given, extras)
+    try:
+        workload = Workload(
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[-1],
+            v_head_dim=v.shape[-1],
+            dtype=str(q.dtype).removeprefix("torch."),
+            **fields,
+        )
+    except ValueError as error:
+        raise UnreadableError(str(error).removeprefix("Workload: ")) from None
+    return Inputs(workload, q.device, q, k, v, dout=q.new_zeros(()), **extras)
+
+
+def _require_one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for tensor in (q, k, v):
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.dtype != q.dtype:
+            kinds = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
+            raise UnreadableError(f"q, k and v are {kinds}; expected all three bfloat16, float16 or float32")
+        if tensor.layout != q.layout or tensor.is_nested:
+            raise UnreadableError("q, k and v must be dense tensors; nested and sparse ones are not read")
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise UnreadableError("q, k or v is batched by torch.func.vmap, which hides the batch; call the model without it")
+
+
+def _options(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that change scores; their tensors go into `extras`."""
+    default = 1 / math.sqrt(given.q.shape[-1])
+    is_default = given.scale is None or math.isclose(given.scale, default, rel_tol=1e-9)
+    fields: dict[str, Any] = {
+        "scale": None if is_default else float(given.scale or 0),
+        "softcap": given.softcap or None,
+        "score_mod": given.score_mod,
+    }
+    if given.sinks is not None:
+        fields["sinks"], extras["sinks"] = True, given.sinks
+    if given.alibi_slopes is not None:
+        fields["alibi"], extras["alibi_slopes"] = True, given.alibi_slopes.float()
+    if given.bias is not None:
+        bias = given.bias
+        fields["bias"] = "".join(name for name, size in zip("bhqk", bias.shape, strict=True) if size > 1) or "k"
+        extras["bias"] = bias
+    return fields
+
+
+def _packed_lengths(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:
+    boundaries = given.cu_seqlens, given.cu_seqlens if given.cu_seqlens_kv is None else given.cu_seqlens_kv
+    lengths = []
+    for name, ends in zip(("cu_seqlens", "cu_seqlens_kv"), boundaries, strict=True):
+        assert ends is not None
+        extras[name] = ends.to(torch.int32)
+        lengths.append(tuple(ends.diff().tolist()))
+    return {"q_lens": lengths[0], "kv_lens": lengths[1], "mask": given.mask}
+
+
+def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:
+    """Return mask and kv_lens: as the call names them, or as its tensor is recognized."""
+    q, k = given.q, given.k
+    kv_lens = given.kv_lens
+    if given.visible is None:
+        mask = given.mask
+    else:
+        visible = given.visible
+        if given.mask is not None:
+            shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+            visible = visible & dense(given.mask, shape, q.device)
+        mask, seen = recognize(visible, q.shape[2], k.shape[2])
+        if seen is not None and kv_lens is not None:
+            mask, seen = BooleanMask(StoredMask(visible)), None
+        kv_lens = kv_lens if seen is None else seen
+        if kv_lens is not None and len(kv_lens) != q.shape[0]:
+            kv_lens = kv_lens * q.shape[0]
+    if kv_lens is not None:
+        extras["kv_lens"] = torch.tensor(kv_lens, dtype=torch.int32, device=q.device)
+    return {"mask": mask, "kv_lens": kv_lens}
+
+
+def says_the_same(given: AttentionArguments, visible: torch.Tensor) -> bool:
+    """Whether a call hides by an additive mask alone what is not visible; rows that see nothing are not checked."""
+    if given.bias is None or given.visible is not None or given.mask is not None:
+        return False
+    shown = given.bias > torch.finfo(given.bias.dtype).min / 2
+    return bool(((shown == visible) | ~visible.any(-1, keepdim=True)).all())
+
+
+def with_mask(given: AttentionArguments, visible: torch.Tensor) -> AttentionArguments:
+    """Return the same call with another mask, which is all that it may see."""
+    bias = given.bias
+    if bias is not None:
+        bias = bias.masked_fill(bias <= torch.finfo(bias.dtype).min / 2, 0)
+        bias = bias if bool(bias.any()) else None
+    return dataclasses.replace(given, visible=visible, mask=None, kv_lens=None, bias=bias)

@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.sdpa import autocast
+from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
 from pytest_attn.correctness.calling import changes_of
 from pytest_attn.correctness.empty_rows import EmptyRows
-from pytest_attn.models.asked import Asked, UnreadableError, inputs_of, says_the_same, with_mask
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
 from pytest_attn.models.compiled import uncompiled
-from pytest_attn.models.entry_points import FLEX, autocast
 from pytest_attn.models.graph import in_checkpoint, nodes_behind
+from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -97,22 +98,24 @@ class Recorder:
         caught = caught.with_tensors(*aliases)
         number = self._number(caught)
         try:
-            asked = self._asked(caught, number)
-            inputs = inputs_of(asked)
+            arguments = self._read(caught, number)
+            inputs = to_inputs(arguments)
         except UnreadableError as error:
             self.unread(caught.module, caught.function, str(error))
             return caught.compute()
-        return self.record(caught, asked, inputs, number, aliases)
+        return self.record(caught, arguments, inputs, number, aliases)
 
-    def record(self, caught: Caught, asked: Asked, inputs: Inputs, number: int, aliases: list[torch.Tensor]) -> Any:
+    def record(
+        self, caught: Caught, arguments: AttentionArguments, inputs: Inputs, number: int, aliases: list[torch.Tensor]
+    ) -> Any:
         """Compute a call that was read, and record it."""
         import torch
 
         pristine = self._copies(inputs)
         nodes, versions = [alias.grad_fn for alias in aliases], [alias._version for alias in aliases]
-        result, precision, subject = self.computed(caught, asked, inputs)
-        raw = asked.out_of(result)
-        out = self._keep(asked.fold_out(raw.detach()))
+        result, precision, subject = self.computed(caught, arguments, inputs)
+        raw = arguments.take_out(result)
+        out = self._keep(arguments.out_to_native(raw.detach()))
         call = AttentionCall(caught.module, number, caught.function, precision, pristine, out, subject)
         call.is_again, call.order = caught.is_again, self._numbers.total()
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, caught.kernel
@@ -122,7 +125,7 @@ class Recorder:
         expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
         if subject is not None:
             before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
-            call.changes = changes_of({"q": asked.q, "k": asked.k, "v": asked.v}, before)
+            call.changes = changes_of({"q": arguments.q, "k": arguments.k, "v": arguments.v}, before)
         elif expected and (changed := [name for name, t, v in zip("qkv", aliases, versions, strict=True) if t._version != v]):
             reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
             self.unread(caught.module, caught.function, reason)
@@ -135,12 +138,12 @@ class Recorder:
             self._finish(call)
             return result
         expected.difference_update(call.missing)
-        self._await(call, expected, asked, raw, aliases)
+        self._await(call, expected, arguments, raw, aliases)
         return result
 
-    def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
+    def computed(self, caught: Caught, arguments: AttentionArguments, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
-        del asked
+        del arguments
         result = caught.compute()
         return Computed(result, self._precision or precision_of(caught, self._registry, inputs.device.type), None)
 
@@ -157,12 +160,12 @@ class Recorder:
         self._numbers[of] += 1
         return self._numbers[of]
 
-    def _asked(self, caught: Caught, number: int) -> Asked:
-        asked = caught.read()
+    def _read(self, caught: Caught, number: int) -> AttentionArguments:
+        arguments = caught.read()
         visible = self._masks.get((caught.module, number))
-        if visible is None or visible.shape[-2:] != (asked.q.shape[-2], asked.k.shape[-2]):
-            return asked
-        return asked if says_the_same(asked, visible) else with_mask(asked, visible)
+        if visible is None or visible.shape[-2:] != (arguments.q.shape[-2], arguments.k.shape[-2]):
+            return arguments
+        return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible)
 
     def _copies(self, inputs: Inputs) -> Inputs:
         import torch
@@ -178,11 +181,13 @@ class Recorder:
         self._kept += tensor.nbytes
         return tensor.clone()
 
-    def _await(self, call: AttentionCall, expected: set[str], asked: Asked, raw: Any, aliases: list[Any]) -> None:
+    def _await(
+        self, call: AttentionCall, expected: set[str], arguments: AttentionArguments, raw: Any, aliases: list[Any]
+    ) -> None:
         awaited, is_checkpointed = {"dout", *expected}, in_checkpoint()
         self._waiting[id(call)] = call, awaited
 
-        def arrives(name: str, fold: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
+        def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
             def hook(gradient: torch.Tensor | None) -> None:
                 self._is_going_back = call.is_again or not is_checkpointed
                 if name not in awaited or (gradient is None and not call.has_dout):
@@ -190,7 +195,7 @@ class Recorder:
                 if gradient is None:
                     call.missing.append(name)
                 else:
-                    call.receive(name, self._keep(fold(gradient.detach())))
+                    call.receive(name, self._keep(to_native(gradient.detach())))
                 awaited.discard(name)
                 if not awaited:
                     self._is_going_back = False
@@ -199,11 +204,11 @@ class Recorder:
             return hook
 
         if call.empty_rows is not None and call.empty_rows.are_there:
-            raw.register_hook(_blanking(call.empty_rows, asked, raw))
-        raw.register_hook(arrives("dout", asked.fold_out))
+            raw.register_hook(_blanking(call.empty_rows, arguments, raw))
+        raw.register_hook(arrives("dout", arguments.out_to_native))
         for name, alias in zip(GRADIENTS, aliases, strict=True):
             if name in expected:
-                alias.register_hook(arrives(name, asked.fold))
+                alias.register_hook(arrives(name, arguments.to_native))
 
     def _finish(self, call: AttentionCall) -> None:
         import torch
@@ -217,12 +222,12 @@ class Recorder:
             self._done(call)
 
 
-def _blanking(rows: EmptyRows, asked: Asked, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _blanking(rows: EmptyRows, arguments: AttentionArguments, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what puts 0 into these rows of the gradient of out, in the layout in which the function returns that."""
     import torch
 
     counts = torch.ones(out.shape, dtype=torch.bool, device=out.device)
-    native = asked.fold_out(counts)  # a view
+    native = arguments.out_to_native(counts)  # a view
     native.copy_(rows.blanked(native))
     return lambda gradient: gradient.masked_fill(~counts, 0)
 

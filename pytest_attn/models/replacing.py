@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision, precision_named
@@ -13,7 +14,6 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import check_contract
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.models.asked import Asked, UnreadableError
 from pytest_attn.models.call import AttentionCall
 from pytest_attn.models.catching import Caught
 from pytest_attn.models.recognition import asks_the_same
@@ -51,27 +51,27 @@ class Replacer(Recorder):
         self._subject, self._machine = subject, machine
         self._prepared: list[tuple[Workload, bool, AttentionFn]] = []
 
-    def computed(self, caught: Caught, asked: Asked, inputs: Inputs) -> Computed:
+    def computed(self, caught: Caught, arguments: AttentionArguments, inputs: Inputs) -> Computed:
         """Return what the subject makes of a call, as the model takes it."""
-        needs_gradient = self._backward and any(t.requires_grad for t in (asked.q, asked.k, asked.v))
+        needs_gradient = self._backward and any(t.requires_grad for t in (arguments.q, arguments.k, arguments.v))
         try:
             self._require_taken(inputs.workload, needs_gradient)
-            out = self._called(asked, inputs, needs_gradient)
-            return Computed(asked.result_of(out), self._subject.precision_on(inputs.device.type), self._subject)
+            out = self._called(arguments, inputs, needs_gradient)
+            return Computed(arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject)
         except UnreadableError as refusal:
             self.refused.append(Unread(caught.module, caught.function, str(refusal)))
-        return super().computed(caught, asked, inputs)
+        return super().computed(caught, arguments, inputs)
 
     def _require_taken(self, workload: Workload, backward: bool) -> None:
         if reason := self._subject.obstacle(workload, self._machine, backward):
             raise UnreadableError(f"{reason} ({workload.id})")
 
-    def _called(self, asked: Asked, inputs: Inputs, backward: bool) -> Any:
+    def _called(self, arguments: AttentionArguments, inputs: Inputs, backward: bool) -> Any:
         """Call the subject, and hold what it returns to its contract."""
         subject, workload = self._subject, inputs.workload
         with subject.calling(), current(inputs.device), self._casting(inputs.device):
             try:
-                result = self._kernel(inputs, backward)(asked.q, asked.k, asked.v)
+                result = self._kernel(inputs, backward)(arguments.q, arguments.k, arguments.v)
             except Exception as error:
                 if reason := subject.refusal_in(error):
                     raise UnreadableError(reason) from error

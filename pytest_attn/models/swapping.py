@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError
 from pytest_attn.backends.subject import Subject
-from pytest_attn.models.asked import Asked, UnreadableError, inputs_of
 from pytest_attn.models.catching import Caught, catching, wrappers_of
-from pytest_attn.models.entry_points import SDPA, EntryPoint, broadcast
 from pytest_attn.models.interfaces import is_of_transformers, transformers_caught
 from pytest_attn.models.patching import replaced
+from pytest_attn.models.recognition import to_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +40,14 @@ class BackendPlan:
     def handle(self, caught: Caught) -> Any:
         """Prepare the subject for one call, and let it compute it."""
         try:
-            asked = caught.read()
-            inputs = inputs_of(asked)
+            arguments = caught.read()
+            inputs = to_inputs(arguments)
         except UnreadableError as error:
             raise SwapError(f"{caught.module}: {error}") from None
         # a bias or sinks that are learned get no gradient: that of a planned step would be of the run that planned it
         held = {name: t.detach() for name, t in vars(inputs).items() if hasattr(t, "detach")}
         kernel = self._subject.prepare(dataclasses.replace(inputs, **held), self._backward)
-        self.planned.append(_as_the_function(asked, kernel))
+        self.planned.append(_as_the_function(arguments, kernel))
         return self.planned[-1](*caught.tensors)
 
     def unread(self, module: str, function: str, reason: str) -> None:
@@ -55,12 +55,12 @@ class BackendPlan:
         raise SwapError(f"{module}: a call of {function}: {reason}")
 
 
-def _as_the_function(asked: Asked, kernel: Callable[..., Any]) -> Planned:
-    fold, result_of = asked.fold, asked.result_of
+def _as_the_function(arguments: AttentionArguments, kernel: Callable[..., Any]) -> Planned:
+    to_native, to_result = arguments.to_native, arguments.to_result
 
     def compute(*tensors: torch.Tensor) -> Any:
-        out = kernel(*(fold(t) for t in tensors))
-        return result_of(out[0] if isinstance(out, tuple | list) else out)
+        out = kernel(*(to_native(t) for t in tensors))
+        return to_result(out[0] if isinstance(out, tuple | list) else out)
 
     return compute
 
@@ -162,7 +162,7 @@ class Swap:
                 " timed run"
             )
 
-    def wrap(self, entry: EntryPoint, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, entry: AttentionFunction, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands in for a function."""
 
         @functools.wraps(original)
@@ -181,14 +181,14 @@ class Swap:
             stack.enter_context(transformers_caught(self.wrap, model, replaces=False))
             yield self
 
-    def _compute(self, planned: Sequence[Planned], entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(
+        self, planned: Sequence[Planned], entry: AttentionFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._next += 1
         if self._next > len(planned):
             raise SwapError(f"the step made more than the {len(planned)} attention calls of its first run")
         arguments = entry.bind(args, kwargs)
-        tensors: Any = [arguments[name] for name in entry.tensors]
-        if entry is SDPA:
-            tensors = broadcast(*tensors)
+        tensors = [arguments[name] for name in entry.tensors]
         self._is_inside = True
         try:
             return planned[self._next - 1](*tensors)

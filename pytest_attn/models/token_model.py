@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.models.asked import DropoutError
+from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.step import named_tensors
 
 if TYPE_CHECKING:

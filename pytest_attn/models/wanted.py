@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.models.asked import DropoutError
 from pytest_attn.models.catching import Caught, catching
 from pytest_attn.models.interfaces import is_of_transformers
+from pytest_attn.models.recognition import DropoutError
 
 if TYPE_CHECKING:
     import torch

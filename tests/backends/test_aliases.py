@@ -1,7 +1,7 @@
 import pytest
 
-from pytest_attn.backends.adapters import diffusers, transformers
 from pytest_attn.backends.builtin import ALIASES
+from pytest_attn.backends.libraries import diffusers, transformers
 from pytest_attn.backends.registry import Registry
 
 

@@ -114,7 +114,7 @@ def test_sdpa_gets_exactly_one_kernel_and_the_choice_is_restored():
 
 @pytest.mark.parametrize("takes_groups", [True, False])
 def test_the_cpu_kernel_of_sdpa_refuses_gqa_where_torch_does(monkeypatch, takes_groups):
-    monkeypatch.setattr("pytest_attn.backends.adapters.sdpa._cpu_kernel_takes_groups", lambda: takes_groups)
+    monkeypatch.setattr("pytest_attn.backends.libraries.sdpa._cpu_kernel_takes_groups", lambda: takes_groups)
     machine = dataclasses.replace(CPU, torch_version="2.6.0+cpu")
     said = Registry()["sdpa_flash"].unsupported_because(Workload(8, heads=4, kv_heads=2), machine)
     reason = "does not support grouped-query attention (GQA) on a CPU in torch 2.6.0+cpu"
@@ -227,7 +227,7 @@ def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
     """On a GPU the words are torch's; here its check is replaced by one that warns as torch does."""
     import warnings
 
-    from pytest_attn.backends.adapters import sdpa
+    from pytest_attn.backends.libraries import sdpa
 
     def refuse(params, debug):
         warnings.warn("Flash attention kernel not used because:  no (Triggered internally at sdp.cpp:1.)", stacklevel=1)

@@ -9,11 +9,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_attn import Workload
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.uncompiled_flex import uncompiled_flex_precision
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.models.catching import Caught
-from pytest_attn.models.entry_points import FLEX
 from pytest_attn.models.recording import precision_of
 
 CPU = torch.device("cpu")

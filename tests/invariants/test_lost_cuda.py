@@ -5,8 +5,8 @@ import torch
 from judging import asked
 
 from pytest_attn import Backend, Workload
-from pytest_attn.backends.adapters.flash3 import Flash3
 from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.libraries.flash_attention import Flash3
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import refusals

@@ -10,8 +10,8 @@ import pytest_attn
 from pytest_attn import Workload, check_model
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.models.asked import DropoutError
 from pytest_attn.models.check import judge_model
+from pytest_attn.models.recognition import DropoutError
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")

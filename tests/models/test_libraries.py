@@ -17,7 +17,7 @@ def swapped(*tensors):
 
 
 def dense(mask, q, k):
-    from pytest_attn.models.asked import dense as of
+    from pytest_attn.backends.dense import dense as of
 
     return None if mask is None else of(mask, (*q.shape[:3], k.shape[2]), q.device)
 

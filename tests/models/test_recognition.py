@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from pytest_attn.models.recognition import StoredMask, asks_the_same, recognize, split_additive
+from pytest_attn.backends.dense import split_additive
+from pytest_attn.models.recognition import StoredMask, asks_the_same, recognize
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Window
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload

@@ -1,0 +1,140 @@
+"""A call of a library's attention function, read back: its arguments in one layout, and which functions are read so.
+
+Each file of libraries/ goes both ways: its backend puts a workload into a library's arguments, and its `FUNCTIONS` take those
+of a call that a model makes apart again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.builtin import CALLED_BY_MODELS
+from pytest_attn.workloads.masks import Mask, ScoreMod
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UnreadableError(Exception):
+    """A call was intercepted, and asks for something that no workload can say; the text says what."""
+
+
+def unchanged(value: Any) -> Any:
+    """Return a tensor, or a result, that is in the layout of q already."""
+    return value
+
+
+def swap_rows_and_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, rows, heads, dim) to (batch, heads, rows, dim), and back."""
+    return tensor.transpose(1, 2)
+
+
+def first_of(result: Any) -> torch.Tensor:
+    """Return out of what a function returns: alone, or before others."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
+    return out
+
+
+def only_out(out: torch.Tensor, asks_more: object, back: Callable[[torch.Tensor], Any]) -> Any:
+    """Return out in the function's layout. Raises UnreadableError where the model asks for more than it."""
+    if asks_more:
+        raise UnreadableError("the model asks for more than out, which a replacement does not return")
+    return back(out)
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """What one call computes attention of, and how its result goes back.
+
+    q: (batch, heads, q_len, head_dim), k, v the same with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
+    visible: boolean, True = visible, broadcastable to (batch, heads, q_len, kv_len). mask: what is known of it without a
+    tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks:
+    (heads,).
+    alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
+    to_native: from the layout in which the function takes tensors to that of q. take_out: from what it returns to its tensor
+    out; out_to_native: from the layout of that to that of q; to_result: from out in the layout of q to what the function
+    returns.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    visible: torch.Tensor | None = None
+    mask: Mask | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    dropout: float = 0.0
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    kv_lens: tuple[int, ...] | None = None
+    to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
+    take_out: Callable[[Any], torch.Tensor] = field(default=unchanged)
+    out_to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
+    to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
+
+
+@dataclass(frozen=True)
+class AttentionFunction:
+    """A function that computes attention: module and attribute where it is found, its parameters, and its reader.
+
+    parameters: their names, in order. tensors: the names of q, k and v. read: from the arguments by name to what they ask.
+    profile: the backend that rounds as it does. name: what reports call it. unpack: adds q, k and v to its arguments by name,
+    where it takes them otherwise; pack: undoes that. kernel_of: the kernel that it chooses for some arguments, "" where it has
+    one. ran: the backend whose kernel the last call took, where only that tells.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], AttentionArguments]
+    profile: str = "sdpa"
+    tensors: tuple[str, str, str] = ("q", "k", "v")
+    name: str = ""
+    unpack: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    pack: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    kernel_of: Callable[[Mapping[str, Any]], str] = lambda given: ""
+    ran: Callable[[], str] = str
+
+    @property
+    def shown(self) -> str:
+        """What reports call it."""
+        return self.name or f"{self.module}.{self.attribute}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it is found."""
+        return self.module, self.attribute
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, with q, k and v. Raises UnreadableError for more than it has parameters."""
+        if len(args) > len(self.parameters):
+            raise UnreadableError(f"{len(args)} positional arguments; expected at most {len(self.parameters)}")
+        return self.unpack({**dict(zip(self.parameters, args, strict=False)), **kwargs})
+
+
+def refuse_unread(given: Mapping[str, Any], read: set[str], without_effect: frozenset[str] = frozenset()) -> None:
+    """Raise UnreadableError for an argument that is neither read nor without effect on the result, unless it is None."""
+    for name, value in given.items():
+        if name not in read and name not in without_effect and value is not None and value is not False:
+            raise UnreadableError(f"its argument {name}={shortened(value)} is not read")
+
+
+def shortened(value: object) -> str:
+    """Return how a message shows the value of an argument."""
+    shape = getattr(value, "shape", None)
+    return f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r:.40}"
+
+
+def imported_functions() -> list[AttentionFunction]:
+    """Return the attention functions that a model may call by now: those of torch, and of libraries that are imported."""
+    files = dict.fromkeys(file for module, file in CALLED_BY_MODELS.items() if module in sys.modules)
+    functions = [one for file in files for one in import_module(f"pytest_attn.backends.libraries.{file}").FUNCTIONS]
+    return [function for function in functions if function.module in sys.modules]

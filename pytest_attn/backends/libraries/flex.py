@@ -1,0 +1,431 @@
+"""torch.nn.attention.flex_attention, compiled: masks as mask_mod, every change of the score as score_mod."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pytest_attn.backends.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+    refuse_unread,
+)
+from pytest_attn.backends.backend import Backend, needs_cuda
+from pytest_attn.backends.capabilities import FEATURES, MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.compiled import compilation_of, compile_kernel
+from pytest_attn.backends.configured import Options, out_of_resources
+from pytest_attn.backends.defects import FLASH4_DQ
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.libraries.flash_attention import FLASH4
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.versions import release
+from pytest_attn.workloads.heads import is_interleaved, repeated
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import BooleanMask, Mask, MaskMod, MaskModMask, ScoreMod
+from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.workload import Workload
+
+#: Rows and keys of one block of a block mask.
+BLOCK = 128
+
+_ALL_BUT_PAGES = Capabilities(
+    masks=frozenset(MASKS),
+    features=frozenset(FEATURES) - {"paged", "packed pages", "page layouts", "cached", "left-padded"},
+    dtypes=("bfloat16", "float16", "float32"),
+    head_dim=None,
+    head_dim_step=1,
+    v_head_dim=True,
+)
+#: More rows of one key head do not fit its tile: inductor finds "no choices" (seen with 256 and 508, torch 2.11).
+_MOST_DECODE_ROWS = 128
+#: BLOCK_M, BLOCK_N, num_stages, num_warps of the forward pass: inductor's own candidates (template_heuristics/triton.py,
+#: torch 2.13) and narrower ones for large head dimensions. All divide the blocks of a mask.
+_FORWARD = (
+    *((128, 64, 3, 4), (128, 128, 3, 4), (128, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4)),
+    *((128, 64, 3, 8), (128, 64, 2, 4), (128, 32, 3, 4), (64, 32, 3, 4), (32, 64, 3, 4)),
+)
+#: M, N, num_stages, num_warps of the backward pass, where (BLOCK_M1, BLOCK_N1, BLOCK_M2, BLOCK_N2) is (M, N, N, M).
+#: N must be a multiple of M.
+_BACKWARD = (
+    *((64, 128, 3, 8), (64, 128, 3, 4), (64, 128, 1, 8), (64, 64, 3, 4), (64, 64, 2, 4), (64, 64, 1, 4)),
+    *((32, 128, 3, 8), (32, 128, 3, 4), (32, 64, 3, 4), (32, 64, 1, 4), (32, 32, 3, 4), (16, 16, 1, 4)),
+)
+#: BLOCK_N, num_stages, num_warps of the decoding kernel
+_DECODING = ((64, 3, 2), (32, 3, 2), (128, 3, 2), (64, 1, 4), (128, 1, 4))
+_SHARED = ("num_stages", "num_warps")
+_BACKWARD_TILES = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_stages", "bwd_num_warps")
+
+
+class Flex(Backend):
+    """flex_attention under torch.compile; `flex+max_autotune` tunes its tiles."""
+
+    name = "flex"
+    variants: tuple[str, ...] = ("max_autotune",)
+    launches = ("FlexAttention",)
+    needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
+    capabilities: Capabilities = _ALL_BUT_PAGES
+    max_autotune = False
+    tunable = frozenset(("BLOCK_M", "BLOCK_N", *_SHARED, *_BACKWARD_TILES))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Tiles, stages and warps (`kernel_options`) of the forward pass, or of the backward pass where there is one."""
+        if machine.kind == "cpu":
+            return ()
+        if backward:
+            return [dict(zip(_BACKWARD_TILES, (m, n, n, m, stages, warps), strict=True)) for m, n, stages, warps in _BACKWARD]
+        return [dict(zip(("BLOCK_M", "BLOCK_N", *_SHARED), one, strict=True)) for one in _FORWARD]
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """A configuration whose tiles do not fit the device is refused, not wrong."""
+        return out_of_resources(error) if self.configuration else None
+
+    def variant(self, name: str) -> Backend | None:
+        """Compile once in another mode, not twice."""
+        if name not in self.variants:
+            return None
+        tuned = type(self)()
+        tuned.name, tuned.max_autotune, tuned.configuration = f"{self.name}+{name}", True, self.configuration
+        return tuned
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Triton GPUs, and CPUs for which inductor can generate code."""
+        if machine.kind == "mps":
+            return "is tested on CPU, CUDA and XPU only"
+        compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")  # as inductor looks for one
+        if machine.kind == "cpu" and not any(map(shutil.which, compilers)):
+            return "needs a C++ compiler on a CPU; install g++ or name yours in CXX"
+        return None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse pages, and on a CPU what torch refuses there."""
+        reasons = ["does not support a paged KV cache"] if workload.kv_pages else []
+        reasons += [NO_CACHE] if workload.cached else []
+        reasons += [NO_LEFT_PADDING] if workload.pad == "left" else []
+        if workload.is_packed and workload.alibi == "batch":
+            reasons.append("does not support ALiBi slopes per packed sequence")
+        if machine.kind == "cpu":
+            if backward:
+                reasons.append("flex_attention does not support backward on CPU")
+            if self.configuration:
+                reasons.append("takes no kernel options on a CPU")
+        elif workload.head_dim < 16 or workload.v_head_dim < 16:
+            reasons.append("needs a head dimension of at least 16")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Build the block mask; the kernel is compiled at its first call."""
+        return self._compiled(inputs, "TRITON")
+
+    def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = BLOCK) -> AttentionFn:
+        kernel_options = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
+        kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
+        w = inputs.workload
+        packed, sinks, interleaved = w.is_packed, inputs.sinks is not None, is_interleaved(w)
+        if not packed and not sinks and not interleaved:
+            return kernel
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if packed:  # outside the compiled region, as inductor's CPU template takes no view of a 3-D tensor
+                q, k, v = (t.transpose(0, 1).unsqueeze(0).contiguous() for t in (q, k, v))
+            if interleaved:
+                k, v = repeated(k, w), repeated(v, w)
+            if sinks:
+                k, v = with_key_of_sink(k), with_key_of_sink(v)
+            out: torch.Tensor = kernel(q, k, v)
+            return out[0].transpose(0, 1) if packed else out
+
+        call.compilation = compilation_of(kernel)  # type: ignore[attr-defined]
+        return call
+
+
+class FlexDecode(Flex):
+    """flex_attention's split-KV decoding kernel, asked for by name where torch knows the option."""
+
+    name = "flex_decode"
+    variants = ()
+    needs = "CUDA or XPU, fewer than 128 query rows"
+    capabilities = dataclasses.replace(_ALL_BUT_PAGES, features=_ALL_BUT_PAGES.features - {"packed", "backward"})
+    tunable = frozenset(("BLOCK_N", *_SHARED))
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Keys of a tile, stages and warps."""
+        return [dict(zip(("BLOCK_N", *_SHARED), one, strict=True)) for one in _DECODING]
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """A Triton kernel: GPUs only."""
+        return None if machine.kind in ("cuda", "xpu") else "is a Triton kernel: needs a GPU"
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """State flex_attention's own rules for choosing its decoding kernel."""
+        reasons = super().unsupported_because(workload, machine, backward)
+        if backward:
+            reasons.append("decoding has no backward pass")
+        if workload.q_len >= 128 or workload.is_packed:
+            reasons.append("decodes fewer than 128 query rows")
+        if workload.group & (workload.group - 1):
+            reasons.append(f"needs a group size that is a power of two, not {workload.group}")
+        if workload.q_len * workload.group > _MOST_DECODE_ROWS:
+            reasons.append(f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
+        return self._compiled(inputs, "TRITON_DECODE")
+
+
+class FlexFlash(Flex):
+    """flex_attention on flash-attn 4's kernels, compiled with BACKEND="FLASH"."""
+
+    name = "flex_flash"
+    variants = ()
+    launches = ("FlashAttention-4",)
+    needs = "CUDA, sm90 to sm110, torch 2.10, flash-attn-4"
+    capabilities = dataclasses.replace(_ALL_BUT_PAGES, dtypes=("bfloat16", "float16"), head_dim=256, head_dim_step=8)
+    kernels = FLASH4
+    known_defects = (
+        FLASH4_DQ,
+        KnownDefect(
+            issue="seen on an H200 with torch 2.11 and flash-attn-4 4.0.0b36, no report found",
+            summary="wrong dq, dk and dv with ALiBi slopes and GQA",
+            applies=lambda workload, machine: bool(workload.alibi) and workload.group > 1 and machine.capability == (9, 0),
+            tensors=("dq", "dk", "dv"),
+        ),
+    )
+    tunable = frozenset()
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """None: the tiles are flash-attn 4's own."""
+        return ()
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse where torch does not know the option, or flash-attn 4 or its block-sparse kernels are missing."""
+        if machine.torch_release < (2, 10):
+            return f"needs torch 2.10, this is {machine.torch_version}"
+        return self.kernels.missing_because() or needs_cuda(machine, (9, 0), (11, 0))
+
+    def broken_because(self) -> str | None:
+        """Import flash-attn 4, which torch would do while it compiles."""
+        return self.kernels.broken_because()
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks without blocks of its tile size."""
+        reasons = self.capabilities.refusals(workload, backward)
+        reasons += [r for r in super().unsupported_because(workload, machine, backward) if r not in reasons]
+        dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+        on_hopper = machine.capability is None or machine.capability < (10, 0)
+        largest = max(workload.head_dim, workload.v_head_dim)
+        if on_hopper and largest > 128 and _has_block_mask(workload):
+            reasons.append(f"has blocks for masks up to head_dim 128 on sm90, not {dims}")
+        if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
+            reasons.append(f"GQA backward needs equal dims, not {dims}")
+        if on_hopper and backward and workload.v_head_dim % 32 and workload.head_dim != workload.v_head_dim:
+            reasons.append(f"has no backward kernel on sm90 for v_head_dim {workload.v_head_dim}, not a multiple of 32")
+        if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
+            reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
+        return reasons
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
+        if unusable := re.search(r"flash attention cannot be used: ([^\n(]*)", str(error)):
+            return f"its compiler says that {unusable[1].strip()[:1].lower()}{unusable[1].strip()[1:]}"
+        missing = re.search(r"UNSUPPORTED CUTEDSL OPERATION: '(\w+)'", str(error))
+        if missing:
+            return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel"
+        mixed = re.search(r"Type mismatch, store (\w+) .*element type (\w+)", str(error))
+        return f"its compiler stores no {mixed[1]} index of a mask_mod as {mixed[2]}" if mixed else None
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
+        on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
+        return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
+
+
+def _has_block_mask(w: Workload) -> bool:
+    return w.mask is not None or w.kv_lens is not None
+
+
+def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> AttentionFn:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    w = inputs.workload
+    score_mod, block_mask = score_mod_of(inputs), block_mask_of(inputs, block_rows)
+    scale, grouped = w.scale, w.group > 1
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
+
+    return call
+
+
+def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:
+    """Return the option that selects one of the two Triton kernels, in the words of this torch; a CPU has its own kernel."""
+    if inputs.device.type == "cpu":
+        return {}
+    if release(torch.__version__) >= (2, 10):
+        return {"BACKEND": name}
+    return {"FORCE_USE_FLEX_ATTENTION": True} if name == "TRITON" else {}
+
+
+# -- how a workload is said: its score_mod, its block mask, and sinks as one more key ----------------------------------------
+
+
+def score_mod_of(inputs: Inputs) -> ScoreMod | None:
+    """Chain softcap, bias, ALiBi and the workload's own score_mod, in the workload's order; None where there is none."""
+    w = inputs.workload
+    sinks = inputs.sinks
+    if w.softcap is None and inputs.bias is None and not w.alibi and w.score_mod is None and sinks is None:
+        return None
+    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
+    softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
+    bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
+    kv_lens, offset = inputs.kv_lens, w.kv_len - w.q_len
+
+    def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        raw_kv = kv
+        if sinks is not None:
+            kv = torch.clamp(kv, max=keys - 1)
+        if bias is not None and w.bias_before_softcap:
+            score = score + bias[b, h, q, kv]
+        if softcap is not None:
+            score = torch.tanh(score / softcap) * softcap
+        if bias is not None and not w.bias_before_softcap:
+            score = score + bias[b, h, q, kv]
+        if slopes is not None:
+            shift = offset if kv_lens is None else kv_lens[b] - w.q_len
+            slope = slopes[b, h] if w.alibi == "batch" else slopes[h]
+            score = score - slope * (q + shift - kv).abs()
+        if own is not None:
+            score = own(score, b, h, q, kv)
+        return score if sinks is None else torch.where(raw_kv == keys, sinks[h].to(score.dtype), score)
+
+    return score_mod
+
+
+def block_mask_of(inputs: Inputs, block_rows: int) -> Any:
+    """Return the block mask of what is visible, with blocks of so many rows; None where every key is."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w = inputs.workload
+    mask_mod = _packed_mask(inputs) if w.is_packed else inputs.mask_mod()
+    if mask_mod is None:
+        return None
+    keys = inputs.k.shape[0] if w.is_packed else w.kv_len
+    if inputs.sinks is not None:
+        mask_mod, keys = _showing_the_sink(mask_mod, keys), keys + 1
+    per_batch = w.kv_lens is not None or not _is_structural(w)
+    batch = w.batch if per_batch and not w.is_packed else None
+    heads = None if _is_structural(w) else w.heads
+    rows = inputs.q.shape[0] if w.is_packed else w.q_len
+    return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device), BLOCK_SIZE=(block_rows, BLOCK))
+
+
+def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
+    def shown(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
+
+    return shown
+
+
+def _is_structural(w: Workload) -> bool:
+    """Whether the mask depends on positions only, not on batch and head, so that one block mask serves all."""
+    return not isinstance(w.mask, BooleanMask | MaskModMask)
+
+
+def _packed_mask(inputs: Inputs) -> MaskMod:
+    """Tokens see their own sequence only, and there what the mask shows, in positions of the sequence."""
+    w = inputs.workload
+    assert inputs.cu_seqlens is not None
+    assert inputs.cu_seqlens_kv is not None
+    starts_q, starts_kv = inputs.cu_seqlens.long(), inputs.cu_seqlens_kv.long()
+    lengths_q, lengths_kv = starts_q.diff(), starts_kv.diff()
+    sequence_q = torch.repeat_interleave(lengths_q)
+    sequence_kv = torch.repeat_interleave(lengths_kv)
+    inner = None
+    if w.plain_mask is not None:
+        inner = bind(w.plain_mask, w.batch, w.heads, 0, 0, lengths_kv - lengths_q, inputs.device)
+
+    def same_sequence(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        mine, theirs = sequence_q[q], sequence_kv[kv]
+        visible: torch.Tensor = mine == theirs
+        if inner is None:
+            return visible
+        return visible & inner(mine, h, q - starts_q[mine], kv - starts_kv[theirs])
+
+    return same_sequence
+
+
+def with_key_of_sink(tensor: torch.Tensor) -> torch.Tensor:
+    """Append a key of zeros, whose score the score_mod replaces by the sink's logit and whose value adds nothing."""
+    return F.pad(tensor, (0, 0, 0, 1))
+
+
+# -- calls of a model --------------------------------------------------------------------------------------------------------
+
+
+#: scores of a mask_mod above which it is kept as a function and not looked at as a tensor
+_DENSE = 1 << 28
+
+
+def _read(given: Mapping[str, Any]) -> AttentionArguments:
+    """Read flex_attention: its block mask as a mask, its score_mod as it is."""
+    known = {"query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "return_aux"}
+    refuse_unread(given, known, frozenset(("kernel_options",)))
+    q, k, v = given["query"], given["key"], given["value"]
+    if k.shape[0] == 1 < q.shape[0]:
+        raise UnreadableError("keys of one batch entry for all; expand them to the batch of the queries")
+    visible, mask = read_block_mask(given.get("block_mask"), q, k)
+    returns_more = bool(given.get("return_lse") or given.get("return_aux"))
+    return AttentionArguments(
+        q,
+        k,
+        v,
+        visible=visible,
+        mask=mask,
+        scale=given.get("scale"),
+        score_mod=_score_mod(given.get("score_mod")),
+        take_out=(lambda result: result[0]) if returns_more else (lambda result: result),
+        to_result=_no_lse if returns_more else (lambda out: out),
+    )
+
+
+def _no_lse(out: torch.Tensor) -> Any:
+    raise UnreadableError("the model asks for lse as well, which a replacement does not return")
+
+
+def _score_mod(score_mod: ScoreMod | None) -> ScoreMod | None:
+    return None if score_mod is None or getattr(score_mod, "__name__", "") == "_identity" else score_mod
+
+
+def read_block_mask(found: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor | None, Mask | None]:
+    """Return a block mask as a boolean tensor, or as its mask_mod where that would be too large."""
+    if found is None:
+        return None, None
+    from torch.nn.attention.flex_attention import create_mask, noop_mask
+
+    if found.mask_mod is noop_mask:
+        return None, None
+    batch, heads = (None if size == 1 else size for size in found.shape[:2])
+    if (batch or 1) * (heads or 1) * q.shape[2] * k.shape[2] > _DENSE:
+        return None, MaskModMask(found.mask_mod)
+    return create_mask(found.mask_mod, batch, heads, q.shape[2], k.shape[2], device=str(q.device)), None
+
+
+FLEX = AttentionFunction(
+    "torch.nn.attention.flex_attention",
+    "flex_attention",
+    ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options"),
+    _read,
+    profile="flex",
+    tensors=("query", "key", "value"),
+    name="flex_attention",
+)
+FUNCTIONS = (FLEX,)

@@ -1,0 +1,584 @@
+"""torch.nn.functional.scaled_dot_product_attention: each of its kernels, FlashAttention-3 and -4 in its place, a cache."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pytest_attn.backends.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    refuse_unread,
+)
+from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
+from pytest_attn.backends.capabilities import MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.defects import (
+    CUDNN_NAN,
+    CUDNN_NAN_OF_ONE_TILE,
+    CUDNN_STALE_STRIDES,
+    CUTLASS_OFFSETS,
+    CUTLASS_SHARED_HEAD,
+    SDPA_FULLY_MASKED_ROWS,
+    SDPA_LARGE_SCORES,
+)
+from pytest_attn.backends.dense import (
+    additive_or_boolean_mask,
+    boolean_mask,
+    four_dimensional,
+    is_plain_causal,
+    needs_dense_mask,
+    visible_and_bias,
+)
+from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.layouts import not_decoding_because
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.sizes import scores_bytes
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.cached import split_cache
+from pytest_attn.workloads.heads import is_interleaved, repeated
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Window
+from pytest_attn.workloads.workload import Workload
+
+#: what SDPA's signature can say, with a mask as a tensor
+_MASK_TENSOR = Capabilities(
+    masks=frozenset(MASKS),
+    features=frozenset(
+        ("bias", "alibi", "scale", "grouped heads", "padded", "backward", "interleaved heads", "ALiBi per batch entry")
+    ),
+    dtypes=("bfloat16", "float16", "float32"),
+    head_dim=None,
+    head_dim_step=1,
+    v_head_dim=True,
+)
+
+
+_OF_CUDNN = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_STALE_STRIDES, SDPA_FULLY_MASKED_ROWS, SDPA_LARGE_SCORES)
+
+
+class Automatic(Backend):
+    """SDPA as it chooses by itself: `sdpa`."""
+
+    name = "sdpa"
+    precision = "sdpa"
+    capabilities = _MASK_TENSOR
+    needs = "CPU, CUDA or XPU"
+    kernel: str | None = None
+    variants = ("compile", "max_autotune", "graph")
+    known_defects: tuple[KnownDefect, ...] = _OF_CUDNN  # which it chooses on an H200
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """MPS is left to torch's own tests."""
+        return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what SDPA's signature cannot say, then ask torch's own checks."""
+        reasons = _not_expressible(workload)
+        return reasons or self.refusals(workload, machine, backward)
+
+    def precision_on(self, kind: str) -> str:
+        """On a CPU, `sdpa` and `sdpa_flash` are one kernel."""
+        return "torch_cpu" if kind == "cpu" else self.precision
+
+    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Reasons of the selected kernel."""
+        del workload, machine, backward
+        return []
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """A dense mask, where the workload needs one."""
+        return workload.batch * workload.heads * workload.q_len * workload.kv_len * 2 if needs_dense_mask(workload) else 0
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Build the mask once; the kernel is selected around each call and restored after it."""
+        w = inputs.workload
+        causal = is_plain_causal(w)
+        mask = None if causal else additive_or_boolean_mask(inputs)
+        scale, interleaved = w.scale, is_interleaved(w)
+        grouped = w.group > 1 and not interleaved
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if interleaved:
+                k, v = repeated(k, w), repeated(v, w)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+        return call if self.kernel is None else _on_kernel(call, self.kernel)
+
+
+class Math(Automatic):
+    """SDPA's composite implementation, in the workload's dtype with float32 inside."""
+
+    name, kernel, precision = "math", "MATH", "flash"
+    known_defects = ()
+    capabilities = replace(_MASK_TENSOR, quantized=ALL_QUANTIZED)
+
+    def precision_on(self, kind: str) -> str:
+        """The same arithmetic everywhere."""
+        return self.precision
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Dequantize first, where there is something to dequantize."""
+        return on_values(super().prepare(inputs, backward), inputs)
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """The scores, three times in float32."""
+        return scores_bytes(workload, backward, copies=3)
+
+
+class Flash(Automatic):
+    """SDPA's FlashAttention-2, and on a CPU its tiled kernel."""
+
+    name, kernel, precision = "sdpa_flash", "FLASH_ATTENTION", "flash2"
+    known_defects = ()
+    launches = ("PyTorch (flash)",)
+    needs = "CUDA, sm80 to sm121; a CPU has another kernel, which takes masks and float32"
+    capabilities = Capabilities(
+        masks=frozenset(("top-left", "bottom-right")),
+        features=frozenset(("scale", "grouped heads", "backward")),
+        square=True,
+    )
+
+    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """On CUDA torch's own words; on a CPU, the one limit of its kernel."""
+        if machine.kind == "cuda":
+            return native_refusals("flash", workload, machine, backward)
+        if workload.head_dim != workload.v_head_dim:
+            return ["needs v_head_dim equal to head_dim"]
+        if workload.group > 1 and not _cpu_kernel_takes_groups():
+            return [f"does not support grouped-query attention (GQA) on a CPU in torch {machine.torch_version}"]
+        return []
+
+
+class Efficient(Automatic):
+    """SDPA's memory-efficient kernel (CUTLASS fmha)."""
+
+    name, kernel, precision = "sdpa_efficient", "EFFICIENT_ATTENTION", "cutlass"
+    known_defects = (CUTLASS_SHARED_HEAD, CUTLASS_OFFSETS)
+    launches = ("CUTLASS", "fmha")
+    needs = "CUDA"
+    capabilities = replace(_MASK_TENSOR, features=_MASK_TENSOR.features - {"grouped heads"}, head_dim_step=8)
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """CUDA only."""
+        return None if machine.kind == "cuda" else "needs a CUDA device"
+
+    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """In torch's own words."""
+        return native_refusals("efficient", workload, machine, backward)
+
+
+class Cudnn(Automatic):
+    """SDPA's cuDNN kernel."""
+
+    name, kernel, precision = "sdpa_cudnn", "CUDNN_ATTENTION", "cudnn"
+    launches = ("cuDNN", "flash")
+    needs = "CUDA, sm80 to sm121, cuDNN"
+    capabilities = replace(_MASK_TENSOR, dtypes=("bfloat16", "float16"), head_dim=128, head_dim_step=8)
+    known_defects = _OF_CUDNN
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """CUDA with cuDNN only."""
+        if machine.kind != "cuda":
+            return "needs a CUDA device"
+        built_with_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        return None if built_with_cudnn else "torch was built without cuDNN"
+
+    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """In torch's own words."""
+        return half_precision_only(workload) or native_refusals("cudnn", workload, machine, backward)
+
+
+def _not_expressible(w: Workload) -> list[str]:
+    reasons = []
+    if w.is_packed:
+        reasons.append("does not support packed sequences")
+    if w.kv_pages:
+        reasons.append("does not support a paged KV cache")
+    if w.cached is not None:
+        reasons.append(NO_CACHE)
+    if w.pad == "left":
+        reasons.append(NO_LEFT_PADDING)
+    if w.softcap is not None:
+        reasons.append("has no softcap")
+    if w.sinks:
+        reasons.append("has no sinks")
+    if w.score_mod is not None:
+        reasons.append("has no score_mod")
+    if w.alibi and w.dtype != "float32":
+        reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_mask")
+    return reasons
+
+
+def _on_kernel(call: AttentionFn, kernel: str) -> AttentionFn:
+    """Allow exactly one of SDPA's kernels during each call. The previous choice comes back.
+
+    The context is torch's own, because torch 2.6 compiles a call within that, and within no other generator.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = getattr(SDPBackend, kernel)
+
+    def on_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with sdpa_kernel(backend):
+            return call(q, k, v)
+
+    return on_kernel
+
+
+@functools.cache
+def _cpu_kernel_takes_groups() -> bool:
+    """Ask torch whether its CPU kernel supports grouped-query attention, which that of torch 2.6 does not."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k = torch.empty(1, 2, 8, 16, device="cpu"), torch.empty(1, 1, 8, 16, device="cpu")
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        chosen: int = torch._fused_sdp_choice(q, k, k, enable_gqa=True)
+    return chosen == SDPBackend.FLASH_ATTENTION.value
+
+
+def native_refusals(kernel: str, w: Workload, machine: Machine, backward: bool) -> list[str]:
+    """Return the reasons that torch.backends.cuda.can_use_*_attention(debug=True) gives as warnings; empty where it can."""
+
+    def empty(heads: int, length: int, dim: int) -> torch.Tensor:
+        dtype = getattr(torch, w.dtype)
+        return torch.empty(w.batch, heads, length, dim, dtype=dtype, device=machine.device, requires_grad=backward)
+
+    q, k, v = (
+        empty(w.heads, w.q_len, w.head_dim),
+        empty(w.kv_heads, w.kv_len, w.head_dim),
+        empty(w.kv_heads, w.kv_len, w.v_head_dim),
+    )
+    mask = None
+    if needs_dense_mask(w):
+        dtype = getattr(torch, w.dtype) if w.bias or w.alibi else torch.bool
+        mask = torch.empty(1, 1, w.q_len, w.kv_len, dtype=dtype, device=machine.device)
+    params = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_plain_causal(w), w.group > 1)
+    can_use = getattr(torch.backends.cuda, f"can_use_{kernel}_attention")
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # some reasons would be said once per process
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if can_use(params, True):
+                return []
+    finally:
+        torch.set_warn_always(before)
+    said = [" ".join(str(warning.message).split(" (Triggered internally")[0].split()) for warning in caught]
+    return said or [f"torch.backends.cuda.can_use_{kernel}_attention says no, without a reason"]
+
+
+# -- FlashAttention-3 or -4 in the place of torch's own FlashAttention-2 -----------------------------------------------------
+
+
+class SdpaFa3(LibraryBackend):
+    """SDPA under activate_flash_attention_impl("FA3"). Not run on hardware."""
+
+    name = "sdpa_fa3"
+    implementation = "FA3"
+    source = Library(("flash-attn-3",), "flash_attn_interface", "build it from the folder hopper of Dao-AILab/flash-attention")
+    needs = "CUDA, sm90, torch 2.11, flash-attn-3"
+    capability_range = ((9, 0), (9, 0))
+    capabilities = Capabilities(
+        masks=frozenset(("top-left",)), features=frozenset(("scale", "grouped heads", "backward")), square=True
+    )
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse a torch without the switch as well."""
+        if machine.torch_release < (2, 11):
+            return f"needs torch 2.11, this is {machine.torch_version}"
+        return super().unavailable_because(machine)
+
+    def broken_because(self) -> str | None:
+        """Import the library, then let torch activate it, and restore what was active."""
+        return super().broken_because() or _not_activated_because(self.implementation)
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Try torch's hook with one token like the workload's: a build may lack a head dimension, a release what is called."""
+        failure = _failure_of_one_token(self.implementation, machine.device, backward, workload.head_dim, workload.dtype)
+        if failure is None:
+            return []
+        torch_version = machine.torch_version.partition("+")[0]
+        hook = f"torch {torch_version}'s {self.implementation} hook"
+        return [f"{hook} fails with {self.library} {self.version()}: {failure}"]
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Activate around each call, and around its backward pass where there is one."""
+        w = inputs.workload
+        causal, scale, grouped = w.mask is not None, w.scale, w.group > 1
+        return _activating(self.implementation, _sdpa(causal, scale, grouped), backward)
+
+
+class SdpaFa4(SdpaFa3):
+    """SDPA under activate_flash_attention_impl("FA4")."""
+
+    name = "sdpa_fa4"
+    implementation = "FA4"
+    source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4")
+    needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
+    capability_range = ((9, 0), (10, 3))
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse head dimensions that sm100 has no kernel for, too."""
+        if machine.capability and machine.capability >= (10, 0) and 128 < workload.head_dim < 256:
+            return [f"takes a head_dim of at most 128, or 256, on {machine.architecture}, not {workload.head_dim}"]
+        return super().native_refusals(workload, machine, backward)
+
+
+@contextmanager
+def _activated(implementation: str) -> Iterator[None]:
+    """Replace torch's FlashAttention, for the whole process; what was active before comes back."""
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    before = current_flash_attention_impl()
+    try:
+        with warnings.catch_warnings():  # torch warns of every override once, this one is meant
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            activate_flash_attention_impl(implementation)
+        yield
+    finally:
+        if before is not None:
+            activate_flash_attention_impl(before)
+        elif current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+
+
+def _sdpa(causal: bool, scale: float | None, grouped: bool) -> AttentionFn:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+    return call
+
+
+def _activating(implementation: str, attention: AttentionFn, backward: bool) -> AttentionFn:
+    """Activate around the forward pass, and again around the backward pass, which autograd runs after the call returned."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with _activated(implementation):
+            return attention(q, k, v)
+
+    if not backward:
+        return forward
+
+    def gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Any:
+        with _activated(implementation):  # the graph is kept: a measured backward pass is repeated
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return _own_graph(forward, gradients)
+
+
+def _own_graph(forward: AttentionFn, gradients: Callable[..., Any]) -> AttentionFn:
+    """Return `forward` as one autograd node, whose backward pass is `gradients` over a graph of its own."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                ctx.leaves = [t.detach().requires_grad_() for t in tensors]
+                ctx.out = forward(*ctx.leaves)
+            return ctx.out.detach()  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> Any:
+            return gradients(ctx.out, ctx.leaves, dout)
+
+    return lambda q, k, v: Node.apply(q, k, v)  # type: ignore[no-untyped-call]
+
+
+def _not_activated_because(implementation: str) -> str | None:
+    try:
+        with _activated(implementation):
+            return None
+    except Exception as error:  # whatever the library or its registration raises
+        return f"torch cannot activate {implementation}: {type(error).__name__}: {error}"
+
+
+@cache
+def _failure_of_one_token(implementation: str, device: str, backward: bool, head_dim: int, dtype: str) -> str | None:
+    of = {"dtype": getattr(torch, dtype), "device": device, "requires_grad": backward}
+    q, k, v = (torch.zeros(1, 1, 1, head_dim, **of) for _ in range(3))
+    kernel = _activating(implementation, _sdpa(causal=False, scale=None, grouped=False), backward)
+    try:
+        out = kernel(q, k, v)
+        if backward:
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    except Exception as error:  # a call as plain as this one can only fail in the hook, or as any call on a broken device
+        if "CUDA error" in str(error):
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+# -- decoding with a growing cache: one call per new token, as a language model generates ------------------------------------
+
+
+class KvCache(Backend):
+    """Appends key and value of one token, attends with one query, q_len times; equals one prefill with a causal mask."""
+
+    name = "kv_cache"
+    precision = "sdpa"
+    needs = "CPU, CUDA or XPU"
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window")),
+        features=frozenset(("scale", "grouped heads", "cached")),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_dim=None,
+        head_dim_step=1,
+        v_head_dim=True,
+    )
+
+    def precision_on(self, kind: str) -> str:
+        """SDPA's own profile."""
+        return "torch_cpu" if kind == "cpu" else self.precision
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Wherever SDPA is tested."""
+        return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse all that does not happen in decoding."""
+        w = workload
+        reasons = ["decoding has no backward pass"] if backward else []
+        reasons += not_decoding_because(w)
+        if w.is_packed or w.kv_lens or w.softcap or w.alibi or w.sinks or w.bias or w.score_mod:
+            reasons.append("has no packed or padded sequences and no changes of the score")
+        if is_interleaved(w):
+            reasons.append("does not support interleaved head groups (h % kv_heads)")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Fill the cache with the prompt, all keys before the first query's own."""
+        w = inputs.workload
+        visible = boolean_mask(inputs) if isinstance(w.mask, Window) else None
+        prompt = w.kv_len - w.q_len
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if w.cached:
+                split = split_cache(inputs, k, v)
+                cache_k, cache_v = split.k_cache, split.v_cache
+            else:
+                cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
+                cache_k[:, :, :prompt], cache_v[:, :, :prompt] = k[:, :, :prompt], v[:, :, :prompt]
+            rows = []
+            for step in range(w.q_len):
+                now = prompt + step
+                cache_k[:, :, now], cache_v[:, :, now] = k[:, :, now], v[:, :, now]
+                mask = None if visible is None else visible[:, :, step : step + 1, : now + 1]
+                rows.append(
+                    F.scaled_dot_product_attention(
+                        q[:, :, step : step + 1],
+                        cache_k[:, :, : now + 1],
+                        cache_v[:, :, : now + 1],
+                        attn_mask=mask,
+                        scale=w.scale,
+                        enable_gqa=w.group > 1,
+                    )
+                )
+            return torch.cat(rows, 2)
+
+        return call
+
+
+# -- calls of a model --------------------------------------------------------------------------------------------------------
+
+
+def _read(given: Mapping[str, Any]) -> AttentionArguments:
+    """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
+    mask = given.get("attn_mask")
+    return read_plain(given if mask is None else {**given, "attn_mask": autocast(mask)})
+
+
+def read_plain(given: Mapping[str, Any]) -> AttentionArguments:
+    """Read its arguments: tensors of 2 or more dimensions, of which the leading ones broadcast."""
+    q, k, v = given["query"], given["key"], given["value"]
+    known = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
+    refuse_unread(given, known)
+    lead = q.shape[:-2]
+    q4, k4, v4 = (four_dimensional(t) for t in (q, k, v))
+    visible, bias, mask = None, None, None
+    if given.get("attn_mask") is not None:
+        visible, bias = visible_and_bias(given["attn_mask"], lead, q4, k4)
+    if given.get("is_causal"):
+        mask = Causal()
+    return AttentionArguments(
+        q4,
+        k4,
+        v4,
+        visible=visible,
+        bias=bias,
+        mask=mask,
+        scale=given.get("scale"),
+        dropout=float(given.get("dropout_p") or 0.0),
+        to_native=four_dimensional,
+        out_to_native=four_dimensional,
+        to_result=lambda out: out.reshape(*lead, *out.shape[-2:]),
+    )
+
+
+def _kernel_chosen(given: Mapping[str, Any]) -> str:
+    """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
+    from torch.nn.attention import SDPBackend
+
+    options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
+    try:
+        tensors = [given[name] for name in ("query", "key", "value")]
+        chosen = SDPBackend(torch._fused_sdp_choice(*tensors, **options))
+    except Exception:  # of devices and releases that do not say
+        return "SDPA"
+    return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype to which autocast casts those of attention, itself where that casts nothing."""
+    kind = tensor.device.type
+    casts = tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
+
+
+def _broadcast(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with q, k and v alike in their leading dimensions, as SDPA broadcasts them."""
+    names = [name for name in ("query", "key", "value") if name in given]
+    return given if len(names) < 3 else {**given, **dict(zip(names, _alike(*(given[n] for n in names)), strict=True))}
+
+
+def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Expand the leading dimensions of SDPA's tensors, as it broadcasts them; heads only where they are not grouped."""
+    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
+    grouped = 1 < heads[1] < heads[0]
+    leads = [t.shape[:-3] if grouped else t.shape[:-2] for t in (q, k, v)]
+    if leads[0] == leads[1] == leads[2]:
+        return q, k, v
+    shapes: Any = torch.broadcast_shapes
+    lead = shapes(*leads)
+    kept = 3 if grouped else 2
+    q, k, v = (t.expand(*lead, *t.shape[-kept:]) for t in (q, k, v))
+    return q, k, v
+
+
+SDPA = AttentionFunction(
+    "torch.nn.functional",
+    "scaled_dot_product_attention",
+    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    _read,
+    tensors=("query", "key", "value"),
+    name="F.scaled_dot_product_attention",
+    unpack=_broadcast,
+    kernel_of=_kernel_chosen,
+)
+FUNCTIONS = (SDPA,)

@@ -1,0 +1,306 @@
+"""The attention functions of transformers, as its models call them: "transformers:NAME" with a name of its interface."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+)
+from pytest_attn.backends.compiled import unlimited_recompiles
+from pytest_attn.backends.defects import sees_nothing
+from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal, visible_and_bias
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.layouts import bottom_right_window, is_key, sequence_boundaries
+from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
+from pytest_attn.backends.libraries.flex import read_block_mask
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, Document, Mask, Window
+from pytest_attn.workloads.workload import Workload
+
+_SINKS_FROM_ROUNDED_LSE = KnownDefect(
+    issue="transformers flex_attention rounds lse before it applies sinks (no report found)",
+    summary="the share of the sink is computed from an lse in the workload's dtype",
+    applies=lambda workload, _machine: bool(workload.sinks) and workload.dtype != "float32",
+    tensors=("out", "dq", "dk", "dv"),
+)
+
+_FLASH_MASKS = ("bottom-right", "window", "documents")
+_FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("top-left", "any"))
+# what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
+_FLASH = may_say("softcap", "packed", "padded", "backward", masks=_FLASH_MASKS)
+_FLASH_WITH_SINKS = may_say("softcap", "sinks", "packed", "padded", "backward", masks=_FLASH_MASKS)
+
+_NAMES = {
+    "eager": Dispatched("eager", ANY_MASK, COMPILABLE),
+    "sdpa": Dispatched("sdpa", ANY_MASK, COMPILABLE),
+    "flex_attention": Dispatched("flex", _FLEX, known_defects=(_SINKS_FROM_ROUNDED_LSE,)),
+    "flash_attention_2": Dispatched("flash2", _FLASH),
+    "flash_attention_3": Dispatched("flash3", _FLASH),
+    "flash_attention_4": Dispatched("flash4", _FLASH_WITH_SINKS),
+}
+
+
+class TransformersDispatch(Dispatcher):
+    """ALL_ATTENTION_FUNCTIONS[NAME], and Llama's eager_attention_forward as "eager".
+
+    Masks, windows and padding are handed over as the models hand them to that function.
+    """
+
+    source = Library(("transformers",), "transformers.modeling_utils", "pip install transformers")
+    judged, noun, others = _NAMES, "attention function", "takes masks or a cache of its own"
+
+    def names(self) -> list[str]:
+        """Read its interface, which leaves out what each model has of its own."""
+        return ["eager", *self.source.load().ALL_ATTENTION_FUNCTIONS.keys()]
+
+    def broken_because(self) -> str | None:
+        """Import transformers and the kernel's library, and ask the one whether it sees the other."""
+        return super().broken_because() or self._kernel.broken_because() or self._unseen_because()
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Refuse what the function's arguments cannot say, then what the kernel refuses."""
+        if self._is_flash:
+            return _beyond_flash(workload) or super().native_refusals(_as_padded(workload), machine, backward)
+        if self.dispatched == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
+            return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
+        if self.dispatched == "eager" and _has_fully_masked_rows(workload):
+            return ["averages all values in rows that see no key"]
+        if self.dispatched == "flex_attention":
+            return _beyond_flex(workload, machine) or super().native_refusals(workload, machine, backward)
+        return super().native_refusals(workload, machine, backward)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Build the mask and the module that the function reads its heads and flags from."""
+        function, module, packed = self._load(), self._module(inputs.workload), inputs.workload.is_packed
+        arguments = self._arguments(inputs)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if packed:
+                q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+            out, _ = function(module, q, k, v, **arguments)
+            return out[0] if packed else out.transpose(1, 2)
+
+        return _compiling_by_shape(call) if self.dispatched == "flex_attention" else call
+
+    def _load(self) -> Any:
+        if self.dispatched != "eager":
+            return self.source.load().ALL_ATTENTION_FUNCTIONS[self.dispatched]
+        from importlib import import_module
+
+        return import_module("transformers.models.llama.modeling_llama").eager_attention_forward
+
+    def _module(self, w: Workload) -> Any:
+        """Return what the functions read of an attention layer; is_causal is passed to them."""
+        module: Any = torch.nn.Module()
+        module.num_key_value_groups = w.group
+        module.is_causal = False
+        module.config = SimpleNamespace(_attn_implementation=self.dispatched)
+        return module.eval()
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        w = inputs.workload
+        shared = {"scaling": w.softmax_scale, "dropout": 0.0}
+        if self._is_flash:
+            return {**shared, **_flash_arguments(inputs)}
+        if self.dispatched == "flex_attention":
+            return {**shared, **_flex_arguments(inputs)}
+        if self.dispatched == "eager":
+            return {**shared, "attention_mask": _additive_mask(inputs)}
+        # one query is taken for decoding: is_causal then hides nothing
+        flagged = is_plain_causal(w) and w.q_len > 1
+        return {**shared, "is_causal": flagged, "attention_mask": None if flagged else additive_or_boolean_mask(inputs)}
+
+    @property
+    def _is_flash(self) -> bool:
+        return self.dispatched.startswith("flash_attention_")
+
+    def _unseen_because(self) -> str | None:
+        """Ask transformers whether it would use the kernel's library; else it looks for another on the Hub."""
+        if not self._is_flash:
+            return None
+        from importlib import import_module
+
+        versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
+        seen = versions[int(self.dispatched[-1])]["general_availability_check"]()
+        return None if seen else f"transformers does not find the library of {self.dispatched}"
+
+
+def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:
+    """Let transformers compile flex_attention for each shape, as for a model's first: cases do not depend on their order."""
+    import torch._dynamo.config as config
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with unlimited_recompiles(), config.patch(automatic_dynamic_shapes=False):
+            return kernel(q, k, v)
+
+    return call
+
+
+def _as_padded(w: Workload) -> Workload:
+    """Return the workload that reaches FlashAttention: transformers pads values up to the head dimension of the keys."""
+    return w.replace(v_head_dim=w.head_dim)
+
+
+def _beyond_flash(w: Workload) -> list[str]:
+    """Refuse what a sliding_window, a padding mask and padded values cannot say."""
+    if w.v_head_dim > w.head_dim:
+        return ["pads values up to head_dim: takes no larger v_head_dim"]
+    if w.kv_lens is not None and not w.is_packed and w.q_len > 1:
+        return ["drops queries along with padded keys: takes padded keys for q_len == 1 only"]
+    mask = w.mask
+    if isinstance(mask, Window) and mask.right != 0 and mask != Window():
+        if mask.left is None or mask.left != mask.right:
+            return ["takes windows (left, 0) and (n, n) only"]
+        if w.q_len > w.kv_len or (w.is_packed and w.q_lens != w.kv_lens):
+            return ["leaves out a window as long as the keys: takes (n, n) for q_len <= kv_len only"]
+    return []
+
+
+def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
+    w = inputs.workload
+    window = bottom_right_window(w)
+    assert window is not None
+    arguments: dict[str, Any] = {
+        "attention_mask": is_key(inputs),
+        "is_causal": window[1] == 0,
+        "sliding_window": None if window[0] == -1 else window[0] + 1,  # counts the query's own key
+        "softcap": w.softcap,
+        "s_aux": inputs.sinks,
+    }
+    if w.is_packed or isinstance(w.mask, Document):
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        arguments.update(zip(names, sequence_boundaries(inputs), strict=True))
+    return arguments
+
+
+def _beyond_flex(w: Workload, machine: Machine) -> list[str]:
+    """Refuse what transformers and torch refuse where nobody names a kernel."""
+    if w.is_packed:
+        return ["does not support packed sequences"]
+    if w.sinks and machine.kind == "cpu":
+        return ["Attention sinks cannot be run on CPU with flex attention"]
+    if machine.kind != "cpu" and w.q_len < 128 < w.q_len * w.group:
+        return [f"finds no kernel for q_len * group = {w.q_len * w.group} rows"]
+    return []
+
+
+def _flex_arguments(inputs: Inputs) -> dict[str, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w = inputs.workload
+    mask_mod = inputs.mask_mod()
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, w.batch, w.heads, w.q_len, w.kv_len, device=str(inputs.device))
+    bias = inputs.bias
+    if w.alibi:
+        bias = alibi_bias(inputs) if bias is None else bias + alibi_bias(inputs)
+    if bias is not None:
+        bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
+    return {"attention_mask": block_mask, "position_bias": bias, "softcap": w.softcap, "s_aux": inputs.sinks}
+
+
+def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
+    """Return the mask of eager attention: the dtype's lowest number, not infinity, where a key is hidden."""
+    mask = additive_or_boolean_mask(inputs)
+    if mask is None:
+        return None
+    lowest = torch.finfo(inputs.q.dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=inputs.q.dtype).masked_fill_(~mask, lowest)
+    return mask.clamp(min=lowest)
+
+
+def _has_fully_masked_rows(w: Workload) -> bool:
+    """Whether a query sees no key at all: the first of a causal mask or window sees the least, without keys none does."""
+    return sees_nothing(w) or 0 in (w.kv_lens or ())
+
+
+# -- calls of a model --------------------------------------------------------------------------------------------------------
+
+
+_PROFILES = {"eager": "eager", "sdpa": "sdpa", "flex_attention": "flex", "flash_attention_2": "flash2"}
+
+
+def function_called(implementation: str) -> AttentionFunction:
+    """Return the function that a model fetches where it is set to an implementation."""
+    return AttentionFunction(
+        "transformers.modeling_utils",
+        "AttentionInterface",
+        ("module", "query", "key", "value", "attention_mask"),
+        functools.partial(read_call, implementation),
+        _PROFILES.get(implementation, "math"),
+        ("query", "key", "value"),
+        f"transformers:{implementation}",
+    )
+
+
+def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArguments:
+    """Read the arguments of an attention function of transformers: q, k and v "bhsd", out "bshd"."""
+    if given.get("cache") is not None:
+        raise UnreadableError("a paged cache is not read")
+    q, k, v = given["query"], given["key"], given["value"]
+    visible, bias, mask = _mask(implementation, given, q, k)
+    position_bias = given.get("position_bias")
+    if position_bias is not None:
+        position_bias = position_bias.detach().expand(-1, -1, q.shape[2], -1)[..., : k.shape[2]]
+        bias = position_bias if bias is None else bias + position_bias
+    sinks = given.get("s_aux")
+    weights = given.get("output_attentions")
+    return AttentionArguments(
+        q,
+        k,
+        v,
+        visible=visible,
+        mask=mask,
+        bias=bias,
+        sinks=None if sinks is None else sinks.flatten(),
+        scale=given.get("scaling"),
+        softcap=given.get("softcap"),
+        dropout=float(given.get("dropout") or 0.0),
+        take_out=lambda result: result[0],
+        out_to_native=lambda out: out.transpose(1, 2),
+        to_result=lambda out: _with_weights(out, bool(weights)),
+    )
+
+
+def _with_weights(out: torch.Tensor, asks_weights: bool) -> tuple[torch.Tensor, None]:
+    if asks_weights:
+        raise UnreadableError("the model asks for attention weights as well, which a replacement does not return")
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    implementation: str, given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, Mask | None]:
+    """Return what the call's mask hides and adds, and what it is without a tensor."""
+    found = given.get("attention_mask")
+    causal = given.get("is_causal")
+    if causal is None:
+        causal = getattr(given["module"], "is_causal", True)
+    is_flash = implementation.startswith("flash") or "/" in implementation
+    if found is None or (is_flash and found.dim() == 2):
+        visible = None if found is None else found[:, None, None, : k.shape[2]].bool()
+        if implementation == "eager" or not causal or (q.shape[2] == 1 and not is_flash):
+            return visible, None, None
+        window = given.get("sliding_window") if is_flash else None
+        bottom_right = Window(window - 1, 0) if window else Causal(bottom_right=True)
+        return visible, None, bottom_right if is_flash else Causal()
+    if type(found).__name__ == "BlockMask":
+        visible, mask = read_block_mask(found, q, k)
+        return visible, None, mask
+    if found.dim() != 4:
+        raise UnreadableError(f"its attention_mask has shape {tuple(found.shape)}; expected four dimensions")
+    visible, bias = visible_and_bias(found[..., : k.shape[2]], tuple(q.shape[:-2]), q, k)
+    return visible, bias, None

@@ -1,0 +1,111 @@
+"""yunchang (USP, as in xDiT): Ulysses' all-to-all from rows to heads, and its union with a ring."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.defects import BFLOAT16_DQ
+from pytest_attn.backends.layouts import bottom_right_window, in_bshd
+from pytest_attn.backends.libraries.flash_attention import OverFlash2
+from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.over_ranks import Place, heads_refusals
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
+
+_FEATURES = frozenset(("scale", "softcap", "grouped heads", "backward"))
+
+
+class _Yunchang(OverFlash2):
+    source = Library(("yunchang",), "yunchang", "pip install yunchang")
+
+    def broken_because(self) -> str | None:
+        """Import the library, which does without flash-attn until it is called."""
+        return super().broken_because() or (
+            None if self.source.load().globals.HAS_FLASH_ATTN else "yunchang finds no flash-attn 2; pip install flash-attn"
+        )
+
+
+class Ulysses(_Yunchang):
+    """UlyssesAttention: each rank computes some heads of all rows."""
+
+    name = "ulysses"
+    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_FEATURES)
+
+    def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
+        """Refuse heads that the ranks cannot share."""
+        return heads_refusals(sharding.workload, sharding.ranks)
+
+    def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
+        """Make the module for the whole group."""
+        library = self.source.load()
+        module = library.UlyssesAttention(place.group, attn_type=library.kernels.AttnType.FA)
+        return _calling(module, sharding.workload)
+
+
+class Usp(_Yunchang):
+    """LongContextAttention: Ulysses within `ulysses` neighboring ranks, by default half of them, a ring between these groups.
+
+    Head-tail shards go with its zigzag ring, contiguous ones with its plain one.
+    """
+
+    name = "usp"
+    shards = ("contiguous", "head-tail")
+    choices = MappingProxyType({"ulysses": ()})
+    capabilities = Capabilities(masks=frozenset(("top-left", "bottom-right")), features=_FEATURES, square=True)
+    known_defects = (BFLOAT16_DQ,)
+
+    def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
+        """Refuse ranks that cannot be grouped, heads that a group cannot share, and other orders of rows."""
+        ulysses = self._ulysses(sharding.ranks)
+        if sharding.ranks % ulysses:
+            return [f"cannot split {sharding.ranks} ranks into groups of {ulysses}"]
+        reasons = heads_refusals(sharding.workload, ulysses)
+        if ulysses == sharding.ranks and backward and machine.kind == "cpu":
+            reasons.append("sends gradients to itself in a ring of one rank, which gloo cannot")
+        if sharding.shard == "head-tail" and not sharding.workload.mask:
+            reasons.append("its zigzag ring is meaningless for causal=False, as it says")
+        if sharding.shard == "head-tail" and ulysses > 1:
+            reasons.append(f"orders rows otherwise than head-tail where ulysses is {ulysses}")
+        return reasons
+
+    def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
+        """Make the module for groups of ranks."""
+        library, ulysses = self.source.load(), self._ulysses(place.ranks)
+        groups = library.globals.PROCESS_GROUP  # which the module reads as it is made
+        groups.ULYSSES_PG, groups.RING_PG = _groups_of(ulysses, place.ranks // ulysses, place.rank)
+        ring = "zigzag" if sharding.shard == "head-tail" else "basic"
+        module = library.LongContextAttention(ring_impl_type=ring, attn_type=library.kernels.AttnType.FA)
+        return _calling(module, sharding.workload)
+
+    def _ulysses(self, ranks: int) -> int:
+        return int(self.configuration.get("ulysses", max(1, ranks // 2)))
+
+
+@cache
+def _groups_of(ulysses: int, ring: int, rank: int) -> tuple[Any, Any]:
+    """Have the library make its groups once: a process can make only so many."""
+    library = Usp.source.load()
+    library.set_seq_parallel_pg(ulysses, ring, rank, ulysses * ring)
+    made = library.globals.PROCESS_GROUP
+    return made.ULYSSES_PG, made.RING_PG
+
+
+def _calling(module: Any, w: Workload) -> AttentionFn:
+    window = bottom_right_window(w)
+    assert window is not None
+    causal = window == (-1, 0)
+    options: dict[str, Any] = {"softmax_scale": w.softmax_scale, "causal": causal, "softcap": w.softcap or 0.0}
+    options["window_size"] = (-1, -1) if causal else window
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return module(q, k, v, **options)
+
+    return in_bshd(call)

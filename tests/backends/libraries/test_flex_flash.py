@@ -1,0 +1,132 @@
+import dataclasses
+
+import pytest
+import torch
+from fakes import install, uninstall
+
+from pytest_attn import Machine, Pages, Window, Workload, draw_inputs
+from pytest_attn.backends.libraries import flex
+from pytest_attn.backends.libraries.flex import block_mask_of
+from pytest_attn.backends.registry import Registry
+
+H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
+B200 = dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0), architecture="sm100")
+PATH = "flash_attn/cute/__init__.py"
+W = Workload(48, 80, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture
+def flex_flash(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, {PATH: "flash4.py"}, "flash-attn-4", "4.0.0b36")
+    yield Registry()["flex_flash"]
+    uninstall([PATH])
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (dataclasses.replace(H200, torch_version="2.9.1"), "needs torch 2.10, this is 2.9.1"),
+        (dataclasses.replace(H200, device="cpu"), "needs a CUDA device"),
+        (dataclasses.replace(H200, capability=(8, 0), architecture="sm80"), "needs sm90 to sm110, this device is sm80"),
+        (dataclasses.replace(H200, capability=(12, 0), architecture="sm120"), "needs sm90 to sm110, this device is sm120"),
+        (H200, None),
+    ],
+)
+def test_it_needs_flash_attn_4_and_a_torch_that_calls_it(flex_flash, machine, reason):
+    assert flex_flash.unavailable_because(machine) == reason
+    assert flex_flash.broken_because() is None
+
+
+def test_without_flash_attn_4_it_is_unavailable():
+    missing = "flash-attn-4 is not installed; pip install --pre flash-attn-4"
+    assert Registry()["flex_flash"].unavailable_because(H200) == missing
+
+
+@pytest.mark.parametrize(
+    ("machine", "workload", "backward", "reasons"),
+    [
+        (H200, W, True, []),
+        (H200, W.replace(mask=Window(3, 0), softcap=2.0, bias="hqk", alibi=True, sinks=True), True, []),
+        (H200, W.replace(dtype="fp32"), False, ["takes bfloat16 and float16 only, not float32"]),
+        (H200, W.replace(head_dim=8), False, ["needs a head dimension of at least 16"]),
+        (H200, W.replace(head_dim=20), False, ["needs a head_dim that is a multiple of 8, not head_dim 20"]),
+        (H200, W.replace(kv_pages=Pages(16)), False, ["does not support a paged KV cache"]),
+        (H200, W.replace(head_dim=256), True, []),
+        (
+            H200,
+            W.replace(head_dim=256, mask="causal"),
+            False,
+            ["has blocks for masks up to head_dim 128 on sm90, not head_dim 256, v_head_dim 256"],
+        ),
+        (
+            H200,
+            W.replace(head_dim=192, v_head_dim=128),
+            True,
+            ["GQA backward needs equal dims, not head_dim 192, v_head_dim 128"],
+        ),
+        (
+            H200,
+            W.replace(kv_heads=4, head_dim=32, v_head_dim=48),
+            True,
+            ["has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32"],
+        ),
+        (H200, W.replace(kv_heads=4, head_dim=32, v_head_dim=48), False, []),
+        (
+            B200,
+            W.replace(head_dim=160),
+            False,
+            ["takes up to 128, 192 with 128, or 256 on sm100, not head_dim 160, v_head_dim 160"],
+        ),
+    ],
+    ids=lambda value: value.id if isinstance(value, Workload) else "",
+)
+def test_it_refuses_what_flash_attn_4_does(flex_flash, machine, workload, backward, reasons):
+    assert flex_flash.unsupported_because(workload, machine, backward) == reasons
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "options"),
+    [
+        ("2.10.0", "FLASH", {"BACKEND": "FLASH"}),
+        ("2.9.1", "TRITON", {"FORCE_USE_FLEX_ATTENTION": True}),
+        ("2.9.1", "TRITON_DECODE", {}),
+    ],
+)
+def test_it_asks_for_the_kernel_by_name(monkeypatch, version, name, options):
+    monkeypatch.setattr(torch, "__version__", version)
+    on_gpu = dataclasses.replace(draw_inputs(W, "flat"), device=torch.device("cuda:0"))
+    assert flex._kernel_named(name, on_gpu) == options
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_its_blocks_have_the_rows_of_a_tile(rows):
+    block_mask = block_mask_of(draw_inputs(W.replace(q_len=300, mask="causal"), "flat"), rows)
+    assert (rows, 128) == block_mask.BLOCK_SIZE
+
+
+@pytest.mark.parametrize("name", ["flex", "flex_decode"])
+def test_what_flex_declares_is_what_it_claims(name):
+    backend = Registry()[name]
+    for workload in (
+        Workload(16, 64, dtype="fp32", mask=lambda b, h, q, kv: q >= kv, head_dim=20, v_head_dim=36),
+        Workload(16, 64, heads=4, kv_heads=2, softcap=2.0, bias="k", alibi=True, sinks=True, kv_lens=(60,)),
+    ):
+        assert backend.capabilities.refusals(workload) == backend.unsupported_because(workload, H200) == []
+
+
+def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
+    backend = Registry()["flex_flash"]
+    error = RuntimeError("CuteDSL template failed: ===\nUNSUPPORTED CUTEDSL OPERATION: 'minimum'\n===")
+    assert backend.refusal_in(error) == "inductor puts no 'minimum' of a mask_mod or score_mod into this kernel"
+    unusable = "BACKEND='FLASH' but flash attention cannot be used: Input buffers require gradients (not supported by flash)"
+    assert backend.refusal_in(RuntimeError(unusable)) == "its compiler says that input buffers require gradients"
+    assert backend.refusal_in(RuntimeError("out of memory")) is None
+
+
+def test_wrong_dq_with_alibi_and_gqa_is_a_known_defect(flex_flash):
+    defect = flex_flash.known_defects[-1]
+    seen = W.replace(heads=4, kv_heads=2, alibi=True)
+    assert defect.spoils(seen, H200, backward=True)
+    assert not defect.spoils(seen, H200, backward=False)
+    assert not defect.spoils(seen.replace(alibi=False), H200, backward=True)
+    assert not defect.spoils(seen.replace(kv_heads=4), H200, backward=True)
