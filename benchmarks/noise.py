@@ -33,8 +33,8 @@ import torch
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.fit import Run, expected_sensitivity, fit
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, threads
+from pytest_attn.latency.statistics import Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Timer
 from pytest_attn.latency.work import Work, work_of
 

@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_attn.latency.disturbance import REFERENCE_LOOP
 from pytest_attn.latency.timer import Item
 
 if TYPE_CHECKING:
     import torch
 
 COMPUTE, MEMORY = "compute", "memory"
-#: of a CPU that is timed by one thread (latency/contention.py), by the key that baselines have for it
-REFERENCE_LOOP = "pace"
 
 
 class Anchor(NamedTuple):

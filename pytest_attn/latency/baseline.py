@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
-from pytest_attn.latency.fit import Fit, Run, expected_sensitivity, fit
+from pytest_attn.files import write_atomically
+from pytest_attn.latency.identity import Identity
+from pytest_attn.latency.statistics import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.timer import Mode
 
 
 @dataclass(frozen=True)
@@ -86,3 +92,172 @@ def _parts(key: str) -> tuple[tuple[str, ...], str]:
     """Return the workload, the subject and the direction of a key, and the rest of it."""
     parts = key.split(" | ")
     return tuple(parts[:3]), ", ".join(parts[3:])
+
+
+SCHEMA = 1
+#: from a schema to the next; a file of an older schema goes through all that follow it
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+class BaselineError(Exception):
+    """A baseline file cannot be read or written; the text names it, says why, and what to do."""
+
+
+@dataclass
+class BaselineFile:
+    """The cases of one machine, by key. Times beside other anchors, or of another protocol, are kept but never compared."""
+
+    path: Path
+    identity: Identity
+    anchors: dict[str, str]
+    cases: dict[str, Baseline] = field(default_factory=dict)
+
+    def write(self, recorded: Mapping[str, Baseline]) -> None:
+        """Put cases into the file atomically; those that are in it and not named stay as they are on disk.
+
+        Raises BaselineError where the file cannot be written, or has become unreadable in the meantime.
+        """
+        if self.path.exists():
+            self.cases = read(self.path).cases
+        self.cases = {**self.cases, **{key: case.after(self.cases.get(key)) for key, case in recorded.items()}}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, self._text())
+        except OSError as error:
+            raise BaselineError(f"{self.path}: cannot be written: {error}") from None
+
+    def require_writable(self) -> None:
+        """Raise BaselineError where the file's folder cannot be written to, before anything is timed for it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                pass
+        except OSError as error:
+            raise BaselineError(f"{self.path}: cannot be written: {error}") from None
+
+    def _text(self) -> str:
+        """One line per case, keys sorted, so that a diff shows what was recorded anew."""
+        head = {"schema": SCHEMA, "machine": self.identity.to_dict(), "anchors": self.anchors}
+        conditions = _numbered(case.conditions for _, case in sorted(self.cases.items()))
+        head["conditions"] = {name: dict(found) for name, found in conditions.items()}
+        lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in sorted(head.items())]
+        names = {tuple(sorted(found.items())): name for name, found in conditions.items()}
+        cases = [
+            f"  {json.dumps(key)}: {json.dumps(_to_json(case, names), sort_keys=True)}"
+            for key, case in sorted(self.cases.items())
+        ]
+        return "{\n" + ",\n".join(lines) + ',\n "cases": {\n' + ",\n".join(cases) + "\n }\n}\n"
+
+
+def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: int) -> BaselineFile:
+    """Return the file of a machine, empty where there is none yet.
+
+    Two machines of one name and other hard keys have files of longer names. protocol: of the times to come; a file all of
+    whose times are of others may have other anchors. Raises BaselineError for a file that is damaged, or of a newer schema.
+    """
+    for slug in (identity.slug, identity.full_slug):
+        path = folder / f"{slug}.json"
+        if not path.exists():
+            return BaselineFile(path, identity, anchors)
+        found = read(path)
+        if found.identity == identity:
+            if found.anchors != anchors and any(case.protocol == protocol for case in found.cases.values()):
+                raise BaselineError(
+                    f"{path}: recorded beside other anchors ({found.anchors}, this version has {anchors});"
+                    " move it away and record anew with --attn-update-baselines REASON"
+                )
+            return replace(found, anchors=anchors)
+    raise BaselineError(f"{path}: belongs to {found.identity}, this machine is {identity}; rename one of them")
+
+
+def read(path: Path) -> BaselineFile:
+    """Read a file; raise BaselineError if it is damaged or of a newer schema. Nothing is changed on disk."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = data["schema"]
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise BaselineError(
+                f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
+                " another folder with --attn-baselines DIR"
+            )
+        for older in range(schema, SCHEMA):
+            data = MIGRATIONS[older](data)
+        conditions = data["conditions"]
+        cases = {key: _from_json(case, conditions) for key, case in data["cases"].items()}
+        return BaselineFile(path, Identity(**data["machine"]), dict(data["anchors"]), cases)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BaselineError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from version control, or move it away and"
+            " record anew with --attn-update-baselines REASON"
+        ) from None
+
+
+def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -> dict[str, Any]:
+    return {
+        "shape": case.shape,
+        "mode": case.mode,
+        "p50_ns": [_nanoseconds(t) for t in case.p50],
+        "host_ns": [round(t * 1e9) for t in case.launch],
+        "anchors_ns": {name: [_nanoseconds(t) for t in times] for name, times in case.anchors.items()},
+        "flops": case.flops,
+        "bytes": case.nbytes,
+        "date": case.date,
+        "reason": case.reason,
+        "version": case.version,
+        "memory": case.memory,
+        "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
+        "check": case.check,
+        "conditions": names[tuple(sorted(case.conditions.items()))],
+        "gpu": case.gpu,
+        "history": [[date, _nanoseconds(p50), reason] for date, p50, reason in case.history],
+        "protocol": case.protocol,
+    }
+
+
+def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, str]]) -> Baseline:
+    p50 = tuple(t * 1e-9 for t in case["p50_ns"])
+    anchors = {name: tuple(t * 1e-9 for t in times) for name, times in case["anchors_ns"].items()}
+    launch = tuple(t * 1e-9 for t in case["host_ns"])
+    if (
+        not p50
+        or any(len(times) != len(p50) for times in (launch, *anchors.values()))
+        or not _are_positive(p50, *anchors.values())
+    ):
+        raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
+    if case["mode"] not in get_args(Mode):
+        raise ValueError(f"mode {case['mode']!r} is none of {', '.join(get_args(Mode))}")
+    if not isinstance(case["protocol"], int):
+        raise ValueError(f"protocol {case['protocol']!r} is not a number")
+    return Baseline(
+        shape=case["shape"],
+        mode=case["mode"],
+        p50=p50,
+        launch=launch,
+        anchors=anchors,
+        flops=case["flops"],
+        nbytes=case["bytes"],
+        date=case["date"],
+        reason=case["reason"],
+        version=case["version"],
+        memory=case["memory"],
+        z=tuple(case["z"]) if case["z"] else None,
+        check=case["check"],
+        conditions=dict(conditions[case["conditions"]]),
+        gpu=str(case.get("gpu", "")),  # which pytest-attn did not write at first
+        history=tuple((date, p50 * 1e-9, reason) for date, p50, reason in case["history"]),
+        protocol=case["protocol"],
+    )
+
+
+def _are_positive(*times: tuple[float, ...]) -> bool:
+    return all(time > 0 for one in times for time in one)
+
+
+def _nanoseconds(seconds: float) -> float:
+    return round(seconds * 1e9, 1)
+
+
+def _numbered(found: Iterable[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Name each different set of soft keys: "c1", "c2", ..."""
+    different = {tuple(sorted(one.items())): one for one in found}
+    return {f"c{number}": one for number, one in enumerate(different.values(), 1)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,18 +14,194 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.latency.calls import TimedCall, called, verified
-from pytest_attn.latency.cuda_graphs import graphs_of
-from pytest_attn.latency.device_graph import DeviceGraphError
+from pytest_attn.backends.graphed import capturing
 from pytest_attn.latency.peak import peak_of
-from pytest_attn.latency.sampling import calls_per_sample, choose_mode, replays_per_sample
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
-from pytest_attn.latency.work import StaleError, Work
+from pytest_attn.latency.work import StaleError, TimedCall, Work, called, verified
 
 if TYPE_CHECKING:
     import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: seconds of device time from which a call has a pair of events of its own; below, calls share what a pair adds (about 4 us)
+OWN_EVENTS_SECONDS = 250e-6
+#: seconds of a shared sample, and the most calls of one: the host launches batches anew while the device is kept waiting
+_SAMPLE_SECONDS: dict[Mode, float] = {"graph": 0.8e-3, "replay": 0.8e-3, "batched": 0.2e-3}
+_MOST_CALLS: dict[Mode, int] = {"graph": 40, "replay": 40, "batched": 20}
+_FEWEST_CALLS = 4
+#: seconds of a call in a graph from which its samples are several replays, and theirs: causal flash attention scatters by 4 %
+#: from call to call, and the median of few long samples knows more of that than that of many short ones
+_LONG_SECONDS, _LONG_SAMPLE_SECONDS = 100e-6, 2.4e-3
+#: a host that needs longer than both to launch a call is what the user waits for, and is timed; below, the gate looks at it.
+#: The ratio: to the device's time of the call
+_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO = 2e-3, 4.0
+
+
+def choose_mode(recorded: Mode | None, launch: float, device: float | None) -> Mode:
+    """Return the mode for a call that takes the host `launch` seconds to launch, and the device `device` seconds.
+
+    recorded: the baseline's, which is kept unless the call is bound by the host. device: None if it cannot be kept waiting.
+    """
+    if device is None or launch > _host_bound_from(recorded, device):
+        return "host"
+    if recorded in (None, "host"):
+        return "graph" if device < OWN_EVENTS_SECONDS else "events"
+    return recorded
+
+
+def _host_bound_from(recorded: Mode | None, device: float) -> float:
+    """Return the seconds of launching from which a call is bound by the host, shifted so that one near it keeps its mode."""
+    bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * device)
+    if recorded is None:
+        return bound
+    return 0.5 * bound if recorded == "host" else 2.0 * bound
+
+
+def replays_per_sample(calls: int, seconds: float, sets: int) -> int:
+    """Return how many replays of a graph share a sample, by the device's time of a call; as many as have their own sets."""
+    return max(1, min(round(_LONG_SAMPLE_SECONDS / (calls * seconds)), sets // calls)) if seconds >= _LONG_SECONDS else 1
+
+
+def calls_per_sample(seconds: float, mode: Mode) -> int:
+    """Return how many calls share a sample of a mode, by the device's time of one."""
+    if mode == "events":
+        return 1
+    return min(max(_FEWEST_CALLS, math.ceil(_SAMPLE_SECONDS[mode] / max(seconds, 1e-9))), _MOST_CALLS[mode])
+
+
+#: CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH
+_DEVICE_LAUNCH = 4
+#: CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2
+
+
+class DeviceGraphError(Exception):
+    """The driver does not instantiate a graph so, torch does not keep one, or there is no driver."""
+
+
+class DeviceGraph:
+    """A captured graph, instantiated in the device's memory.
+
+    graph: made with `keep_graph=True` (torch 2.8), whose tensors live as long as this. Raises DeviceGraphError for what only
+    the host can launch: a graph with work of the host in it, say.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        self._executable = ctypes.c_void_p()
+        self._graph, self._device, self._driver = graph, device, _driver()
+        captured = ctypes.c_void_p(graph.raw_cuda_graph())
+        self._ask("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), captured, ctypes.c_ulonglong(_DEVICE_LAUNCH))
+        self._ask("cuGraphUpload", self._executable, self._stream())
+
+    def replay(self) -> None:
+        """Launch it on the stream that is then current. Unlike torch's, it draws no new random numbers."""
+        self._ask("cuGraphLaunch", self._executable, self._stream())
+
+    def __del__(self) -> None:
+        if not self._executable or sys.is_finalizing():
+            return
+        mode = ctypes.c_int(_RELAXED)  # the collector may come by while something else is captured on this thread
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self._driver.cuGraphExecDestroy(self._executable)
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _stream(self) -> ctypes.c_void_p:
+        import torch
+
+        return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _ask(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver. Raises DeviceGraphError where there is none, or its answer is not CUDA_SUCCESS."""
+        function = getattr(self._driver, name, None)
+        if function is None:
+            raise DeviceGraphError(f"{name}: this driver has no such function")
+        if answer := function(*arguments):
+            raise DeviceGraphError(f"{name}: CUDA error {answer}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise DeviceGraphError(f"no driver: {error}") from error
+
+
+#: bytes of padding that are kept alive after each captured call, so that the next call's workspace has another address (if it
+#: has up to 1 MiB, from the allocator's small blocks): graphs of calls with one workspace differ by 1 %
+_PADDING_BYTES = 512
+#: seconds after which no more graphs are captured, if there are a few: a host that is slow to launch is slow to capture, too
+_SECONDS, _FEWEST = 0.12, 3
+
+
+def graphs_of(work: Work, calls: int, number: int, on_device: bool) -> list[Callable[[], object]]:
+    """Capture up to `number` graphs of `calls` calls on different sets; none where one cannot be captured.
+
+    What is returned replays a graph, as often as it is called. on_device: in the device's memory; raises DeviceGraphError if
+    the calls can be captured, but not so.
+    """
+    import torch
+
+    stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
+    graphs: list[Callable[[], object]] = []
+    begun = time.perf_counter()
+    while len(graphs) < _FEWEST or (len(graphs) < number and time.perf_counter() - begun < _SECONDS):
+        if (replay := _captured(work, calls, stream, on_device)) is None:
+            return []
+        graphs.append(replay)
+    return graphs
+
+
+def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool) -> Callable[[], object] | None:
+    """Capture calls on the next sets in one CUDA graph; None where that cannot be done, or leaves something out.
+
+    What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
+    the stream of its forward pass, which therefore is the captured one.
+    """
+    import torch
+
+    torch.cuda.synchronize(work.device)
+    graph = _kept_graph() if on_device else torch.cuda.CUDAGraph()
+    outputs: list[torch.Tensor] = []
+    padding: list[torch.Tensor] = []  # until the capture is over
+    try:
+        stream.wait_stream(torch.cuda.current_stream(work.device))
+        with torch.cuda.stream(stream):
+            work.stage()()
+            staged = [work.stage(replayed=True) for _ in range(calls)]
+        torch.cuda.current_stream(work.device).wait_stream(stream)
+        with capturing(graph, stream):
+            for call in staged:
+                outputs.append(work.result(call()))
+                padding.append(torch.empty(_PADDING_BYTES, dtype=torch.uint8, device=work.device))
+        executable = DeviceGraph(graph, work.device) if on_device else graph
+        work.refresh()
+        for output in outputs:
+            output.fill_(math.nan)
+        executable.replay()
+        torch.cuda.synchronize(work.device)
+        work.verify("replayed in a graph", *outputs)
+    except DeviceGraphError:
+        raise
+    except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
+        torch.cuda.synchronize(work.device)
+        return None
+
+    def replay(_kept: tuple[object, ...] = (outputs, staged)) -> None:
+        executable.replay()
+
+    return replay
+
+
+def _kept_graph() -> torch.cuda.CUDAGraph:
+    import torch
+
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError as error:
+        raise DeviceGraphError(f"torch {torch.__version__} keeps no graph that it captured; 2.8 does") from error
+
 
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time
 _PLACES = 6

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from pytest_attn.latency.anchors import REFERENCE_LOOP
-from pytest_attn.latency.fit import SENSITIVITY_SD, Fit, Run
-from pytest_attn.latency.statistics import Prior, moderated, prior_of, t_quantile, t_tail
+from pytest_attn.latency.disturbance import REFERENCE_LOOP
+from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of, t_quantile, t_tail
 from pytest_attn.verdict import Verdict
 
 #: the fewest new processes whose runs make a baseline

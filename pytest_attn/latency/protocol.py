@@ -3,28 +3,129 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, anchor_item, make_anchors
-from pytest_attn.latency.contention import ContentionMonitor
-from pytest_attn.latency.cpu_disturbance import CpuDisturbanceMonitor
 from pytest_attn.latency.cuda_timer import SLOW_SECONDS, BacklogError, CudaTimer
-from pytest_attn.latency.disturbance import DisturbanceMonitor
+from pytest_attn.latency.disturbance import ContentionMonitor, CpuDisturbanceMonitor, DisturbanceMonitor
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.schedule import Schedule, seconds_for_blocks, wanted_half_width
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer
-from pytest_attn.latency.warming import Warmer
 from pytest_attn.latency.work import Work
 
 if TYPE_CHECKING:
     import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: seconds of work that bring an idle GPU to its clock, once per process
+_RAMP_SECONDS = 1.0
+#: seconds of it where another process worked until some two seconds ago
+_WARM_RAMP_SECONDS = 0.3
+#: seconds of work right before the blocks: a GPU that was idle takes up to 0.8 % more, or less, than one that worked
+_WARMING_SECONDS = 0.1
+#: seconds for which a GPU whose power is capped is given time to have its clock back; if it stays capped, it is timed so,
+#: and not given time again
+_RECOVERY_SECONDS = 0.5
+#: seconds of light work meanwhile before NVML is asked again
+_LIGHT_SECONDS = 2e-3
+
+
+class Warmer:
+    """Keeps a device busy with its anchors."""
+
+    def __init__(self, timer: Timer, anchors: Mapping[str, Anchor], monitor: DisturbanceMonitor) -> None:
+        self._timer, self._anchors, self._monitor = timer, anchors, monitor
+        self._recovery_seconds = _RECOVERY_SECONDS
+
+    def ramp_up(self, is_warm: bool = False) -> None:
+        """Bring an idle device to its clock; is_warm: one that another process has just left."""
+        self._work(_WARM_RAMP_SECONDS if is_warm else _RAMP_SECONDS)
+
+    def warm_up(self) -> float:
+        """Work right before the blocks, until the power is no longer capped; return the seconds of waiting for that."""
+        self._work(_WARMING_SECONDS)
+        begun = time.perf_counter()
+        late = begun + self._recovery_seconds
+        while (is_capped := self._monitor.is_capped()) and time.perf_counter() < late:
+            self._work(_LIGHT_SECONDS, MEMORY)  # which draws less power
+        self._recovery_seconds = 0.0 if is_capped else _RECOVERY_SECONDS
+        return time.perf_counter() - begun
+
+    def _work(self, seconds: float, *names: str) -> None:
+        """Keep the device busy with the anchors of these names, or all."""
+        items = [anchor_item(name, self._anchors[name]) for name in names or self._anchors] * 4
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            with suppress(BacklogError):
+                self._timer.block(items)
+
+
+#: numbers of blocks after which the interval is looked at; after the last one a measurement ends
+LOOKS = (6, 10, 16, 24)
+_FEWEST_BLOCKS = 3
+#: half-width of the 95 % interval, as a share of the p50, at which a measurement ends, by kind of device
+WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
+#: the same for kernels below so many seconds on a GPU: where their tensors lie moves them as far, in all blocks alike, so that
+#: more blocks would cost time and tell nothing
+_SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
+#: seconds of wall time, by kind of device, within which the blocks end, as far as the shortest of them tells
+SECONDS = {"cuda": 0.3, "cpu": 0.8}
+#: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and that its blocks may take
+#: in any case
+_ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
+
+
+class Schedule:
+    """Says before each block of a measurement whether to take it.
+
+    clock: returns seconds. seconds: of that clock, within which the blocks end. half_width: which is narrow enough, of the
+    interval of block medians, as a share of their median.
+    """
+
+    def __init__(self, clock: Callable[[], float], seconds: float, half_width: float) -> None:
+        self._clock, self._seconds, self._half_width = clock, seconds, half_width
+        self._begun, self._shortest = clock(), math.inf
+
+    def wants_another(self, blocks: Sequence[Sequence[float]]) -> bool:
+        """Whether to take another block, which then begins. blocks: the kernel's samples in those that were taken."""
+        if blocks and self._is_over(blocks):
+            return False
+        self._block_begun = self._clock()
+        return True
+
+    def _is_over(self, blocks: Sequence[Sequence[float]]) -> bool:
+        ended = self._clock()
+        self._shortest = min(self._shortest, ended - self._block_begun)  # the others were repeated
+        is_late = ended + self._shortest - self._begun > self._seconds
+        if len(blocks) >= LOOKS[-1] or (is_late and len(blocks) >= _FEWEST_BLOCKS):
+            return True
+        return len(blocks) in LOOKS and is_narrow(blocks, self._half_width)
+
+
+def is_narrow(blocks: Sequence[Sequence[float]], half_width: float) -> bool:
+    """Whether the interval of the block medians has at most this half-width, as a share of their median."""
+    medians = [median(block) for block in blocks]
+    return median_interval(medians).half_width <= half_width * median(medians)
+
+
+def wanted_half_width(kind: str, seconds: float) -> float:
+    """Return the half-width at which a measurement on a kind of device ends, for a call of so many seconds."""
+    if kind == "cuda" and seconds < _SHORT_SECONDS:
+        return _WANTED_OF_SHORT
+    return WANTED_HALF_WIDTH.get(kind, WANTED_HALF_WIDTH["cpu"])
+
+
+def seconds_for_blocks(kind: str, spent: float) -> float:
+    """Return how long the blocks of a measurement may take that has taken so many seconds until now."""
+    most = SECONDS.get(kind, SECONDS["cpu"])
+    return min(most, max(_FEWEST_SECONDS, _ALL_SECONDS - spent)) if kind == "cuda" else most
+
 
 #: by kind of device, kept with every baseline; bump one when a change of how blocks are taken shifts times by more than the
 #: gate can detect: times of another protocol cannot be compared. How long a measurement lasts only changes its scatter.

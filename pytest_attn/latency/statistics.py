@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import NamedTuple
+
+from pytest_attn.latency.anchors import COMPUTE, MEMORY
 
 
 class Interval(NamedTuple):
@@ -141,3 +144,113 @@ def _inverse_trigamma(value: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if trigamma(math.exp(middle)) > value else (low, middle)
     return math.exp((low + high) / 2)
+
+
+#: how sensitivities to the anchors scatter around their prior, and the residual variance assumed for fitting them
+SENSITIVITY_SD, _RESIDUAL_VARIANCE = 0.25, 0.003**2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: the p50 of a case, the medians of its anchors, and the launch of one call, in seconds.
+
+    launch is 0 if the host's clock is what was timed.
+    """
+
+    p50: float
+    anchors: Mapping[str, float]
+    launch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The recorded runs of one case: their center, scatter, and how its p50 follows the anchors. Logarithms of seconds.
+
+    Anchors without a sensitivity only tell of the machine.
+    """
+
+    runs: tuple[Run, ...]
+    sensitivity: Mapping[str, float]
+    anchor_centers: Mapping[str, float]
+    values: tuple[float, ...]
+
+    @property
+    def center(self) -> float:
+        """The mean of the adjusted values."""
+        return fmean(self.values)
+
+    @property
+    def variance(self) -> float:
+        """Their sample variance."""
+        return sum((v - self.center) ** 2 for v in self.values) / max(1, len(self.values) - 1)
+
+    @property
+    def degrees(self) -> int:
+        """Its degrees of freedom."""
+        return max(1, len(self.values) - 1)
+
+    @property
+    def slow(self) -> float:
+        """The second slowest value: one slow process of ten does not make slow ones likely."""
+        return sorted(self.values)[-2] if len(self.values) > 2 else max(self.values)
+
+    def drift(self, runs: Sequence[Run]) -> dict[str, float]:
+        """By how much the anchors have moved since the recording, in logarithms."""
+        return {
+            name: fmean(math.log(run.anchors[name]) for run in runs) - center
+            for name, center in self.anchor_centers.items()
+            if all(run.anchors.get(name) for run in runs)
+        }
+
+    def adjusted(self, run: Run) -> float:
+        """Return the logarithm of the p50 as it would be on the machine of the recording."""
+        return _adjusted(run, self.sensitivity, self.anchor_centers)
+
+
+def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
+    """Fit the sensitivities of a case to its anchors by ridge regression toward `prior`, each between 0 and 1.
+
+    prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
+    """
+    if not runs:
+        raise ValueError("a baseline without runs")
+    everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
+    centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
+    names = [name for name in prior if name in centers]
+    middle = fmean(math.log(run.p50) for run in runs)
+    x = [[math.log(run.anchors[name]) - centers[name] for name in names] for run in runs]
+    y = [math.log(run.p50) - middle for run in runs]
+    slopes = _ridge(x, y, [prior[name] for name in names], _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
+    sensitivity = {name: min(1.0, max(0.0, slope)) for name, slope in zip(names, slopes, strict=True)}
+    return Fit(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
+
+
+def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[str, float]:
+    """Return how a kernel's time is expected to follow the anchors: half of the one that bounds it, none for a short one.
+
+    flops, nbytes: of the workload; more than 100 operations per byte count as bound by arithmetic.
+    """
+    share = 0.5 if seconds > 20e-6 else 0.2
+    bound = COMPUTE if flops > 100 * nbytes else MEMORY
+    return {name: share if name == bound else 0.0 for name in (COMPUTE, MEMORY)}
+
+
+def _adjusted(run: Run, sensitivity: Mapping[str, float], centers: Mapping[str, float]) -> float:
+    moved = sum(b * (math.log(run.anchors[name]) - centers[name]) for name, b in sensitivity.items() if run.anchors.get(name))
+    return math.log(run.p50) - moved
+
+
+def _ridge(x: list[list[float]], y: list[float], prior: list[float], penalty: float) -> list[float]:
+    """Minimize |y - x b|^2 + penalty |b - prior|^2, by the normal equations of at most a few columns."""
+    n = len(prior)
+    left = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
+    right = [sum(row[i] * value for row, value in zip(x, y, strict=True)) + penalty * prior[i] for i in range(n)]
+    for i in range(n):  # the matrix is positive definite: elimination needs no pivots
+        for j in range(i + 1, n):
+            share = left[j][i] / left[i][i]
+            left[j] = [a - share * b for a, b in zip(left[j], left[i], strict=True)]
+            right[j] -= share * right[i]
+    solved = [0.0] * n
+    for i in reversed(range(n)):
+        solved[i] = (right[i] - sum(left[i][j] * solved[j] for j in range(i + 1, n))) / left[i][i]
+    return solved

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.latency.calls import wait
-from pytest_attn.latency.contention import ContentionMonitor
-from pytest_attn.latency.kept_results import look_for_kept_results
-from pytest_attn.latency.work import Work
+from pytest_attn.latency.disturbance import ContentionMonitor
+from pytest_attn.latency.work import Work, look_for_kept_results, wait
 
 if TYPE_CHECKING:
     import torch

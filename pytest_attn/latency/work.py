@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.workloads.arithmetic import negate
 from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
@@ -198,3 +201,96 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
 
     v_width = spec.workload.v_head_dim if spec.workload.v_in_k else None
     return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, counted, v_width)
+
+
+class TimedCall(NamedTuple):
+    """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done."""
+
+    value: object
+    launched: float
+    done: float
+
+
+def verified(work: Work) -> TimedCall:
+    """Call a work and look at the result, which must be that of the data as it is; then change the data for the next look."""
+    call = called(work)
+    work.verify("called again after its data changed in place", work.result(call.value))
+    work.refresh()
+    return call
+
+
+def called(work: Work) -> TimedCall:
+    """Call a work once."""
+    call = work.stage()
+    wait(work.device)
+    begun = time.perf_counter()
+    value = call()
+    launched = time.perf_counter() - begun
+    wait(work.device)
+    return TimedCall(value, launched, time.perf_counter() - begun)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all that a device was asked to do."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type in ("xpu", "mps"):
+        getattr(torch, device.type).synchronize()
+
+
+#: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU
+_RATIO, _SECONDS = 3.0, 20e-6
+#: pairs of calls, on the same and on changed data, all of which a kernel must give away
+PAIRS = 5
+#: share of these calls that may have been waiting for a core
+_MOST_WAITING = 0.1
+
+
+class Look(NamedTuple):
+    """Seconds of one call: on the wall, and of work by CPUs, which says nothing of a GPU's: there the wall's again."""
+
+    wall: float
+    worked: float
+
+    def is_far_longer_than(self, known: Look) -> bool:
+        """Whether both tell this call, on changed data, from one on the data of the call before."""
+        return all(mine > _RATIO * other + _SECONDS for mine, other in zip(self, known, strict=True))
+
+
+def look_for_kept_results(work: Work) -> str:
+    """Raise StaleError for a kernel that keeps its results; return why that cannot be told here and now, "" where it can.
+
+    work: its last call was on the data as it stands.
+    """
+    waited, pairs = process_waited(), []
+    for _ in range(PAIRS):
+        same = look(work)
+        work.refresh()
+        changed = look(work)
+        if not changed.is_far_longer_than(same):
+            return ""
+        pairs.append((same.wall, changed.wall))
+    return judge_pairs(pairs, process_waited() - waited)
+
+
+def judge_pairs(pairs: Sequence[tuple[float, float]], waited: float) -> str:
+    """Raise StaleError over `PAIRS` pairs of calls, each far longer on changed data; return why that cannot be told.
+
+    pairs: seconds on the same data, and on changed data. waited: seconds for which threads waited for a core meanwhile.
+    """
+    known, new = (f"{median(seconds) * 1e6:.3g} us" for seconds in zip(*pairs, strict=True))
+    found = f"takes {known} on the data of the call before, and {new} on changed data"
+    if waited > _MOST_WAITING * sum(map(sum, pairs)):
+        return f"whether its results are cached is unknown, because other processes compute: it {found}"
+    raise StaleError(f"{found}: its results appear to be cached")
+
+
+def look(work: Work) -> Look:
+    """Call a work once, and look at its result and its time."""
+    worked = time.process_time()
+    call = called(work)
+    worked = time.process_time() - worked
+    work.verify("called again after its data changed in place", work.result(call.value))
+    return Look(call.done, worked if work.device.type == "cpu" else call.done)

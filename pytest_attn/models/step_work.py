@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.latency.calls import wait
-from pytest_attn.latency.work import LatencyDirection, StaleError, Work
+from pytest_attn.latency.work import LatencyDirection, StaleError, Work, wait
 from pytest_attn.models.step import StepResult, backpropagate, finish_backward, named_tensors, watching_backward
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.latency.calls import wait
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.timer import Item
-from pytest_attn.latency.work import Work
+from pytest_attn.latency.work import Work, wait
 from pytest_attn.ranks.collectives import Collectives
 from pytest_attn.ranks.shares import RankTimes
 from pytest_attn.ranks.starts import Starts

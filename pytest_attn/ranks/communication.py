@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pytest_attn.latency.calls import wait
-from pytest_attn.latency.work import Work
+from pytest_attn.latency.work import Work, wait
 
 if TYPE_CHECKING:
     import torch

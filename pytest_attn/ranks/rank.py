@@ -39,7 +39,7 @@ _CALLERS = (
     "ranks/serving.py",
     "ranks/timing.py",
     "ranks/clocks.py",
-    "latency/calls.py",
+    "latency/work.py",
     "latency/work.py",
     "latency/cuda_timer.py",
 )

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pytest_attn.latency.anchors import Anchor, anchor_hashes
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
+    OWN_EVENTS_SECONDS,
     SHORTEST_BACKLOG_SECONDS,
     BacklogError,
+    calls_per_sample,
+    choose_mode,
     longer_backlog,
     too_slow,
     wanted_backlog,
 )
 from pytest_attn.latency.disturbance import DisturbanceMonitor
 from pytest_attn.latency.identity import usable_cores
-from pytest_attn.latency.kept_results import PAIRS, Look, judge_pairs
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
-from pytest_attn.latency.sampling import OWN_EVENTS_SECONDS, calls_per_sample, choose_mode
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
-from pytest_attn.latency.work import LatencyDirection, StaleError, Work
+from pytest_attn.latency.work import PAIRS, LatencyDirection, Look, StaleError, Work, judge_pairs
 from pytest_attn.ranks.shares import RankTimes, Shared
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _shared_cores(steps: Steps, threads: int) -> str:
 
 def _anchors_of(kind: str) -> Mapping[str, str]:
     """Return the anchors that ranks take: the reference loop tells of a core that one thread has to itself."""
-    from pytest_attn.latency.anchors import REFERENCE_LOOP
+    from pytest_attn.latency.disturbance import REFERENCE_LOOP
 
     return {name: text for name, text in anchor_hashes(kind).items() if name != REFERENCE_LOOP}
 

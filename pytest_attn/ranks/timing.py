@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
-from pytest_attn.latency.calls import verified
-from pytest_attn.latency.cpu_disturbance import WaitingMonitor
 from pytest_attn.latency.cuda_timer import CudaTimer
-from pytest_attn.latency.disturbance import DisturbanceMonitor
-from pytest_attn.latency.kept_results import look
+from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor, process_waited
 from pytest_attn.latency.peak import peak_of
-from pytest_attn.latency.protocol import SUBJECT
+from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.waiting import process_waited
-from pytest_attn.latency.warming import Warmer
-from pytest_attn.latency.work import DISTRIBUTION, Work
+from pytest_attn.latency.work import DISTRIBUTION, Work, look, verified
 from pytest_attn.ranks.clocks import DeviceClock, HostClock, RankClock
 from pytest_attn.ranks.communication import communication_of
 from pytest_attn.ranks.paged import parts_of, whole_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.latency.baseline import Baseline
-from pytest_attn.latency.baseline_file import BaselineError, BaselineFile
+from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile
 from pytest_attn.latency.gate import FEWEST_RUNS
 from pytest_attn.latency.judge import FreshError
 from pytest_attn.reports.records import Record, latency_of

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_attn.latency.fit import Run
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.judge import Crowd, DisturbedError, FreshError, judge_latency
 from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Run
 from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
 from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed

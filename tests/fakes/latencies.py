@@ -4,9 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_attn.latency.baseline import Baseline, case_key
-from pytest_attn.latency.baseline_file import BaselineFile
-from pytest_attn.latency.fit import Run
+from pytest_attn.latency.baseline import Baseline, BaselineFile, case_key
 from pytest_attn.latency.gate import POLICIES, shared_prior
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.judge import (
@@ -17,7 +15,7 @@ from pytest_attn.latency.judge import (
 )
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.statistics import median_interval
+from pytest_attn.latency.statistics import Run, median_interval
 
 KEY = case_key("tiny", "mine of test_mine.py::test_mine[tiny]", "forward", "warm", threads=1)
 FOLDER = Path("baselines")

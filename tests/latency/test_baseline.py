@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from pytest_attn.backends.machine import Machine
-from pytest_attn.latency import baseline_file as module
-from pytest_attn.latency import contention
+from pytest_attn.latency import baseline as module
+from pytest_attn.latency import disturbance
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
-from pytest_attn.latency.baseline import Baseline, case_key, recorded_otherwise
-from pytest_attn.latency.baseline_file import SCHEMA, BaselineError, BaselineFile, read
+from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, BaselineFile, case_key, read, recorded_otherwise
 from pytest_attn.latency.gate import FEWEST_RUNS
 from pytest_attn.latency.identity import Identity, conditions_of, gpu_of, identify
 
@@ -318,4 +317,4 @@ def test_the_anchors_do_what_their_definition_says():
     assert anchors["memory"].call().nbytes == 33554432
     assert hash_of(anchors["compute"].definition) == anchor_hashes("cpu")["compute"]
     assert anchors["compute"].definition == DEFINITIONS["cpu"]["compute"]
-    assert range(6000) == contention._LOOP
+    assert range(6000) == disturbance._LOOP

@@ -10,7 +10,7 @@ import torch
 from fakes import HERE
 from fakes.gpus import UUID, two_gpus
 
-from pytest_attn.latency.clocks import ClockError, locked_clocks
+from pytest_attn.latency.nvml import ClockError, locked_clocks
 
 CUDA = torch.device("cuda:0")
 
@@ -147,7 +147,7 @@ def test_a_process_that_exits_inside_the_block_unlocks_once(nvml, tmp_path):
     script = f"""
 import sys, atexit, pynvml, torch
 from types import SimpleNamespace
-from pytest_attn.latency.clocks import locked_clocks
+from pytest_attn.latency.nvml import locked_clocks
 pynvml.GPUS.append(pynvml.Gpu("GPU-{UUID}"))
 atexit.register(lambda: print(pynvml.GPUS[0].locked, pynvml.CALLS.count("nvmlDeviceResetGpuLockedClocks")))
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="{UUID}")

@@ -6,8 +6,8 @@ from judging import timed
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency import contention
-from pytest_attn.latency.contention import ContentionMonitor
+from pytest_attn.latency import disturbance
+from pytest_attn.latency.disturbance import ContentionMonitor
 from pytest_attn.latency.protocol import Stopwatch, threads
 
 ALONE, SHARED = 70e-6, 110e-6
@@ -44,7 +44,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr(contention.time, "perf_counter", made.perf_counter)
+    monkeypatch.setattr(disturbance.time, "perf_counter", made.perf_counter)
     return made
 
 
@@ -244,8 +244,8 @@ def test_one_sample_that_was_held_up_does_not_make_the_others_long(machine):
 def test_a_measurement_beside_others_is_disturbed(monkeypatch):
     """By the real clock: the loop takes twice as long from some time on."""
     watch = Stopwatch(torch.device("cpu"))
-    monkeypatch.setattr(watch.monitor._contention, "_reference_loop", lambda: 2 * contention.time_reference_loop() + 1e-3)
-    monkeypatch.setattr(contention, "_MOST_LOST_SECONDS", 0.05)
+    monkeypatch.setattr(watch.monitor._contention, "_reference_loop", lambda: 2 * disturbance.time_reference_loop() + 1e-3)
+    monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.05)
     work = timed(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
     assert "the core is shared" in watch.measure(work, "tiny", "sdpa").disturbances[-1]
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from judging import SMALL, attention, timed
 
-from pytest_attn.latency import calls, cuda_timer
-from pytest_attn.latency.calls import TimedCall
-from pytest_attn.latency.cuda_timer import BacklogError, CudaTimer
-from pytest_attn.latency.device_graph import DeviceGraphError
-from pytest_attn.latency.sampling import calls_per_sample, replays_per_sample
+from pytest_attn.latency import cuda_timer
+from pytest_attn.latency import work as timed_work
+from pytest_attn.latency.cuda_timer import BacklogError, CudaTimer, DeviceGraphError, calls_per_sample, replays_per_sample
 from pytest_attn.latency.timer import HostTimer, Item
+from pytest_attn.latency.work import TimedCall
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def made_up(monkeypatch, seconds=1e-5):
     gpu = object.__new__(CudaTimer)
     gpu.device, gpu._backlogs, gpu.looked_behind = torch.device("cpu"), {}, 0
     gpu.host_timer = HostTimer(gpu.device)
-    monkeypatch.setattr(cuda_timer, "verified", lambda work: calls.verified(work)._replace(launched=1e-5, done=1e-4))
+    monkeypatch.setattr(cuda_timer, "verified", lambda work: timed_work.verified(work)._replace(launched=1e-5, done=1e-4))
     monkeypatch.setattr(gpu, "_launching", lambda work: 1e-5)
     monkeypatch.setattr(gpu, "_estimate", lambda work, launch, samples: seconds)
     monkeypatch.setattr(gpu, "verify_behind_backlog", lambda work: setattr(gpu, "looked_behind", gpu.looked_behind + 1))
@@ -230,12 +229,12 @@ def test_a_device_that_cannot_be_kept_waiting_is_no_timer(asleep, monkeypatch):
 
 def test_launching_is_told_from_waiting(monkeypatch):
     log, clock = [], Clock()
-    monkeypatch.setattr(calls, "time", clock)
-    monkeypatch.setattr(calls, "wait", lambda device: log.append("wait") or clock.pass_by(20e-3))
+    monkeypatch.setattr(timed_work, "time", clock)
+    monkeypatch.setattr(timed_work, "wait", lambda device: log.append("wait") or clock.pass_by(20e-3))
     work = SimpleNamespace(
         device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.pass_by(3e-3) or "out")
     )
-    value, launched, done = calls.called(work)
+    value, launched, done = timed_work.called(work)
     assert log == ["stage", "wait", "call", "wait"]
     assert value == "out"
     assert (launched, done) == pytest.approx((3e-3, 23e-3))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from judging import SMALL, attention, timed
 
-from pytest_attn.latency import cuda_graphs, device_graph
-from pytest_attn.latency.device_graph import DeviceGraph, DeviceGraphError
+from pytest_attn.latency import cuda_timer
+from pytest_attn.latency.cuda_timer import DeviceGraph, DeviceGraphError
 
 CAPTURED, EXECUTABLE, STREAM = 11, 22, 33
 
@@ -40,7 +40,7 @@ class Driver:
 @pytest.fixture
 def driver_of(monkeypatch):
     def plant(driver):
-        monkeypatch.setattr(device_graph, "_driver", lambda: driver)
+        monkeypatch.setattr(cuda_timer, "_driver", lambda: driver)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
         return driver
 
@@ -85,7 +85,7 @@ def test_a_machine_without_the_driver_has_no_such_graphs(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    device_graph._driver.cache_clear()
+    cuda_timer._driver.cache_clear()
     with pytest.raises(DeviceGraphError, match=r"no driver: .*cannot open"):
         DeviceGraph(graph(), torch.device("cpu"))
 
@@ -102,7 +102,7 @@ def test_what_a_driver_refuses_is_told_from_what_cannot_be_captured(monkeypatch)
     def refuse(graph, device):
         raise DeviceGraphError("CUDA error 801")
 
-    monkeypatch.setattr(cuda_graphs, "DeviceGraph", refuse)
+    monkeypatch.setattr(cuda_timer, "DeviceGraph", refuse)
     with pytest.raises(DeviceGraphError, match="801"):
         captured(monkeypatch, lambda keep_graph: object())
 
@@ -117,8 +117,8 @@ def test_what_cannot_be_captured_is_no_graph(monkeypatch):
 @pytest.mark.parametrize(("seconds", "number"), [(0.0, 6), (0.02, 6), (0.035, 4), (0.05, 3), (1.0, 3)])
 def test_a_host_that_is_slow_to_capture_cuda_graphs_fewer_graphs(monkeypatch, seconds, number):
     made = []
-    monkeypatch.setattr(cuda_graphs, "_captured", lambda *_: made.append(1) or print)
-    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(perf_counter=lambda: len(made) * seconds))
+    monkeypatch.setattr(cuda_timer, "_captured", lambda *_: made.append(1) or print)
+    monkeypatch.setattr(cuda_timer, "time", SimpleNamespace(perf_counter=lambda: len(made) * seconds))
     assert captured(monkeypatch, None) == [print] * number
 
 
@@ -129,6 +129,6 @@ def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontex
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     for name, answer in {"Stream": stream, "current_stream": stream, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
-    monkeypatch.setattr(cuda_graphs, "capturing", capturing)
+    monkeypatch.setattr(cuda_timer, "capturing", capturing)
     work = timed(attention, SMALL, torch.device("cpu"), "forward")
-    return cuda_graphs.graphs_of(work, 4, 6, on_device=True)
+    return cuda_timer.graphs_of(work, 4, 6, on_device=True)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_attn.latency import gate
-from pytest_attn.latency.fit import Run, expected_sensitivity, fit
 from pytest_attn.latency.gate import FEWEST_RUNS, POLICIES, GateContext, policy_for, shared_prior
-from pytest_attn.latency.statistics import Prior
+from pytest_attn.latency.statistics import Prior, Run, expected_sensitivity, fit
 
 GPU = POLICIES["cuda"]
 PRIOR = Prior(0.003**2, 6.0)

@@ -4,7 +4,7 @@ import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
 
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline_file import BaselineFile
+from pytest_attn.latency.baseline import BaselineFile
 from pytest_attn.latency.gate import shared_prior
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.judge import (

@@ -5,10 +5,9 @@ import torch
 from judging import SMALL, attention, timed
 
 from pytest_attn import Workload
-from pytest_attn.latency import calls, kept_results
-from pytest_attn.latency.kept_results import look_for_kept_results
+from pytest_attn.latency import work as timed_work
 from pytest_attn.latency.protocol import stopwatch_of
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import StaleError, called, look_for_kept_results
 
 CPU = torch.device("cpu")
 #: of a call that finds its result, and of one that must compute it
@@ -24,12 +23,12 @@ class Machine:
         self.walls, self.worked = iter(walls), iter(walls if worked is None else worked)
         self.cpu = self.wait = 0.0
         self.calls, self.waits = 0, waited
-        monkeypatch.setattr(kept_results, "called", self.called)
-        monkeypatch.setattr(kept_results, "process_waited", lambda: self.wait)
-        monkeypatch.setattr(kept_results.time, "process_time", lambda: self.cpu)
+        monkeypatch.setattr(timed_work, "called", self.called)
+        monkeypatch.setattr(timed_work, "process_waited", lambda: self.wait)
+        monkeypatch.setattr(timed_work.time, "process_time", lambda: self.cpu)
 
     def called(self, work):
-        call = calls.called(work)
+        call = called(work)
         wall = next(self.walls)
         self.cpu += next(self.worked)
         self.wait += self.waits * wall

@@ -11,11 +11,10 @@ from judging import SMALL, attention, timed
 from pytest_attn.latency.anchors import Anchor, anchor_item
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.gate import Decision
-from pytest_attn.latency.protocol import Stopwatch
+from pytest_attn.latency.protocol import Stopwatch, Warmer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Item, Plan
-from pytest_attn.latency.warming import Warmer
 from pytest_attn.verdict import Verdict
 
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ def busy(monkeypatch):
     stopwatch.timer = Busy()
     stopwatch.monitor.disturbance = lambda: None  # whatever else this machine does
     stopwatch.warmer = Warmer(stopwatch.timer, stopwatch.anchors, stopwatch.monitor)
-    monkeypatch.setattr("pytest_attn.latency.warming._WARMING_SECONDS", 0.0)
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
     clock = Clock()  # however busy this machine is
     monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     monkeypatch.setattr(time, "sleep", clock.sleep)
@@ -78,7 +77,7 @@ def test_the_device_rests_between_blocks_from_its_work_and_not_during_its_renewa
 
 
 def test_a_gpu_works_right_before_its_first_block(busy, monkeypatch):
-    monkeypatch.setattr("pytest_attn.latency.warming._WARMING_SECONDS", 0.05)
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.05)
     blocks_of(busy, plan_of(), seconds=0.0, compiled_at=0.0)
     kinds = ["op" in names for names, _, _ in busy.timer.blocks]
     assert kinds[:4] == [False, False, False, True]
@@ -93,7 +92,7 @@ def test_a_slow_kernel_on_a_gpu_warmed_up_while_it_was_planned(busy, seconds, fi
 
 
 def test_a_gpu_whose_power_is_capped_does_light_work_until_it_has_its_clock_back(busy, monkeypatch):
-    monkeypatch.setattr("pytest_attn.latency.warming._WARMING_SECONDS", 0.01)
+    monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.01)
     says = iter([True, True, False])
     monkeypatch.setattr(busy.monitor, "is_capped", lambda: next(says))
     busy.warmer.warm_up()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_attn.latency.schedule import LOOKS, Schedule, is_narrow, seconds_for_blocks, wanted_half_width
+from pytest_attn.latency.protocol import LOOKS, Schedule, is_narrow, seconds_for_blocks, wanted_half_width
 
 #: as the half-width of an interval that no scatter of the tests reaches
 NEVER = 0.0

@@ -9,7 +9,7 @@ from judging import DEVICES, SMALL, attention, keeps_graphs, measure, needs_cuda
 
 from pytest_attn import Workload
 from pytest_attn.backends.graphed import capturing
-from pytest_attn.latency.device_graph import DeviceGraph
+from pytest_attn.latency.cuda_timer import DeviceGraph
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import StaleError
 

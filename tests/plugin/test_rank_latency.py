@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.timed import CLOCK
 
-from pytest_attn.latency.cpu_disturbance import WaitingMonitor
+from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.ranks import clocks, topology
 from pytest_attn.ranks.pools import Pools
 from pytest_attn.timing import ranked_measurement
@@ -43,7 +43,7 @@ def test_mine(attn):
 #: the file "times": microseconds of a call, then for each rank how many of them it is outside collectives
 RANK_CLOCK = """
 import os, pathlib
-from pytest_attn.latency.cpu_disturbance import WaitingMonitor
+from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.ranks.clocks import HostClock
 from pytest_attn.ranks.shares import RankTimes
 
