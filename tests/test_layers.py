@@ -34,7 +34,6 @@ LAYERS = (
     "strategies",
     "invariants",
     "mutants",
-    "profiling",
     "latency",
     "correctness",
     "backends",

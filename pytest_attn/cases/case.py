@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pytest_attn.cases.measuring import Measuring
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.invariants.report import InvariantReport
+    from pytest_attn.latency.profiler import Profile
     from pytest_attn.latency.result import Latency
     from pytest_attn.models.check import Target
     from pytest_attn.models.comparison import ModelComparison
-    from pytest_attn.profiling.profiler import Profile
 
 
 class AttentionCase(CaseTensors):

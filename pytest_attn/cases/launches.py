@@ -6,9 +6,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.records import change_last_record
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.profiling.kernels import answers_to, may_answer
-from pytest_attn.profiling.profiler import Profile
-from pytest_attn.profiling.subject import profile_subject
+from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.verdict import Verdict
 
 

@@ -12,11 +12,11 @@ from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.latency.baseline import Baseline
 from pytest_attn.latency.gate import Decision
+from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import StaleError
 from pytest_attn.messages import latency as messages
 from pytest_attn.messages.lines import labeled
-from pytest_attn.profiling.subject import profile_subject
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.timing.measurement import Measurement

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.reference import heads_first
-from pytest_attn.invariants.difference import at_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.probe import Probe, at_first
 from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
 

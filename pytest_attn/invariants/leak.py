@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
-from pytest_attn.invariants.difference import Results, at_first, difference
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.probe import Probe, Results, at_first, difference
 from pytest_attn.workloads.arithmetic import exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.strides import refusals
-from pytest_attn.invariants.call import Tensors
-from pytest_attn.invariants.difference import Results
 from pytest_attn.invariants.invariant import Invariant, on
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.probe import Probe, Results, Tensors
 from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
 

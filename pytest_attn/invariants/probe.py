@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.contexts import quiet
@@ -14,20 +14,123 @@ from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.calling import late_refusals_of
 from pytest_attn.correctness.compare import compare_tensor
-from pytest_attn.correctness.contract import check_contract
+from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants.call import StartedCall, Tensors
-from pytest_attn.invariants.difference import Results, first_difference
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+#: out, lse, dq, dk and dv by name, in the workload's native layout
+Results: TypeAlias = "Mapping[str, Tensor]"
+
+
+def first_difference(found: Results, expected: Results, before: str = "was") -> str:
+    """Say where `found` first differs from `expected`, bit for bit but for the sign of zeros; "" where it does not."""
+    for name in expected:
+        text = difference(name, found[name], expected[name], before)
+        if text:
+            return text
+    return ""
+
+
+def difference(name: str, found: Tensor, expected: Tensor, before: str = "was", where: Tensor | None = None) -> str:
+    """Say where one tensor differs; `where`, boolean and broadcastable, restricts the question."""
+    unequal = (found != expected) & ~(found.isnan() & expected.isnan())
+    if where is not None:
+        unequal = unequal & where
+    if not bool(unequal.any()):
+        return ""
+    return f"{at_first(name, found, unequal)}, {before} {_value(expected, unequal)} ({_share(unequal)})"
+
+
+def at_first(name: str, tensor: Tensor, where: Tensor) -> str:
+    """Write the first element of a tensor where `where` is True: "out[0, 1, 7, 0] = 0.5"."""
+    index = ", ".join(str(int(i)) for i in where.nonzero()[0])
+    return f"{name}[{index}] = {_value(tensor, where)}"
+
+
+def _value(tensor: Tensor, where: Tensor) -> str:
+    return f"{float(tensor[where][0]):.6g}"
+
+
+def _share(unequal: Tensor) -> str:
+    return f"{int(unequal.sum()):,} of {unequal.numel():,} elements differ"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """q, k, v and dout as a kernel is handed them: in its own layout, with whatever strides."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tensors:
+        """Return all four, changed."""
+        return Tensors(*(change(getattr(self, name)) for name in ("q", "k", "v", "dout")))
+
+
+class StartedCall:
+    """A call whose forward pass is done: `finish` runs the backward pass, where there is one, and returns the results."""
+
+    def __init__(
+        self,
+        spec: CheckSpec,
+        calling: Callable[[], AbstractContextManager[object]],
+        leaves: list[Tensor],
+        handed_out: dict[str, Tensor],
+        dout: Tensor,
+        empty_rows: EmptyRows,
+    ) -> None:
+        """calling: makes the context of each call."""
+        self._spec, self._calling, self._empty_rows = spec, calling, empty_rows
+        self._leaves, self.handed_out, self._dout = leaves, handed_out, dout
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Copies of out and lse, in native layout, as they are now."""
+        return self._results({}, {name: t.detach().clone() for name, t in self.handed_out.items()})
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return out, lse and gradients, in native layout."""
+        __tracebackhide__ = True
+        if self._spec.backward:
+            return self.gradients(("out",), (self._dout,))
+        return self._results({})
+
+    def gradients(self, of: tuple[str, ...], flowing: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Return the results, with the gradients that arise where `flowing` arrives at the outputs `of`."""
+        __tracebackhide__ = True
+        import torch
+
+        outputs = [self.handed_out[name] for name in of]
+        if not all(output.requires_grad for output in outputs):
+            raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
+        with self._calling():
+            grads = torch.autograd.grad(outputs, self._leaves, flowing, allow_unused=True)
+        zeros = (leaf.new_zeros(leaf.shape) if grad is None else grad for leaf, grad in zip(self._leaves, grads, strict=True))
+        return self._results(dict(zip(("dq", "dk", "dv"), zeros, strict=True)))
+
+    def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
+        spec = self._spec
+        if spec.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(spec.device)
+        both = {**(outputs or self.handed_out), **gradients}
+        return self._empty_rows.forget(
+            {name: (t if name == "lse" else spec.in_layout(t)).detach() for name, t in both.items()}
+        )
+
 
 #: Scores above which exact attention on further inputs takes too long to ask for.
 _LONG = {"cpu": 1 << 27, "cuda": 1 << 32}

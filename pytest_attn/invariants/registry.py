@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_attn.invariants.algebra import Algebra
-from pytest_attn.invariants.alignment import Alignment
-from pytest_attn.invariants.batch import Batch
-from pytest_attn.invariants.device import Device
-from pytest_attn.invariants.equivalence import Equivalence
+from pytest_attn.invariants.algebra import Algebra, Magnitude
 from pytest_attn.invariants.gradients import Gradients, LseGradient
-from pytest_attn.invariants.graph import Graph
 from pytest_attn.invariants.invariant import Invariant
-from pytest_attn.invariants.layout import Layout
+from pytest_attn.invariants.layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.leak import Leak
-from pytest_attn.invariants.magnitude import Magnitude
-from pytest_attn.invariants.offsets import Offsets
-from pytest_attn.invariants.opcheck import Opcheck
-from pytest_attn.invariants.options import Options
 from pytest_attn.invariants.poison import Poison
-from pytest_attn.invariants.rerun import Rerun
-from pytest_attn.invariants.shapes import Shapes
-from pytest_attn.invariants.state import State
+from pytest_attn.invariants.rerun import Rerun, State
+from pytest_attn.invariants.runtime import Device, Graph, Opcheck
+from pytest_attn.invariants.variations import Batch, Equivalence, Options, Shapes
 
 __tracebackhide__ = True  # what it raises is the test's own mistake
 

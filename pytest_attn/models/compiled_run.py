@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
+from pytest_attn.latency.profiler import launches_of
 from pytest_attn.models.catching import catching
 from pytest_attn.models.compiled import compilations
 from pytest_attn.models.fusing import fused
@@ -23,7 +24,6 @@ from pytest_attn.models.interfaces import is_of_transformers
 from pytest_attn.models.moving import moving
 from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
 from pytest_attn.models.step import run_step
-from pytest_attn.profiling.profiler import launches_of
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
+from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.masks import TopLeft
 from pytest_attn.mutants.mutant import Applies, Defects
 from pytest_attn.mutants.reach import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import QKV, Sequence, Tile, positions
+from pytest_attn.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides

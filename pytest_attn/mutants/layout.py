@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import QKV, Call
+from pytest_attn.mutants.kernel import QKV, Call, Kernel
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides, written_with_strides

@@ -6,9 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import TILE, Call, Extent, Index, Sequence, Tile
+from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.mutants.reach_tiles import has_odd_tiles

@@ -6,9 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import Sequence, Softmax, Tile
+from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, any_of, has_several_key_tiles, is_half
 from pytest_attn.mutants.reach_tiles import has_fully_masked_rows, has_row_fully_masked_in_last_tile

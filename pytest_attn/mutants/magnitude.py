@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import Sequence, Softmax, Tile
+from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_half
 from pytest_attn.mutants.reach_tiles import hides_keys

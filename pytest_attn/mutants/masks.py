@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import Index, Sequence, Softmax, Tile
+from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import TILE, Call, Sequence, Tile
+from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, has_row_tail, in_backward, is_padded
 from pytest_attn.mutants.reach_tiles import has_fully_masked_rows

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.workload import Workload
 
 #: Whether a workload, called with or without backward, reaches the faulty step.

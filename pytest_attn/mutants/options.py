@@ -6,9 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import Call, Sequence, Softmax, Tile
+from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, has_other_lengths, has_several_row_tiles, is_band
 from pytest_attn.mutants.reach_tiles import has_left_edge, has_right_edge

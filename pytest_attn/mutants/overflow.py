@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Tile
+from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
 from pytest_attn.mutants.strides import read_wrapped

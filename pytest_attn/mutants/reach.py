@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_attn.mutants.honest.tiles import TILE
+from pytest_attn.mutants.kernel import TILE
 from pytest_attn.mutants.mutant import Applies
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from pytest_attn.mutants.honest.tiles import TILE
+from pytest_attn.mutants.kernel import TILE
 from pytest_attn.mutants.reach import has_several_key_tiles, is_band, is_custom, is_document, is_top_left
 from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.visibility import interval

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import QKV, Call, Extent, Sequence
+from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.mutants.strides import read_with_strides

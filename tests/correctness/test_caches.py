@@ -9,8 +9,7 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants.honest.backend import honest_backend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, honest_backend
 from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import draw_inputs
 

@@ -13,7 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.mutants.honest.backend import honest_backend
+from pytest_attn.mutants.kernel import honest_backend
 from pytest_attn.workloads.heads import grouped, key_heads, ungrouped
 
 CPU = torch.device("cpu")

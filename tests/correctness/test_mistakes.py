@@ -15,8 +15,7 @@ from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 

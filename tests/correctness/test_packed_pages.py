@@ -12,7 +12,7 @@ from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.honest.backend import KernelBackend, honest_backend
+from pytest_attn.mutants.kernel import KernelBackend, honest_backend
 from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ from pytest_attn import Precision, Workload
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 from pytest_attn.workloads.inputs import draw_inputs

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.tiles import Sequence, Softmax
+from pytest_attn.mutants.kernel import Kernel, KernelBackend, Sequence, Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor

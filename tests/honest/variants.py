@@ -8,10 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
-from pytest_attn.mutants.honest.split import SplitKernel
-from pytest_attn.mutants.honest.tiles import QKV, Call, Sequence, Softmax, Tile
+from pytest_attn.mutants.kernel import QKV, Call, Kernel, KernelBackend, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.workloads.heads import grouped
 
 if TYPE_CHECKING:

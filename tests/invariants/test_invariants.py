@@ -231,8 +231,8 @@ def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
 
 
 def test_offsets_that_wrap_round_are_seen(monkeypatch):
-    monkeypatch.setattr("pytest_attn.invariants.offsets._FAR", 1 << 17)
-    monkeypatch.setattr("pytest_attn.invariants.offsets.Offsets.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.layout._FAR", 1 << 17)
+    monkeypatch.setattr("pytest_attn.invariants.layout.Offsets.inapplicable_because", lambda *_: None)
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
     assert finding.evidence.startswith("k spread over more than 2^31 elements along dimension 2: out[0, 0, 0, 0] = ")
     assert ask(HONEST.backend(), PLAIN, "offsets").passed
@@ -278,7 +278,7 @@ def test_what_a_graph_leaves_out_is_seen(monkeypatch):
         return asked(cuda.kernel, CheckSpec(PLAIN, CPU, returns_lse=True), "graph")
 
     assert found_of("").findings[0].evidence == "needs a CUDA device"
-    monkeypatch.setattr("pytest_attn.invariants.graph.Graph.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.runtime.Graph.inapplicable_because", lambda *_: None)
     assert found_of("").findings[0].outcome == "passed"
     assert found_of("waits").findings[0].evidence == "cannot be captured: operation not permitted when stream is capturing"
     for fault, found in (("on the host", "nan"), ("reads what was captured", "")):
@@ -314,7 +314,7 @@ def test_a_kernel_that_is_launched_on_the_current_device_is_seen(monkeypatch):
 
     monkeypatch.setattr("pytest_attn.invariants.probe.current", current)
     assert asked(launched_on_the_current).findings[0].evidence == "needs a second CUDA device"
-    monkeypatch.setattr("pytest_attn.invariants.device._second_to", lambda device: second)
+    monkeypatch.setattr("pytest_attn.invariants.runtime._second_to", lambda device: second)
     monkeypatch.setattr(Probe, "on_device", moved)
     (finding,) = asked(launched_on_the_current).broken
     assert finding.evidence.startswith("tensors on cpu:0, while cpu is the current device: out[0, 0, 0, 0] = ")

@@ -8,8 +8,7 @@ from judging import asked
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 
 SPEC = CheckSpec(Workload(70, heads=2, head_dim=32, mask="causal"), torch.device("cpu"), backward=True)

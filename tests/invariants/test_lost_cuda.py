@@ -13,8 +13,7 @@ from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants import check
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.messages.invariants import describe
-from pytest_attn.mutants.honest.backend import HONEST_NAME, KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
 
 PLAIN = Workload(70, 80, heads=2, head_dim=32)
 SPEC = CheckSpec(PLAIN, torch.device("cpu"), backward=True)

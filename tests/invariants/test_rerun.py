@@ -9,9 +9,8 @@ from judging import asked
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants import tuned
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.invariants import rerun
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 
 SPEC = CheckSpec(Workload(70, 80, heads=2, head_dim=32), torch.device("cpu"), backward=True)
 
@@ -57,7 +56,7 @@ def test_a_kernel_that_chooses_another_configuration_after_its_first_call_is_rig
 def test_where_no_configuration_changed_another_first_result_is_no_tuning(autotuner, monkeypatch):
     assert finding_of(Tuned()).outcome == "broken"
     monkeypatch.delitem(sys.modules, "triton.runtime.autotuner", raising=False)
-    assert tuned.configurations() == {}
+    assert rerun.configurations() == {}
     assert finding_of(Tuned()).outcome == "broken"
 
 

@@ -13,11 +13,10 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants.alignment import unaligned
+from pytest_attn.invariants.layout import unaligned
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.honest.backend import KernelBackend
-from pytest_attn.mutants.honest.kernel import Kernel
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.mutants.mutant import Condition
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs

@@ -6,10 +6,8 @@ import torch
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.profiler import Category, answers_to, architecture_of, name_of, profile_call, profile_subject
 from pytest_attn.messages.durations import duration
-from pytest_attn.profiling.kernels import Category, answers_to, architecture_of, name_of
-from pytest_attn.profiling.profiler import profile_call
-from pytest_attn.profiling.subject import profile_subject
 from pytest_attn.reports.profile import profile_tables
 
 CPU = torch.device("cpu")

@@ -1,14 +1,31 @@
-"""What a kernel's symbol says: framework, category, architecture and operation, in words that people use.
+"""Which kernels really ran, how long each took, and how near that is to what the device can do.
 
-Symbols are those that torch's profiler shows. A rule names them by a regular expression; the first that is found decides.
-Kernels that no rule knows are shown as they are. Sources: traces of an H200, with the versions of
-docs/results/backends-h200.md, and for NATTEN and FlashAttention-3, which could not be run there, the names in their sources.
+A kernel's symbol, as torch's profiler shows it, is put into words that people use: framework, category, architecture and
+operation. A rule names it by a regular expression; the first that is found decides. Kernels that no rule knows are shown as
+they are. Sources: traces of an H200, with the versions of docs/results/backends-h200.md, and for NATTEN and FlashAttention-3,
+which could not be run there, the names in their sources.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Literal, NamedTuple, TypeAlias
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.peak import peak_of
+from pytest_attn.workloads.arrangement import copies_of
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.workload import Direction, Workload
+
+if TYPE_CHECKING:
+    import torch
 
 Category: TypeAlias = Literal[
     "attention", "matmul", "softmax", "quantization", "copy", "reduction", "elementwise", "other"
@@ -166,3 +183,192 @@ def answers_to(words: tuple[str, ...], symbol: str) -> bool:
     """Whether a kernel of the attention itself has every word among its words or in its symbol, whatever the case."""
     known = f"{' '.join(name_of(symbol))} {symbol}".lower()
     return may_answer(symbol) and all(word.lower() in known for word in words)
+
+
+_REPEATS = 8
+
+
+@functools.cache
+def ceilings_of(device: torch.device, dtype: str) -> tuple[float, float]:
+    """Measure (FLOP/s of a large square matrix product in `dtype`, bytes/s of a large copy, read and write together)."""
+    import torch
+
+    on_cuda = device.type == "cuda"
+    size, copied = (8192, 1 << 30) if on_cuda else (1024, 1 << 26)
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    source = torch.empty(copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = _shortest(lambda: a @ a, device)
+    copy = _shortest(lambda: target.copy_(source), device)
+    return 2 * size**3 / product, 2 * copied / copy
+
+
+def _shortest(call: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest of several calls, in seconds: a ceiling is the best that was seen."""
+    import torch
+
+    def once() -> float:
+        if device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    once()
+    return min(once() for _ in range(_REPEATS))
+
+
+class Launch(NamedTuple):
+    """One kernel (on a CPU: one operator): its words, how often it was called, and its time on the device in seconds."""
+
+    framework: str
+    category: str
+    architecture: str
+    operation: str
+    symbol: str
+    calls: int
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """What is known of the kernel, in one line."""
+        return " ".join(word for word in self[:4] if word)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The launches of one call in one direction, longest first.
+
+    peak_memory: bytes asked for beyond what was there before the call, None on a CPU. roofline: the least seconds that
+    the workload's flops and bytes allow on this device, None where its ceilings are not known.
+    """
+
+    direction: Direction
+    launches: tuple[Launch, ...]
+    peak_memory: int | None
+    flops: int
+    roofline: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Device time of all launches."""
+        return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def symbols(self) -> list[str]:
+        """The kernels' symbols."""
+        return [launch.symbol for launch in self.launches]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types only, for reports."""
+        launches = [launch._asdict() for launch in self.launches]
+        return {**vars(self), "launches": launches, "seconds": self.seconds}
+
+
+def profile_call(
+    call: Callable[[], object],
+    device: torch.device,
+    workload: Workload,
+    direction: Direction,
+    ceilings: tuple[float, float] | None = None,
+) -> Profile:
+    """Profile one call; the caller has warmed it up. ceilings: (FLOP/s, bytes/s) of the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_cuda else [ProfilerActivity.CPU]
+    peak = None
+    with quiet(), profile(activities=activities) as profiler:
+        if on_cuda:
+            peak = peak_of(call, device)
+        else:
+            call()
+    flops = workload.flops(direction)
+    roofline = max(flops / ceilings[0], workload.bytes(direction) / ceilings[1]) if ceilings else None
+    return Profile(direction, tuple(_launches(profiler, on_cuda)), peak, flops, roofline)
+
+
+def launches_of(call: Callable[[], object], device: torch.device) -> list[Launch]:
+    """Return what a call launches, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = device.type == "cuda"
+    with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+        call()
+        if on_cuda:
+            import torch
+
+            torch.cuda.synchronize(device)
+    return _launches(profiler, on_cuda)
+
+
+def _launches(profiler: Any, on_cuda: bool) -> list[Launch]:
+    """Sum up the profiler's events by kernel; on a CPU, the operators that do work themselves."""
+    from torch._C._autograd import DeviceType
+
+    wanted = DeviceType.CUDA if on_cuda else DeviceType.CPU
+    found = []
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        if event.device_type != wanted or microseconds <= 0 or _is_bookkeeping(event.key, on_cuda):
+            continue
+        found.append(Launch(*name_of(event.key), event.key, event.count, microseconds * 1e-6))
+    return sorted(found, key=lambda launch: -launch.seconds)
+
+
+def _is_bookkeeping(key: str, on_cuda: bool) -> bool:
+    return not on_cuda and not key.startswith(("aten::", "cpp_", "graph_", "Torch-Compiled"))
+
+
+_WARM_UPS = 2
+
+
+def profile_subject(subject: Subject, spec: CheckSpec, with_ceilings: bool = True) -> list[Profile]:
+    """Return a profile of the forward pass, as in inference, and with spec.backward one of the backward pass.
+
+    with_ceilings: measure the device's ceilings, once per run, for the share of the roofline.
+    """
+    spec = spec.for_subject(subject)
+    inputs = draw_inputs(spec.workload, spec.inputs[0], spec.seed, spec.device)
+    tensors = list(spec.handed(inputs))
+    ceilings = ceilings_of(spec.device, spec.workload.out_dtype) if with_ceilings else None
+    with quiet(), current(spec.device):
+        forward = _forward_of(subject.prepare_timed(inputs), tensors)
+        for _ in range(_WARM_UPS):
+            forward()
+        profiles = [profile_call(forward, spec.device, spec.workload, "forward", ceilings)]
+        if spec.backward:
+            kernel, dout = subject.prepare_timed(inputs, backward=True), spec.in_layout(inputs.dout)
+            for _ in range(_WARM_UPS):
+                _backward_of(kernel, tensors, dout)()
+            backward = _backward_of(kernel, tensors, dout)
+            profiles.append(profile_call(backward, spec.device, spec.workload, "backward", ceilings))
+    return profiles
+
+
+def _forward_of(kernel: AttentionFn, tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a call without gradients, of tensors of its own: some kernels change theirs."""
+    import torch
+
+    own = copies_of(tensors)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return kernel(*own)
+
+    return forward
+
+
+def _backward_of(kernel: AttentionFn, tensors: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], object]:
+    """Run the forward pass and return its backward pass, which may run once: compiled ones give their buffers away."""
+    import torch
+
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = kernel(*leaves)
+    out = out[0] if isinstance(out, tuple | list) else out
+    return lambda: torch.autograd.grad(out, leaves, dout)

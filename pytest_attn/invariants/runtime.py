@@ -1,0 +1,119 @@
+"""What the runtime around a kernel asks of it: CUDA graphs, the current device, and torch.library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.graphed import Capture
+from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.strides import refusals
+from pytest_attn.invariants.invariant import Invariant, NotApplicable
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.rerun import other_values
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Graph(Invariant):
+    """A graph keeps what was launched: what a kernel does on the host, or on a stream of its own, is left out.
+
+    A capture that fails may leave a library in a state of its own, so only the thorough set asks.
+    """
+
+    name = "graph"
+    summary = "a CUDA graph of the kernel, replayed on other data over outputs of NaN, gives what a call gives"
+    calls = 2 + Capture.calls
+    thorough = True
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Needs CUDA, and a forward pass alone."""
+        if probe.backward:
+            return "replays the forward pass only"
+        return None if probe.device.type == "cuda" else "needs a CUDA device"
+
+    def run(self, probe: Probe) -> str:
+        """Capture the kernel on zeros, then replay it on other values."""
+        import torch
+
+        other, like = other_values(probe.inputs), probe.handed()
+        expected = probe.run(other)
+        probe.count.calls += Capture.calls
+        try:
+            with probe.calling(), torch.no_grad():
+                capture = Capture(probe.kernel, (like.q, like.k, like.v))
+        except Exception as error:  # whatever a library raises where it may not wait for the device, or allocate
+            if probe.device.type == "cuda":
+                torch.cuda.synchronize(probe.device)  # raises where the kernel lost the context
+            raise NotApplicable(f"cannot be captured: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
+        replayed = probe.with_kernel(lambda q, k, v: capture.replay((q, k, v))).run(other)
+        changed = probe.change(replayed, expected, other)
+        return f"replayed in a CUDA graph on other values than it was captured on: {changed}" if changed else ""
+
+
+class Device(Invariant):
+    """A kernel that is launched on the current device, whatever its tensors' device, reads memory of another one.
+
+    It may end the CUDA context of the process, so only the thorough set asks.
+    """
+
+    name = "device"
+    summary = "tensors on another GPU than the current one give what they give on that one"
+    calls = 1
+    thorough = True
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Needs two GPUs."""
+        return "needs a second CUDA device" if _second_to(probe.device) is None else None
+
+    def run(self, probe: Probe) -> str:
+        """Call the kernel on tensors of another device, while that of the case stays the current one."""
+        second = _second_to(probe.device)
+        assert second is not None
+        there = probe.on_device(second)
+        try:
+            with refusals():
+                found = there.call(there.handed())
+        except RefusedError as error:  # a callable may close over tensors of the first device
+            raise NotApplicable(f"refused in its own words: {error}") from error
+        changed = probe.change({name: tensor.to(probe.device) for name, tensor in found.items()})
+        return f"tensors on {second}, while {probe.device} is the current device: {changed}" if changed else ""
+
+
+def _second_to(device: torch.device) -> torch.device | None:
+    import torch
+
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    return torch.device("cuda", ((device.index or 0) + 1) % count) if count > 1 else None
+
+
+class Opcheck(Invariant):
+    """A registered operator has a right schema, fake tensors, and autograd that tracing can follow."""
+
+    name = "opcheck"
+    summary = "torch.library.opcheck passes, where the callable is a registered operator"
+    calls = 4
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Operators only."""
+        return None if _is_operator(probe.subject.user_function) else "the kernel is not a registered operator"
+
+    def run(self, probe: Probe) -> str:
+        """Run torch's own checks."""
+        import torch
+
+        tensors = probe.handed()
+        given = tuple(t.requires_grad_(probe.backward) for t in (tensors.q, tensors.k, tensors.v))
+        operator: Any = probe.subject.user_function
+        probe.count.calls += self.calls
+        with probe.calling():
+            said = torch.library.opcheck(operator, given, raise_exception=False)
+        failed = {name: words for name, words in said.items() if words != "SUCCESS"}
+        return "; ".join(f"{name}: {str(words).splitlines()[0]}" for name, words in failed.items())
+
+
+def _is_operator(subject: object) -> bool:
+    import torch
+
+    kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
+    return isinstance(subject, kinds)

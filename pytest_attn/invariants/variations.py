@@ -1,0 +1,379 @@
+"""Other workloads that say something about this one: an option changed, the same attention said otherwise, other shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicable
+from pytest_attn.invariants.probe import Probe
+from pytest_attn.workloads.heads import repeated
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.masks import BooleanMask, Causal, Mask, MaskModMask, Window
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+TOO_LONG = "exact attention on further inputs would take too long"
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Inputs of another workload, and what makes it other, in words."""
+
+    words: str
+    inputs: Inputs
+
+
+def replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
+    """Return the same tensors under a workload with fields changed."""
+    return Variation(words, replace(inputs, workload=inputs.workload.replace(**changes)))
+
+
+class Derived(Invariant):
+    """An invariant that asks a backend about other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
+
+    calls_thorough = 12
+
+    @abstractmethod
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
+        """Yield the other workloads that these inputs give rise to, the most telling first."""
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Only a backend can be asked about another workload, and only of short ones is the truth at hand."""
+        if not probe.is_backend:
+            return CLOSED_OVER
+        return None if probe.is_short else TOO_LONG
+
+    def run(self, probe: Probe) -> str:
+        """Hold the kernel to exact attention on each variation."""
+        at_most = self.calls_thorough if probe.thorough else self.calls
+        return judge_variations(probe, self.variations(probe.inputs), at_most)
+
+
+def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:
+    """Hold the kernel to exact attention on the first variations that the backend takes; return evidence.
+
+    A kernel that is compiled anew for each is asked about one, unless the thorough set is asked for. Raises NotApplicable
+    where the backend takes none.
+    """
+    asked = 0
+    if probe.is_compiled and not probe.thorough:
+        at_most = 1
+    for variation, other in _taken(probe, variations):
+        if asked == at_most:
+            break
+        asked += 1
+        if misfit := other.misfit(other.base):
+            return f"{variation.words}: {misfit}"
+    if not asked:
+        raise NotApplicable("the backend takes no workload that differs in this way")
+    return ""
+
+
+def _taken(probe: Probe, variations: Iterable[Variation]) -> Iterator[tuple[Variation, Probe]]:
+    for variation in variations:
+        if other := probe.on(variation.inputs):
+            yield variation, other
+
+
+class Options(Derived):
+    """Each option makes the difference that it should, whatever was asked before.
+
+    Exact attention with the option changed lies far from that without, so who is within the budget of one is not of the other.
+    """
+
+    name = "options"
+    summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
+    calls = 3
+
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
+        """Change one option at a time."""
+        return (variation for vary in _CHANGED_OPTIONS for variation in vary(inputs))
+
+
+def _lengths(inputs: Inputs) -> Iterator[Variation]:
+    """Rotate the lengths of padded, packed or paged sequences, which changes no shape."""
+    import torch
+
+    w = inputs.workload
+    if w.kv_lens is None or len(set(zip(w.q_lens or w.kv_lens, w.kv_lens, strict=True))) == 1:
+        return
+    kv_lens, q_lens = (*w.kv_lens[1:], w.kv_lens[0]), w.q_lens and (*w.q_lens[1:], w.q_lens[0])
+    changes: dict[str, object] = {"workload": w.replace(kv_lens=kv_lens, q_lens=q_lens)}
+    if inputs.kv_lens is not None:
+        changes["kv_lens"] = torch.tensor(kv_lens, dtype=torch.int32, device=inputs.device)
+    if q_lens is not None:
+        changes["cu_seqlens"] = _cumulated(q_lens, inputs)
+    if inputs.cu_seqlens_kv is not None:
+        changes["cu_seqlens_kv"] = _cumulated(kv_lens, inputs)
+    yield Variation(f"key lengths rotated to {kv_lens}", dataclasses.replace(inputs, **changes))  # type: ignore[arg-type]
+
+
+def _cumulated(lengths: tuple[int, ...], inputs: Inputs) -> Tensor:
+    import torch
+
+    return torch.tensor((0, *lengths)).cumsum(0).to(inputs.device, torch.int32)
+
+
+def _pages(inputs: Inputs) -> Iterator[Variation]:
+    """Turn the page table round."""
+    if inputs.page_table is not None:
+        yield Variation("the page table turned round", dataclasses.replace(inputs, page_table=inputs.page_table.flip(0, 1)))
+
+
+def _mask(inputs: Inputs) -> Iterator[Variation]:
+    """Change the mask to one of its kind, then drop it."""
+    w = inputs.workload
+    if w.plain_mask is None:
+        yield replaced(inputs, "causal", mask="causal-bottom-right")
+        return
+    for words, mask in _other_masks(w.plain_mask):
+        yield replaced(inputs, words, mask=mask)
+
+
+def _other_masks(mask: Mask) -> Iterator[tuple[str, Mask | None]]:
+    if isinstance(mask, Window):
+        yield "a window of another size", dataclasses.replace(mask, left=7 if mask.left is None else mask.left + 3)
+    if isinstance(mask, BooleanMask):
+        yield "a boolean mask that is lower triangular", BooleanMask(_triangle)
+    if isinstance(mask, MaskModMask):
+        yield "a mask function that hides every third key", MaskModMask(_two_of_three)
+    if isinstance(mask, Causal):
+        yield "no mask", None
+        yield "a causal window of 8 keys", Window(7, 0)
+    else:
+        yield "no mask", None
+
+
+def _triangle(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    import torch
+
+    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril()
+
+
+def _two_of_three(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx % 3 != 1
+
+
+def _scale(inputs: Inputs) -> Iterator[Variation]:
+    """Make scores larger by a factor other than a power of two."""
+    yield replaced(inputs, "a scale 1.7 times as large", scale=1.7 * inputs.workload.softmax_scale)
+
+
+def _softcap(inputs: Inputs) -> Iterator[Variation]:
+    """Cap scores where it shows, then not at all."""
+    if inputs.workload.softcap is not None:
+        yield replaced(inputs, "a softcap of 1.5", softcap=1.5)
+        yield replaced(inputs, "no softcap", softcap=None)
+
+
+def _left_out(inputs: Inputs) -> Iterator[Variation]:
+    """Leave out what is added to scores, and sinks."""
+    w = inputs.workload
+    if w.sinks:
+        yield replaced(dataclasses.replace(inputs, sinks=None), "no sinks", sinks=False)
+    if w.bias:
+        yield replaced(dataclasses.replace(inputs, bias=None), "no bias", bias=None)
+    if w.alibi:
+        yield replaced(dataclasses.replace(inputs, alibi_slopes=None), "no ALiBi", alibi=False)
+
+
+_CHANGED_OPTIONS: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
+
+
+class Equivalence(Derived):
+    """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
+
+    name = "equivalence"
+    summary = "the same attention said in another way is as right: masks, sequences, pages, groups, decoding"
+    calls = 2
+
+    def variations(self, inputs: Inputs) -> Iterator[Variation]:
+        """Say it in each other way; exact attention, and with it the budget, is that of the same values."""
+        return (variation for vary in _SAID_OTHERWISE for variation in vary(inputs))
+
+
+def _alone(inputs: Inputs) -> Iterator[Variation]:
+    """One sequence of a packed, padded or paged batch, dense and without padding: the shortest, then the last."""
+    w = inputs.workload
+    if w.kv_lens is None or w.bias or inputs.descales is not None or not isinstance(w.plain_mask, Causal | Window | None):
+        return
+    lengths = sequence_lengths(w)
+    whole = [batch for batch, (q_len, kv_len) in enumerate(lengths) if q_len and kv_len]
+    shortest = min(whole, key=lambda batch: lengths[batch][1])
+    for batch in dict.fromkeys((shortest, whole[-1])):
+        yield Variation(f"sequence {batch} alone, without padding, packing and pages", one_sequence(inputs, batch))
+
+
+def one_sequence(inputs: Inputs, batch: int) -> Inputs:
+    """Return one sequence as a dense batch of 1."""
+    w = inputs.workload
+    q_len, kv_len = sequence_lengths(w)[batch]
+    k, v = inputs.gathered()
+
+    def taken(tensor: Tensor, lengths: tuple[int, ...] | None, length: int) -> Tensor:
+        if not w.is_packed or tensor.dim() == 4:  # keys out of pages lie side by side
+            return tensor[batch : batch + 1, :, :length].contiguous()
+        start = sum((lengths or ())[:batch])
+        return tensor[start : start + length].transpose(0, 1)[None].contiguous()
+
+    changed = w.replace(batch=1, q_len=q_len, kv_len=kv_len, q_lens=None, kv_lens=None, kv_pages=None)
+    bias = inputs.bias[batch : batch + 1] if inputs.bias is not None and "b" in (w.bias or "") else inputs.bias
+    return dataclasses.replace(
+        inputs,
+        workload=changed,
+        q=taken(inputs.q, w.q_lens, q_len),
+        k=taken(k, w.kv_lens, kv_len),
+        v=taken(v, w.kv_lens, kv_len),
+        dout=taken(inputs.dout, w.q_lens, q_len),
+        bias=bias,
+        **dict.fromkeys(("cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table")),  # type: ignore[arg-type]
+    )
+
+
+def _pages_elsewhere(inputs: Inputs) -> Iterator[Variation]:
+    """The same pages at other places of the pool."""
+    if inputs.page_table is None or len(inputs.k) == 1:
+        return
+    pages, places = len(inputs.k), inputs.page_table
+    k, v = (pool.roll(1, 0) for pool in (inputs.k, inputs.v))
+    moved = dataclasses.replace(inputs, k=k, v=v, page_table=(places + 1) % pages)
+    yield Variation("every page at the next place of the pool", moved)
+
+
+def _mask_written_otherwise(inputs: Inputs) -> Iterator[Variation]:
+    """A causal mask as a window, a window as a window of more keys than there are, a mask as a function."""
+    w = inputs.workload
+    if isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len) and w.kv_lens is None:
+        yield replaced(inputs, "causal as a window without a left end", mask=Window(None, 0))
+        yield replaced(inputs, "causal as a mask function", mask=_causal(w.kv_len - w.q_len))
+    if w.mask is None and not w.is_packed:
+        yield replaced(inputs, "no mask as a window of all keys", mask=Window(w.q_len + w.kv_len, w.q_len + w.kv_len))
+    if isinstance(w.mask, Window) and w.kv_lens is None:
+        yield replaced(inputs, "a window as a mask function", mask=_window(w.mask, w.kv_len - w.q_len))
+
+
+def _causal(offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    return lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset
+
+
+def _window(mask: Window, offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        at = q_idx + offset
+        left = kv_idx >= 0 if mask.left is None else kv_idx >= at - mask.left
+        return left if mask.right is None else left & (kv_idx <= at + mask.right)
+
+    return seen
+
+
+def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
+    """Every query head with a key head of its own."""
+    w = inputs.workload
+    if w.group == 1 or inputs.descales is not None:
+        return
+    axis = 2 if w.kv_pages else 1
+    k, v = (repeated(t, w, axis) for t in (inputs.k, inputs.v))
+    changed = w.replace(kv_heads=w.heads)
+    yield Variation("key heads repeated for every query head", dataclasses.replace(inputs, workload=changed, k=k, v=v))
+
+
+def _last_row(inputs: Inputs) -> Iterator[Variation]:
+    """The last row alone, as in decoding."""
+    w = inputs.workload
+    is_aligned = w.mask is None or isinstance(w.mask, Window) or (isinstance(w.mask, Causal) and _ends_together(w))
+    if w.is_packed or w.q_len == 1 or not is_aligned or w.score_mod is not None or w.bias or inputs.descales is not None:
+        return
+    mask = Causal(bottom_right=True) if isinstance(w.mask, Causal) else w.mask
+    q, dout = (t[:, :, -1:].contiguous() for t in (inputs.q, inputs.dout))
+    changed = w.replace(q_len=1, kv_len=w.kv_len, mask=mask)
+    yield Variation("the last row alone, as in decoding", dataclasses.replace(inputs, workload=changed, q=q, dout=dout))
+
+
+def _ends_together(w: Workload) -> bool:
+    """Whether the last row of a causal mask stands at the last key."""
+    return w.mask.bottom_right or (w.q_len == w.kv_len and w.kv_lens is None)
+
+
+_SAID_OTHERWISE: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (
+    _alone,
+    _pages_elsewhere,
+    _heads_repeated,
+    _last_row,
+    _mask_written_otherwise,
+)
+
+
+class Batch(Invariant):
+    """The last entry of a batch, alone, gives what it gave among the others."""
+
+    name = "batch"
+    summary = "an entry of a batch gives the same result alone"
+    calls = 1
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Only a backend can be asked about a smaller batch."""
+        w = probe.workload
+        if not probe.is_backend:
+            return CLOSED_OVER
+        if w.batch == 1 or w.kv_lens is not None:
+            return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are asked about under equivalence"
+        if w.is_quantized:
+            return "descales belong to the entries of the whole batch"
+        if isinstance(w.plain_mask, BooleanMask | MaskModMask) or w.score_mod is not None:
+            return "a function of the mask or score may depend on the entry's number"
+        return None if probe.is_short else TOO_LONG
+
+    def run(self, probe: Probe) -> str:
+        """Ask about the last entry alone."""
+        last = probe.workload.batch - 1
+        alone = probe.on(one_sequence(probe.inputs, last))
+        if alone is None:
+            raise NotApplicable("the backend refuses a batch of 1")
+        among = {name: t[last:] for name, t in probe.base.items()}
+        changed = alone.change(alone.base, among)
+        return f"entry {last} alone, against the same in its batch: {changed}" if changed else ""
+
+
+#: (q_len, kv_len): one row, one key, beside tiles of 32, 64 and 128, and lengths that differ either way
+_LENGTHS = ((1, 1), (1, 65), (63, 64), (64, 65), (127, 129), (129, 257), (257, 33), (33, 1), (160, 160))
+_HEAD_DIMS = (8, 16, 40, 80, 96, 128, 192)
+_HEADS = ((1, 1), (3, 1), (5, 5), (6, 2), (7, 1))
+
+
+class Shapes(Invariant):
+    """The same attention in other shapes is right, too."""
+
+    name = "shapes"
+    summary = "the workload's mask and options are right in other lengths, head dimensions and groups"
+    calls = len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS)
+    thorough = True
+
+    def inapplicable_because(self, probe: Probe) -> str | None:
+        """Only a backend can be asked about other shapes, and only masks that fit any."""
+        if not probe.is_backend:
+            return CLOSED_OVER
+        w = probe.workload
+        if w.v_in_k or w.is_packed or w.kv_lens is not None or not isinstance(w.plain_mask, Causal | Window | None):
+            return "the mask or the lengths belong to this shape"
+        return None
+
+    def run(self, probe: Probe) -> str:
+        """Change one dimension at a time."""
+        w, seed = probe.workload, probe.spec.seed
+        made = (Variation(words, draw_inputs(other, "structured", seed, probe.device)) for words, other in _shapes(w))
+        return judge_variations(probe, made, self.calls)
+
+
+def _shapes(w: Workload) -> Iterator[tuple[str, Workload]]:
+    for q_len, kv_len in _LENGTHS:
+        yield f"q_len {q_len}, kv_len {kv_len}", w.replace(q_len=q_len, kv_len=kv_len)
+    for head_dim in _HEAD_DIMS:
+        yield f"head_dim {head_dim}", w.replace(head_dim=head_dim)
+    for heads, kv_heads in _HEADS:
+        yield f"{heads} heads, {kv_heads} key heads", w.replace(heads=heads, kv_heads=kv_heads)
