@@ -29,11 +29,11 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
-from pytest_attn.models.attention_share import AttentionShare, attention_share
 from pytest_attn.models.check import judge_model
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.models.compiled import compilations
-from pytest_attn.models.swapping import BackendPlan, plan_step
+from pytest_attn.models.step_timing import AttentionShare, attention_share
+from pytest_attn.models.substitution import BackendSubstitute, substitutes_of
 from pytest_attn.suite.torch_models import Block
 
 Case = tuple[nn.Module, Callable[[], torch.Tensor]]
@@ -280,7 +280,7 @@ class Training:
     def share(self, backend: Backend) -> str:
         """Return what attention takes of an eager step."""
         model, step = self.case()
-        planned = plan_step(BackendPlan(backend, True), lambda: step().backward(), model, ())
+        planned = substitutes_of(BackendSubstitute(backend, True), lambda: step().backward(), model, ())
         found = attention_share(model, step, "forward+backward", by=planned)
         if not isinstance(found, AttentionShare):
             return f"share unknown: {found}"

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
-    from pytest_attn.models.call import AttentionCall
-    from pytest_attn.models.capture import NotReadError, capture
-    from pytest_attn.models.check import check_model
+    from pytest_attn.models.capture import AttentionCall, NotReadError, capture
+    from pytest_attn.models.check import check_model, check_module
     from pytest_attn.models.comparison import ModelComparison
-    from pytest_attn.models.module import check_module
     from pytest_attn.models.recognition import DropoutError
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.cached import split_cache
@@ -74,7 +72,7 @@ __all__ = [
 
 _HOMES = {
     "__version__": "pytest_attn.version",
-    "AttentionCall": "pytest_attn.models.call",
+    "AttentionCall": "pytest_attn.models.capture",
     "AttentionCase": "pytest_attn.cases.case",
     "AttentionModel": "pytest_attn.cases.model",
     "Backend": "pytest_attn.backends.backend",
@@ -103,7 +101,7 @@ _HOMES = {
     "check": "pytest_attn.api",
     "check_invariants": "pytest_attn.api",
     "check_model": "pytest_attn.models.check",
-    "check_module": "pytest_attn.models.module",
+    "check_module": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.cached",
     "load_failure": "pytest_attn.failures.failure",

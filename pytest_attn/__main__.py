@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_attn.backends.software import versions_of
-from pytest_attn.models.command import add_capture
+from pytest_attn.models.capture_command import add_capture
 from pytest_attn.reports.commands import add_commands, run_command
 from pytest_attn.version import __version__
 

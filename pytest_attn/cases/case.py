@@ -128,7 +128,7 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         from pytest_attn.cases.modeling import check_model
-        from pytest_attn.models.module import module_step
+        from pytest_attn.models.check import module_step
 
         self._has_asserted = True
         step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))

@@ -148,7 +148,7 @@ class AttentionModel:
         `pytest_attn.check_module` says. Raises ValueError where none can be drawn.
         """
         __tracebackhide__ = True
-        from pytest_attn.models.module import module_step
+        from pytest_attn.models.check import module_step
 
         step = module_step(module, inputs)
         return self.check(module, step, backend, functions=functions, scatter=scatter, precision=precision)

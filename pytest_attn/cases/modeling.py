@@ -16,12 +16,11 @@ from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.result import Latency
 from pytest_attn.messages import invariants
 from pytest_attn.models.check import Target, judge_model
-from pytest_attn.models.check_invariants import Names, judge_model_invariants
 from pytest_attn.models.comparison import CallComparison, ModelComparison
 from pytest_attn.models.compiled import is_compiled
 from pytest_attn.models.message import headline
-from pytest_attn.models.own_attention import OwnAttention
-from pytest_attn.models.replacing import replacement
+from pytest_attn.models.replacement import ModelAttention, replacement
+from pytest_attn.models.token_invariants import Names, judge_model_invariants
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.timing.model_measurement import ModelMeasurement
 from pytest_attn.verdict import Verdict
@@ -164,7 +163,7 @@ class ModelMeasuring:
         """Check unless that was just done, then time; end the test of what is wrong, slower, or cannot be timed."""
         __tracebackhide__ = True
         run = self._run
-        subject = OwnAttention() if target is None else replacement(target, run.session.registrations.registry)
+        subject = ModelAttention() if target is None else replacement(target, run.session.registrations.registry)
         if optimizer is not None and not run.mark.backward:
             raise ValueError("attn_model.measure: an optimizer needs gradients; leave out backward=False of the marker")
         self._measuring.expect(run.session.machines.device(run.mark.device))

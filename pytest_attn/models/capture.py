@@ -1,20 +1,361 @@
-"""`pytest_attn.capture`: what a model really asks of its attention."""
+"""`pytest_attn.capture`: what a model asks of its attention, call by call, with the gradients that arrive; and as code."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from pytest_attn.models.call import AttentionCall
-from pytest_attn.models.catching import catching
-from pytest_attn.models.recording import Recorder
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.sdpa import autocast
+from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.calling import changes_of
+from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.models.autograd_graph import in_checkpoint, nodes_behind
+from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
+from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import BooleanMask, Causal, MaskModMask
+from pytest_attn.workloads.workload import Workload
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One call, with copies of its tensors as they were when it was made.
+
+    Args:
+        module: the qualified name of the module that made it.
+        number: which call of that module, from 1.
+        function: what it went through.
+        precision: the profile of where that rounds.
+        inputs: the workload with its tensors; dout is the gradient that arrived.
+        out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
+        subject: what computed it instead; None where the model did.
+        gradients: those that arrived, by name, in the same layout.
+        has_dout: whether a gradient of out arrived.
+        is_again: it was computed once more for a backward pass, as checkpointing does.
+        order: its index among all calls.
+        empty_rows: those of out that see no key; None where nobody asked for them.
+        kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
+        changes: those of q, k and v that it changed in place, and by how much at most.
+        missing: gradients that it gives none of, though they are needed.
+        is_detached: it gives no gradient at all, though one is needed.
+    """
+
+    module: str
+    number: int
+    function: str
+    precision: str | Precision
+    inputs: Inputs
+    out: torch.Tensor
+    subject: Subject | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    has_dout: bool = False
+    is_again: bool = False
+    order: int = 0
+    empty_rows: EmptyRows | None = None
+    kernel: str = ""
+    changes: dict[str, float] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    is_detached: bool = False
+
+    @property
+    def fills_empty_rows(self) -> bool:
+        """Whether rows that see no key hold something else than 0."""
+        if self.empty_rows is None or not self.empty_rows.are_there:
+            return False
+        out = self.out.to(self.inputs.device)
+        return bool((out != self.empty_rows.blanked(out)).any())
+
+    @property
+    def workload(self) -> Workload:
+        """The attention problem."""
+        return self.inputs.workload
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Queries, (batch, heads, q_len, head_dim), or packed (tokens, heads, head_dim)."""
+        return self.inputs.q
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys in the same layout, with kv_heads and kv_len."""
+        return self.inputs.k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values in the same layout, with v_head_dim."""
+        return self.inputs.v
+
+    @property
+    def dout(self) -> torch.Tensor | None:
+        """The gradient of out that arrived, None where none did."""
+        return self.inputs.dout if self.has_dout else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The additive bias, broadcastable to (batch, heads, q_len, kv_len)."""
+        return self.inputs.bias
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One logit per head, (heads,)."""
+        return self.inputs.sinks
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask with padding, boolean, True = visible, broadcastable; None where all is visible, or packed."""
+        from pytest_attn.backends.dense import boolean_mask
+
+        return None if self.workload.is_packed else boolean_mask(self.inputs)
+
+    @property
+    def label(self) -> str:
+        """What reports call it: its module, and which of its calls where it made more than one."""
+        return f"{self.module or 'outside any module'}{f', call {self.number}' if self.number > 1 else ''}"
+
+    def receive(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient that arrived: dout, dq, dk or dv."""
+        if name == "dout":
+            self.inputs, self.has_dout = dataclasses.replace(self.inputs, dout=gradient), True
+        else:
+            self.gradients[name] = gradient
+
+    def complete_inputs(self) -> Inputs:
+        """Return the inputs on their device, with zeros for a gradient that did not arrive."""
+        tensors: dict[str, Any] = {
+            f.name: value.to(self.inputs.device)
+            for f in dataclasses.fields(self.inputs)
+            if isinstance(value := getattr(self.inputs, f.name), torch.Tensor)
+        }
+        if not self.has_dout:
+            tensors["dout"] = torch.zeros_like(self.out, device=self.inputs.device)
+        return dataclasses.replace(self.inputs, **tensors)
+
+
+# -- while a model runs ------------------------------------------------------------------------------------------------------
+
+
+#: bytes of copies that are kept on a device until their call is judged; what is more is kept in the host's memory
+KEPT_BYTES = 4 << 30
+#: of q, k and v
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class Unread(NamedTuple):
+    """A call that was intercepted and could not be judged, or not be replaced, and why."""
+
+    module: str
+    function: str
+    reason: str
+
+
+class Computed(NamedTuple):
+    """What a call gave: the function's result, the precision profile of who computed it, and who that was if not the model."""
+
+    result: Any
+    precision: str | Precision
+    subject: Subject | None
+
+
+def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) -> str | Precision:
+    """Return the precision profile of the function that a model called, on a kind of device."""
+    if intercepted.function is FLEX and uncompiled(intercepted.original) is None:
+        return uncompiled_flex_precision(torch.__version__)
+    profile = intercepted.function.ran() or intercepted.function.profile
+    return registry[profile].precision_on(kind) if profile else "flash"
+
+
+class Recorder:
+    """Handles calls as the model makes them: as it is, and with copies of all tensors.
+
+    done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
+    masks: what each call may see, by module and number, where that is known better than from the call itself. judges: calls
+    are to be judged, so no gradient of out arrives in rows that see no key: what these hold is not checked.
+    precision: where the model's functions round, where that is said; else what is known of them.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[AttentionCall], None],
+        backward: bool = True,
+        masks: dict[tuple[str, int], torch.Tensor] | None = None,
+        kept_bytes: int = KEPT_BYTES,
+        judges: bool = False,
+        precision: str | Precision | None = None,
+    ) -> None:
+        self.unread_calls: list[Unread] = []
+        #: is given each call as it is made
+        self.made: Callable[[AttentionCall], None] = lambda call: None
+        self._done, self._backward, self._masks = done, backward, masks or {}
+        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
+        #: whether the call whose dout arrived last is in its backward pass, and no checkpoint of the model computes it again
+        self._is_going_back = False
+        self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
+        self._registry, self._precision = Registry(), precision
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Note a call that asks for what no workload can say."""
+        self.unread_calls.append(Unread(module, function, reason))
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
+        if self._is_going_back and intercepted.is_again and not intercepted.module:
+            return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
+        aliases = [alias(t) for t in intercepted.tensors]
+        intercepted = intercepted.with_tensors(*aliases)
+        number = self._number(intercepted)
+        try:
+            arguments = self._read(intercepted, number)
+            inputs = to_inputs(arguments)
+        except UnreadableError as error:
+            self.unread(intercepted.module, intercepted.function.shown, str(error))
+            return intercepted.compute()
+        return self.record(intercepted, arguments, inputs, number, aliases)
+
+    def record(
+        self,
+        intercepted: InterceptedCall,
+        arguments: AttentionArguments,
+        inputs: Inputs,
+        number: int,
+        aliases: list[torch.Tensor],
+    ) -> Any:
+        """Compute a call that was read, and record it."""
+        pristine = self._copies(inputs)
+        nodes, versions = [alias.grad_fn for alias in aliases], [alias._version for alias in aliases]
+        result, precision, subject = self.computed(intercepted, arguments, inputs)
+        raw = arguments.take_out(result)
+        out = self._keep(arguments.out_to_native(raw.detach()))
+        call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
+        call.is_again, call.order = intercepted.is_again, self._numbers.total()
+        call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
+        if not intercepted.is_again:
+            self.made(call)
+        needs_gradient = self._backward and torch.is_grad_enabled()
+        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
+        if subject is not None:
+            before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
+            call.changes = changes_of({"q": arguments.q, "k": arguments.k, "v": arguments.v}, before)
+        elif expected and (changed := [name for name, t, v in zip("qkv", aliases, versions, strict=True) if t._version != v]):
+            reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
+            self.unread(intercepted.module, intercepted.function.shown, reason)
+            return result
+        if raw.requires_grad or subject is not None:
+            reached = nodes_behind(raw, nodes)
+            call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
+        call.is_detached = bool(expected) and not raw.requires_grad
+        if not (raw.requires_grad and expected.difference(call.missing)):
+            self._finish(call)
+            return result
+        expected.difference_update(call.missing)
+        self._await(call, expected, arguments, raw, aliases)
+        return result
+
+    def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
+        """Return what the model is given, and what computed it."""
+        del arguments
+        result = intercepted.compute()
+        return Computed(result, self._precision or precision_of(intercepted, self._registry, inputs.device.type), None)
+
+    def finish(self) -> None:
+        """Hand on the calls whose gradients did not all arrive."""
+        for call, _ in list(self._waiting.values()):
+            self._finish(call)
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _number(self, intercepted: InterceptedCall) -> int:
+        """Return which call of its module it is; computed again for a backward pass it keeps its number."""
+        of = intercepted.module, intercepted.is_again
+        self._numbers[of] += 1
+        return self._numbers[of]
+
+    def _read(self, intercepted: InterceptedCall, number: int) -> AttentionArguments:
+        arguments = intercepted.read()
+        visible = self._masks.get((intercepted.module, number))
+        if visible is None or visible.shape[-2:] != (arguments.q.shape[-2], arguments.k.shape[-2]):
+            return arguments
+        return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible)
+
+    def _copies(self, inputs: Inputs) -> Inputs:
+        tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+        kept: dict[str, Any] = {name: self._keep(t.detach()) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(inputs, **kept)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor: on its device, or beyond the bound into the host's memory."""
+        if self._kept + tensor.nbytes > self._kept_bytes and tensor.device.type != "cpu":
+            return tensor.to("cpu")
+        self._kept += tensor.nbytes
+        return tensor.clone()
+
+    def _await(
+        self, call: AttentionCall, expected: set[str], arguments: AttentionArguments, raw: Any, aliases: list[Any]
+    ) -> None:
+        awaited, is_checkpointed = {"dout", *expected}, in_checkpoint()
+        self._waiting[id(call)] = call, awaited
+
+        def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
+            def hook(gradient: torch.Tensor | None) -> None:
+                self._is_going_back = call.is_again or not is_checkpointed
+                if name not in awaited or (gradient is None and not call.has_dout):
+                    return  # where only another result of the function, as lse, has a gradient, there is no dout
+                if gradient is None:
+                    call.missing.append(name)
+                else:
+                    call.receive(name, self._keep(to_native(gradient.detach())))
+                awaited.discard(name)
+                if not awaited:
+                    self._is_going_back = False
+                    self._finish(call)
+
+            return hook
+
+        if call.empty_rows is not None and call.empty_rows.are_there:
+            raw.register_hook(_blanking(call.empty_rows, arguments, raw))
+        raw.register_hook(arrives("dout", arguments.out_to_native))
+        for name, alias in zip(GRADIENTS, aliases, strict=True):
+            if name in expected:
+                alias.register_hook(arrives(name, arguments.to_native))
+
+    def _finish(self, call: AttentionCall) -> None:
+        self._waiting.pop(id(call), None)
+        held = (call.q, call.k, call.v, call.out, *call.gradients.values())
+        self._kept -= min(self._kept, sum(t.nbytes for t in held if t.device == call.inputs.device))
+        if call.is_again and not call.has_dout and not call.missing:
+            return  # the first one has been judged, or will be
+        with torch.no_grad():
+            self._done(call)
+
+
+def _blanking(rows: EmptyRows, arguments: AttentionArguments, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what puts 0 into these rows of the gradient of out, in the layout in which the function returns that."""
+    counts = torch.ones(out.shape, dtype=torch.bool, device=out.device)
+    native = arguments.out_to_native(counts)  # a view
+    native.copy_(rows.blanked(native))
+    return lambda gradient: gradient.masked_fill(~counts, 0)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
+    cast = autocast(tensor)
+    return tensor.view_as(tensor) if cast is tensor else cast
+
+
+# -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------
 
 
 class NotReadError(ValueError):
-    """A call was caught that no workload can say."""
+    """A call was intercepted that no workload can say."""
 
 
 def capture(
@@ -42,10 +383,80 @@ def capture(
     calls: list[AttentionCall] = []
     recorder = Recorder(lambda call: None)
     recorder.made = calls.append
-    with catching(recorder, model, functions):
+    with intercept_attention(recorder, model, functions):
         step()
     recorder.finish()
     if recorder.unread_calls:
         module, function, reason = recorder.unread_calls[0]
         raise NotReadError(f"{module or 'a call'}: {function} is not read: {reason}")
     return calls
+
+
+# -- workloads as code -------------------------------------------------------------------------------------------------------
+
+
+#: modules that a comment names
+_NAMES = 2
+
+
+def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
+    """Return the distinct workloads of calls as Python, each with the number of its calls and who makes them.
+
+    A mask that is a tensor, or a function of the model, cannot be code: it is left out, with a comment that says so.
+    """
+    counts: Counter[str] = Counter()
+    makers: dict[str, list[str]] = {}
+    names = {"Workload"}
+    for call in calls:
+        written = workload_as_code(call.workload)
+        counts[written] += 1
+        if call.module not in makers.setdefault(written, []):
+            makers[written].append(call.module)
+        if (
+            hasattr(call.workload.mask, "left")
+            or hasattr(call.workload.mask, "lengths")
+            or hasattr(call.workload.mask, "kernel")
+        ):
+            names.add(type(call.workload.mask).__name__)
+    lines = [f"from pytest_attn import {', '.join(sorted(names))}", "", "WORKLOADS = ["]
+    for written, count in counts.most_common():
+        code, _, missing = written.partition("  # ")
+        shown = ", ".join(makers[written][:_NAMES]) + (", ..." if len(makers[written]) > _NAMES else "")
+        note = f"; {missing}" if missing else ""
+        lines.append(f"    {code},  # {count} {'call' if count == 1 else 'calls'} of {shown or 'no module'}{note}")
+    return "\n".join([*lines, "]"])
+
+
+def workload_as_code(workload: Workload) -> str:
+    """Return a workload as the expression that makes it, with a comment on what cannot be said."""
+    given: list[str] = [str(workload.q_len)] if workload.q_lens is None else []
+    missing: list[str] = []
+    for name in (one.name for one in dataclasses.fields(workload)):
+        value = getattr(workload, name)
+        if name == "q_len" or _is_settled(workload, name, value):
+            continue
+        if isinstance(value, BooleanMask | MaskModMask) or name == "score_mod":
+            missing.append(f"its {name} is the model's own")
+            continue
+        given.append(f"{name}={_written(value)}")
+    return f"Workload({', '.join(given)})" + (f"  # {'; '.join(missing)}" if missing else "")
+
+
+def _is_settled(workload: Workload, name: str, value: Any) -> bool:
+    """Whether a field has the value that it gets where it is left out."""
+    follows = {
+        "kv_len": max(workload.kv_lens) if workload.kv_lens else workload.q_len,
+        "batch": len(workload.kv_lens) if workload.kv_lens else 1,
+        "kv_heads": workload.heads,
+        "v_head_dim": workload.head_dim,
+    }
+    if name == "kv_lens" and workload.q_lens is not None:
+        return bool(value == workload.q_lens)
+    default = follows.get(name, next(f.default for f in dataclasses.fields(workload) if f.name == name))
+    return bool(value == default)
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Causal):
+        return '"causal-bottom-right"' if value.bottom_right else '"causal"'
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,37 +1,33 @@
-"""`pytest_attn.check_model`: hold every attention call of a model against exact attention on its own tensors."""
+"""`pytest_attn.check_model`: hold every attention call of a model, or a layer, against exact attention on its own tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.models.call import AttentionCall
-from pytest_attn.models.catching import catching, uncaught
+from pytest_attn.models.capture import AttentionCall, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison
-from pytest_attn.models.compiled import runs_compiled
-from pytest_attn.models.compiled_run import judge_compiled
-from pytest_attn.models.defects import known_defect_of
-from pytest_attn.models.interfaces import is_of_transformers
-from pytest_attn.models.judging import judge_call
+from pytest_attn.models.compiled import judge_compiled, runs_compiled
+from pytest_attn.models.interception import InterceptedCall, Tracker, intercept_attention, is_of_transformers, never_called
+from pytest_attn.models.judge import judge_call, known_defect_of
 from pytest_attn.models.message import describe
 from pytest_attn.models.ratios import ratios_of
-from pytest_attn.models.recording import Recorder
-from pytest_attn.models.replacing import Replacer, replacement
-from pytest_attn.models.state import untouched
-from pytest_attn.models.step import require_arguments, run_step
-from pytest_attn.models.tracking import Tracker
+from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.replacement import Replacer, replacement
+from pytest_attn.models.step import require_arguments, run_step, untouched
 from pytest_attn.models.user_functions import as_functions
-from pytest_attn.models.wanted import wanted_masks
-
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.workloads.generator import Draw
 
 #: what computes a model's attention instead of what it calls itself
 Target = Callable[..., Any] | Subject | str
@@ -109,7 +105,7 @@ def judge_model(
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(_device_of(model))
     with untouched(model) as again:
-        masks, note = wanted_masks(step, model) if subject is None else ({}, "")
+        masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
         judged = _Judged(limits, machine)
         recorder: Recorder
@@ -119,7 +115,7 @@ def judge_model(
             recorder = Replacer(subject, machine, judged.judge, backward)
         replaces = subject is not None and is_of_transformers(model)
         calling = subject.calling() if subject else nullcontext()
-        with deadline(), catching(recorder, model, functions, replaces) as tracker, calling:
+        with deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
             result = run_step(step, model, backward)
         recorder.finish()
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
@@ -141,7 +137,7 @@ def judge_model(
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),
-        unseen=() if replaces else uncaught(functions, tracker.functions),
+        unseen=() if replaces else never_called(functions, tracker.functions),
         with_softmax=tuple(tracker.with_softmax),
         backward=backward,
         ratios=ratios,
@@ -204,8 +200,6 @@ def _some(names: list[str]) -> str:
 
 def _about_weights(calls: list[CallComparison], model: torch.nn.Module) -> str:
     """Say why no call of torch.nn.MultiheadAttention was caught, "" where there is none or one was."""
-    import torch
-
     if calls or not any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
         return ""
     return "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
@@ -239,7 +233,150 @@ def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
-    import torch
-
     tensor = next((t for group in (model.parameters(), model.buffers()) for t in group), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+# -- the masks that a model of transformers expects --------------------------------------------------------------------------
+
+
+class ExpectedMasks:
+    """Notes what each call may see. masks: (batch, 1 or heads, q_len, kv_len), by module and number of its call."""
+
+    def __init__(self) -> None:
+        self.masks: dict[tuple[str, int], torch.Tensor] = {}
+        self._numbers: Counter[str] = Counter()
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Note the mask, and let the call be computed."""
+        if intercepted.is_again:
+            return intercepted.compute()
+        self._numbers[intercepted.module] += 1
+        mask = intercepted.arguments.get("attention_mask")
+        if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
+            keys = intercepted.tensors[1].shape[-2]
+            self.masks[intercepted.module, self._numbers[intercepted.module]] = mask[..., :keys]
+        return intercepted.compute()
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Count the call."""
+        self._numbers[module] += 1
+
+
+def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], torch.Tensor], str]:
+    """Run a step with every mask built in full, and return these; "" or why there are none.
+
+    A name that is registered with the functions of transformers but not with its masks gets none: the model asks for a mask
+    all the same, and here it is.
+    """
+    if not is_of_transformers(model):
+        return {}, ""
+    expected = ExpectedMasks()
+    try:
+        with intercept_attention(expected, model, replaces=True):
+            step()
+    except DropoutError:
+        raise
+    except Exception as error:
+        return (
+            {},
+            f"the masks that the model wants were not built ({type(error).__name__}: {error}); each call's own was taken",
+        )
+    return expected.masks, ""
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------------
+
+
+#: batch entries and tokens of drawn hidden states
+_SHAPE = (2, 64)
+#: hidden states are so large that freshly initialized projections give attention that is far from uniform
+_SPREAD = 3.0
+
+
+def check_module(
+    module: torch.nn.Module,
+    inputs: Any = None,
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    limits: str = "default",
+    scatter: int = 4,
+    precision: str | Precision | None = None,
+) -> ModelComparison:
+    """Call an attention layer, and judge what its attention core gets and returns by exact attention.
+
+    Projections and rotary embeddings are the module's own.
+
+    Args:
+        module: the layer, such as torch.nn.MultiheadAttention or one of transformers or timm.
+        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments. By default hidden states are
+            drawn for torch.nn.MultiheadAttention and its layers, and for a module whose forward takes them alone.
+        backend: a backend, its name, or a function of (q, k, v, workload=...), in place of the layer's own attention.
+        backward: gradients, too.
+        functions: attention of your own, as for `capture`.
+        limits: "default" or "strict".
+        scatter: as for `check_model`.
+        precision: as for `check_model`.
+
+    Returns:
+        The comparison of a layer that is right.
+
+    Raises:
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
+        DropoutError: attention drops probabilities.
+        ValueError: no inputs can be drawn for this module, or the backend is unknown.
+    """
+    __tracebackhide__ = True
+    step = module_step(module, inputs)
+    options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+    return check_model(module, step, backend, backward, **options)
+
+
+def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, int] = _SHAPE) -> Callable[[], Any]:
+    """Return a step that calls the module. shape: batch entries and tokens of hidden states that are drawn."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if inputs is None:
+        args, kwargs = _drawn(module, shape)
+    elif isinstance(inputs, Mapping):
+        kwargs = inputs
+    elif isinstance(inputs, torch.Tensor):
+        args = (inputs,)
+    elif isinstance(inputs, tuple | list):
+        args = tuple(inputs)
+    else:
+        raise ValueError(f"inputs must be a tensor, a tuple or a mapping of arguments, got {type(inputs).__name__}")
+    return lambda: module(*args, **kwargs)
+
+
+def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments for a module that takes hidden states, as far as it says how wide they are."""
+    if isinstance(module, torch.nn.MultiheadAttention):
+        query, key, value = (
+            _hidden(module, name, shape, width, module.batch_first)
+            for name, width in (("query", module.embed_dim), ("key", module.kdim), ("value", module.vdim))
+        )
+        is_self = module.kdim == module.vdim == module.embed_dim
+        return (query, query, query) if is_self else (query, key, value), {"need_weights": False}
+    if isinstance(module, torch.nn.TransformerEncoderLayer):
+        attention = module.self_attn
+        return (_hidden(module, "src", shape, attention.embed_dim, attention.batch_first),), {}
+    taken = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    plain = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    projection = next((m for m in module.modules() if isinstance(m, torch.nn.Linear)), None)
+    if len(plain) != 1 or projection is None:
+        names = ", ".join(p.name for p in plain) or "nothing"
+        raise ValueError(
+            f"no inputs can be drawn for {type(module).__name__}, whose forward takes {names};"
+            " say inputs=(hidden_states, ...) or inputs={'hidden_states': ...}"
+        )
+    return (_hidden(module, plain[0].name, shape, projection.in_features, True),), {}
+
+
+def _hidden(module: torch.nn.Module, name: str, shape: tuple[int, int], width: int, is_batch_first: bool) -> torch.Tensor:
+    """Draw hidden states in the dtype and on the device of the module's first parameter."""
+    like = next(module.parameters())
+    drawn = Draw(f"{type(module).__name__}/0", like.dtype, like.device).normal(name, (*shape, width), _SPREAD)
+    return drawn if is_batch_first else drawn.transpose(0, 1)

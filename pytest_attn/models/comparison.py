@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.models.compiled_run import CompiledRun
-from pytest_attn.models.recording import Unread
+from pytest_attn.models.capture import Unread
+from pytest_attn.models.compiled import CompiledRun
 from pytest_attn.workloads.workload import Workload
 
 
@@ -44,7 +44,7 @@ class ModelComparison:
     Args:
         subject: what computed its attention, "" for what it chose by itself.
         calls: in the order in which they were made.
-        unread: calls that were caught and not judged.
+        unread: calls that were intercepted and not judged.
         refused: calls that were to be replaced and were not.
         silent: modules built like one that makes calls, which made none.
         unseen: functions that were named, and made no call.

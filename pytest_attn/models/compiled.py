@@ -1,15 +1,189 @@
-"""What torch.compile did to a model: whether it did, and how many graphs and graph breaks there were up to now."""
+"""The compiled run of a model, which no one can look into: what it returns, and its gradients, against exact attention.
+
+The calls are judged in the eager run. Of the compiled run each output, the loss and each parameter's gradient is compared with
+an eager run with exact attention, in units of what honest rounding does: the larger of two distances. One is of runs in which
+exact attention is rounded at random where kernels round, and every other operator's result is moved by what another order of
+arithmetic may. The other is of a run in which attention is rounded to nearest and nothing else is, as where a compiler fuses
+all, times the square root of 2; it is larger where roundings all go the same way, as of gradients that vanish in float16.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from pytest_attn.backends.precision import Precision
+from pytest_attn.latency.profiler import launches_of
+from pytest_attn.models.emulated_rounding import emulate_fusion, perturb_rounding
+from pytest_attn.models.interception import intercept_attention, is_of_transformers, uncompiled
+from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
+from pytest_attn.models.step import run_step
+
+#: how many units a tensor may be off, by how many elements it has at least; fewer are not judged. Honest compiled runs stayed
+#: below 0.7 on a CPU, small tensors below 1: the unit counts what eager rounding adds, which a compiled run leaves out
+LIMITS = ((4096, 1.25), (256, 1.75), (32, 3.0))
+#: runs whose root mean square is the unit
+RUNS = 4
+#: how large the unit of a tensor of half precision may be, for the tensor's size, in eps of the dtype
+_MOST_ROUNDING = 32
+#: of the unit, in runs that round at random, how much the run may have in which nothing else is rounded
+_MOST_FUSED = 4.0
+#: how far apart, for its size, a tensor of two exact runs may be where nothing is drawn at random: a sum in another order
+_RANDOM = 0.01
+
+
+@dataclass(frozen=True)
+class CompiledRun:
+    """What is known of the compiled run.
+
+    ratios: name of an output, the loss or a gradient -> its distance from exact attention in units of honest rounding;
+    limits: of those that are judged. graphs, breaks: that torch.compile made in the first run; recompiled: graphs in the
+    second, which asked the same. kernels: those of attention that it launched. unknown: why nothing was compared.
+    """
+
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+    graphs: int = 0
+    breaks: int = 0
+    recompiled: int = 0
+    kernels: tuple[str, ...] = ()
+    unknown: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """The tensors that are further from exact attention than honest rounding explains, the furthest first."""
+        over = [name for name, limit in self.limits.items() if not self.ratios[name] <= limit]
+        return sorted(over, key=lambda name: -self.ratios[name])
+
+    def not_compared(self, reason: str) -> CompiledRun:
+        """Return what is known, but for the comparison."""
+        return replace(self, ratios={}, limits={}, unknown=reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types only, for reports."""
+        return {**vars(self), "ratios": dict(self.ratios), "limits": dict(self.limits), "kernels": list(self.kernels)}
+
+
+def judge_compiled(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    again: Callable[[], None],
+    *,
+    backward: bool,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    precision: str | Precision | None = None,
+) -> CompiledRun:
+    """Run a compiled step twice, and hold the second against exact attention. again: makes the model what it was."""
+    functions = tuple(functions)
+    again()
+    before = compilations()
+    run_step(step, model, backward)
+    graphs, breaks = compilations().since(before)
+    again()
+    found: dict[str, torch.Tensor] = {}
+
+    def second() -> None:
+        found.update({name: t.clone() for name, t in tensors_of(run_step(step, model, backward)).items()})
+
+    compiled = compilations()
+    launched = launches_of(second, _device_of(model))
+    recompiled = compilations().since(compiled).graphs
+    kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
+    facts: dict[str, Any] = {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "kernels": kernels}
+    if name := _drops(model):
+        return CompiledRun(unknown=f"{name} drops at random, and a compiled model draws otherwise; call model.eval()", **facts)
+
+    def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
+        again()
+        with intercept_attention(handler, model, functions, replaces=is_of_transformers(model)), mode:
+            return tensors_of(run_step(step, model, backward))
+
+    first, second_draw = Exact(None, precision=precision), Exact(None, precision=precision)
+    exact = run(first, nullcontext())
+    if _differ(exact, run(second_draw, _drawing_otherwise())):
+        return CompiledRun(
+            unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
+        )
+    scattered = (run(Exact(None, seed, precision), perturb_rounding(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, precision), emulate_fusion()))
+    ratios = _ratios(found, exact, unit)
+    meaningful = _meaningful(exact, unit, first.dtypes)
+    limits = {name: limit for name in ratios if name in meaningful and (limit := _limit(exact[name].numel())) is not None}
+    unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
+    return CompiledRun(ratios, limits, unknown=unknown, **facts)
+
+
+@contextmanager
+def _drawing_otherwise() -> Iterator[None]:
+    """Have random numbers of every device be others than they would be; whoever keeps the model restores them."""
+    torch.manual_seed(torch.initial_seed() + 1)
+    yield
+
+
+def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two exact runs differ by more than sums in another order do."""
+    apart = distances(other, one)
+    return any(distance > _RANDOM * float(one[name].double().norm()) for name, distance in apart.items())
+
+
+def _unit(
+    exact: dict[str, torch.Tensor],
+    scattered: Iterable[dict[str, torch.Tensor]],
+    fused_run: Callable[[], dict[str, torch.Tensor]],
+) -> dict[str, float]:
+    """Return by how much honest rounding moves each tensor."""
+    squares = dict.fromkeys(exact, 0.0)
+    for one in scattered:
+        for name, distance in distances(one, exact).items():
+            squares[name] += distance**2 / RUNS
+    try:
+        emulate_fusion = distances(fused_run(), exact)
+    except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
+        emulate_fusion = {}
+    scatter = {name: math.sqrt(square) for name, square in squares.items()}
+    apart = {
+        name: math.sqrt(2) * distance for name, distance in emulate_fusion.items()
+    }  # of two runs that both round, each otherwise
+    return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
+
+
+def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
+    """Return how far each tensor is off: infinitely where it is missing, or not finite and should be."""
+    far = distances(found, exact)
+    return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
+
+
+def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: Iterable[torch.dtype]) -> set[str]:
+    """Return the tensors that are more than rounding error: not what is left where all cancels, or vanishes in float16."""
+    half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
+    most = _MOST_ROUNDING * max(half) if half else math.inf
+    return {name for name, t in exact.items() if unit[name] <= most * float(t.double().norm())}
+
+
+def _limit(elements: int) -> float | None:
+    return next((limit for least, limit in LIMITS if elements >= least), None)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    tensor = next((t for group in (model.parameters(), model.buffers()) for t in group), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _drops(model: torch.nn.Module) -> str:
+    """Return the name of a module that drops at random, "" where none does."""
+    kinds = torch.nn.modules.dropout._DropoutNd
+    return next((name for name, m in model.named_modules() if isinstance(m, kinds) and m.training and m.p > 0), "")
+
+
+# -- what torch.compile did --------------------------------------------------------------------------------------------------
 
 
 class Compilations(NamedTuple):
@@ -29,15 +203,6 @@ def compilations() -> Compilations:
     if utils is None:
         return Compilations()
     return Compilations(utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values()))
-
-
-def uncompiled(function: object) -> object | None:
-    """Return the function that torch.compile made this one of; None where it did not make it."""
-    try:
-        made_of: object = vars(function).get("_torchdynamo_orig_callable")
-    except Exception:  # has no fields, or stands for something that is not there
-        return None
-    return made_of
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -15,11 +15,10 @@ from pytest_attn.backends.attention_args import UnreadableError
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.models.catching import Caught, catching
+from pytest_attn.models.capture import alias, precision_of
 from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
-from pytest_attn.models.interfaces import is_of_transformers
+from pytest_attn.models.interception import InterceptedCall, intercept_attention, is_of_transformers
 from pytest_attn.models.recognition import to_inputs
-from pytest_attn.models.recording import alias, precision_of
 from pytest_attn.models.step import StepResult, run_step
 
 if TYPE_CHECKING:
@@ -39,21 +38,21 @@ class Exact:
         #: of q, call by call
         self.dtypes: list[torch.dtype] = []
 
-    def handle(self, caught: Caught) -> Any:
+    def handle(self, intercepted: InterceptedCall) -> Any:
         """Return exact attention in the place of a call; an unread call stays the model's own."""
-        caught = caught.with_tensors(*map(alias, caught.tensors))
-        self.dtypes.append(caught.tensors[0].dtype)
+        intercepted = intercepted.with_tensors(*map(alias, intercepted.tensors))
+        self.dtypes.append(intercepted.tensors[0].dtype)
         try:
-            arguments = caught.read()
+            arguments = intercepted.read()
             inputs = to_inputs(arguments)
-            return arguments.to_result(exact_attention(inputs, self._rounding(caught, inputs.device)))
+            return arguments.to_result(exact_attention(inputs, self._rounding(intercepted, inputs.device)))
         except UnreadableError:
-            return caught.compute()
+            return intercepted.compute()
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""
 
-    def _rounding(self, caught: Caught, device: torch.device) -> Rounding | None:
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
         if self._seed is None:
             return None
         import torch
@@ -61,12 +60,12 @@ class Exact:
         name = str(device)
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)
-        return Scatter(self._profile(caught, device), self._generators[name])
+        return Scatter(self._profile(intercepted, device), self._generators[name])
 
-    def _profile(self, caught: Caught, device: torch.device) -> Precision:
+    def _profile(self, intercepted: InterceptedCall, device: torch.device) -> Precision:
         if self._subject is not None:
             return precision_named(self._subject.precision_on(device.type))
-        return precision_named(self._precision or precision_of(caught, self._registry, device.type))
+        return precision_named(self._precision or precision_of(intercepted, self._registry, device.type))
 
 
 class Nearest(Exact):
@@ -79,13 +78,13 @@ class Nearest(Exact):
         super().__init__(None, precision=precision)
         self._dtypes = iter(tuple(dtypes))
 
-    def handle(self, caught: Caught) -> Any:
+    def handle(self, intercepted: InterceptedCall) -> Any:
         """Return the result of a call."""
         dtype = next(self._dtypes)
-        return super().handle(caught.with_tensors(*(t.double().to(dtype) for t in caught.tensors)))
+        return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
 
-    def _rounding(self, caught: Caught, device: torch.device) -> Rounding:
-        return Dithered(self._profile(caught, device), 1.0)
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding:
+        return Dithered(self._profile(intercepted, device), 1.0)
 
 
 def ratios_of(
@@ -105,7 +104,7 @@ def ratios_of(
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
-        with catching(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
+        with intercept_attention(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
             return tensors_of(run_step(step, model, backward))
 
     exact = run(None)

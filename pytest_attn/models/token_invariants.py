@@ -1,23 +1,173 @@
-"""What must hold of a model of tokens whatever its weights: no reference is asked, the model is compared with itself.
+"""`attn_model.check_invariants`: what must hold of a model of tokens whatever its weights: it is compared with itself.
 
-Where the same sums run over the same shapes, rows must be bit-equal; where shapes differ, a row may move as far as honest
+Where the same sums run over the same shapes, rows must be bit-equal; where shapes differ, a row may move as far as correct
 rounding does (`TokenModel.scatter`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pytest_attn.models.interfaces import is_of_transformers
-from pytest_attn.models.receptive_field import reach, wrong_masks
-from pytest_attn.models.token_model import LIMIT, TokenModel
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.invariants.report import Finding, InvariantReport
+from pytest_attn.models.capture import capture
+from pytest_attn.models.interception import is_of_transformers
+from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.step import named_tensors, untouched
+from pytest_attn.workloads.masks import Causal, Window
+
+#: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
+_RUNS, _ULPS = 4, {"bfloat16": 1.0, "float16": 1.0, "float32": 4.0, "float64": 4.0}
+#: how far honest arithmetic may move a row of the output, in units of the typical row's scatter: the largest of many rows,
+#: whose sums ran in another order in every layer
+LIMIT = 4.0
+
+
+class TokenModel:
+    """A model whose forward pass takes token ids. ids: (batch, tokens), cut to the shortest sequence of the batch."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any) -> None:
+        given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        ids = given.pop("input_ids", None)
+        if ids is None or not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
+            raise TypeError(
+                "check_invariants: batch must be a tensor of token ids (batch, tokens), or a mapping with input_ids"
+            )
+        self.model = model
+        parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+        self.takes_anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._parameters = frozenset(parameters)
+        mask = given.pop("attention_mask", None)
+        given.pop("position_ids", None)
+        given.pop("labels", None)
+        self._given = given
+        lengths = [ids.shape[1]] * len(ids) if mask is None else [int(row.sum()) for row in mask]
+        self.ids = ids[:, : min(lengths)]
+        if self.ids.shape[1] < 8:
+            raise ValueError(f"check_invariants: sequences of {self.ids.shape[1]} tokens say little; give at least 8")
+
+    @property
+    def config(self) -> Any:
+        """The configuration of its text part, None where it has none."""
+        config = getattr(self.model, "config", None)
+        get = getattr(config, "get_text_config", None)
+        return get() if callable(get) else config
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward pass names an argument."""
+        return name in self._parameters
+
+    def rows(self, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Return the logits, or the last hidden state, (batch, tokens, features)."""
+        return self.called(ids, **more)[0]
+
+    def called(self, ids: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
+        """Return the rows, and all that the model returned."""
+        if self.takes("use_cache"):
+            more.setdefault("use_cache", False)
+        with torch.no_grad():
+            returned = self.model(input_ids=ids, **self._given, **more) if self.takes("input_ids") else self.model(ids, **more)
+        outputs = named_tensors(returned).outputs
+        rows = next((t for t in outputs.values() if t.dim() == 3 and t.shape[:2] == ids.shape), None)
+        if rows is None:
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
+            raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
+        return rows, returned
+
+    def refuse_dropout(self) -> None:
+        """Raise DropoutError where two runs on the same tokens differ by more than the order of sums explains."""
+        torch.manual_seed(0)
+        one = self.rows(self.ids)
+        torch.manual_seed(1)
+        other = self.rows(self.ids)
+        if not torch.equal(one, other) and float((one.double() - other.double()).norm() / one.double().norm()) > 1e-3:
+            raise DropoutError("the model gives something else each time it runs: set dropout to 0, or call model.eval()")
+
+    def scatter(self) -> float:
+        """Return the typical distance of a row from itself under honest rounding.
+
+        The root mean square over rows and runs. In each run the output of every innermost module moves at random by up to a
+        unit in the last place. Another order of sums, or another kernel, would move it so.
+        """
+        exact = self.rows(self.ids).double()
+        total = 0.0
+        for seed in range(_RUNS):
+            with _rounded_otherwise(self.model, seed):
+                total += float((self.rows(self.ids).double() - exact).square().sum(-1).mean())
+        return float((total / _RUNS) ** 0.5)
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Move every floating-point output of the model's innermost modules by random fractions of a unit in the last place."""
+
+    def moved(_module: Any, _args: Any, out: Any) -> Any:
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            return out
+        ulp = torch.finfo(out.dtype).eps * _ULPS.get(str(out.dtype).removeprefix("torch."), 1.0)
+        noise = torch.rand(out.shape, generator=generator(out.device), device=out.device, dtype=torch.float32) * 2 - 1
+        return (out.double() * (1 + ulp * noise.double())).to(out.dtype)
+
+    made: dict[str, torch.Generator] = {}
+
+    def generator(device: torch.device) -> torch.Generator:
+        if str(device) not in made:
+            made[str(device)] = torch.Generator(device).manual_seed(seed)
+        return made[str(device)]
+
+    hooks = [part.register_forward_hook(moved) for part in model.modules() if not any(True for _ in part.children())]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# -- windows of a configuration ----------------------------------------------------------------------------------------------
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Return the window of each layer in tokens, the token itself included; None of a layer that sees all before it."""
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def reach(config: Any) -> int | None:
+    """Return how many tokens back the last row of the last layer sees through all windows; None where a layer sees all."""
+    windows = layer_windows(config)
+    return None if not windows or None in windows else sum(window - 1 for window in windows if window is not None)
+
+
+def wrong_masks(of: TokenModel, config: Any) -> str:
+    """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
+    windows, tokens = layer_windows(config), of.ids.shape[1]
+    for call in capture(lambda: of.rows(of.ids), of.model):
+        layer = re.search(r"layers\.(\d+)(?:\.|$)", call.module)
+        mask = call.workload.mask
+        if layer is None or int(layer[1]) >= len(windows) or not isinstance(mask, Causal | Window):
+            continue
+        window = windows[int(layer[1])]
+        wanted = "Causal" if window is None or window >= tokens else f"a window of {window}"
+        asked = "Causal" if isinstance(mask, Causal) or mask.left is None else f"a window of {mask.left + 1}"
+        if isinstance(mask, Window) and mask.left is not None and mask.right not in (0, None):
+            continue  # a window to both sides, which the configuration counts in another way
+        if asked != wanted:
+            return f"{call.module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (
+                f"; the configuration says {'all' if wanted == 'Causal' else wanted}"
+            )
+    return ""
+
+
+# -- the invariants ----------------------------------------------------------------------------------------------------------
 
 
 class NotApplicableError(Exception):
@@ -66,8 +216,6 @@ class Asking:
 
 def other_tokens(ids: torch.Tensor, at: int) -> torch.Tensor:
     """Return tokens that differ from those at one position and occur in the batch."""
-    import torch
-
     known: torch.Tensor = torch.unique(ids)
     places = torch.searchsorted(known, ids[:, at].contiguous())
     other: torch.Tensor = known[(places + 1) % len(known)]
@@ -106,8 +254,6 @@ def receptive_field(asking: Asking) -> None:
 
 def padding(asking: Asking, side: str) -> None:
     """A sequence that is padded gives the rows that it gives without."""
-    import torch
-
     of = asking.of
     if not of.takes("attention_mask"):
         raise NotApplicableError("its forward pass takes no attention_mask")
@@ -127,8 +273,6 @@ def padding(asking: Asking, side: str) -> None:
 
 def packed(asking: Asking) -> None:
     """Two documents in one row, told apart by position_ids, give what each gives alone."""
-    import torch
-
     of = asking.of
     if not (asking.is_causal and of.takes("position_ids") and is_of_transformers(of.model)):
         raise NotApplicableError("it is not a causal model of transformers that takes position_ids")
@@ -189,3 +333,64 @@ INVARIANTS: dict[str, Callable[[Asking], None]] = {
     "sliding": _of(decoding, "sliding"),
     "order": batch_order,
 }
+
+
+Names = Iterable[str] | str | None
+
+
+def judge_model_invariants(
+    model: torch.nn.Module, batch: Any, only: Names = None, skip: Names = None, causal: bool | None = None
+) -> InvariantReport:
+    """Return what each invariant finds. The model is left as it was.
+
+    batch: token ids (batch, tokens), or a mapping with input_ids. causal: whether a token may see only those before it; by
+    default what the model's configuration or its class's name says. Raises ValueError for an unknown name and for a mixture of
+    experts, DropoutError for a model that drops at random, TypeError for a model of anything but tokens.
+    """
+    names = _chosen(only, skip)
+    _refuse_experts(model)
+    with untouched(model):
+        of = TokenModel(model, batch)
+        of.refuse_dropout()
+        asking = Asking(of, _is_causal(model) if causal is None else causal)
+        findings = tuple(_ask(name, asking) for name in names)
+    return InvariantReport(f"{tuple(of.ids.shape)} tokens", type(model).__name__, findings)
+
+
+def _ask(name: str, asking: Asking) -> Finding:
+    try:
+        INVARIANTS[name](asking)
+    except NotApplicableError as reason:
+        return Finding(name, "not applicable", str(reason), 0)
+    except BrokenError as evidence:
+        return Finding(name, "broken", str(evidence), 1)
+    return Finding(name, "passed", "", 1)
+
+
+def _chosen(only: Names, skip: Names) -> list[str]:
+    def listed(names: Names) -> list[str]:
+        return [names] if isinstance(names, str) else list(names or ())
+
+    for name in (*listed(only), *listed(skip)):
+        if name not in INVARIANTS:
+            raise ValueError(f"check_invariants: unknown invariant {name!r}; known: {', '.join(INVARIANTS)}")
+    found = [name for name in INVARIANTS if name in (listed(only) or INVARIANTS) and name not in listed(skip)]
+    if not found:
+        raise ValueError("check_invariants: no invariant is left; leave out skip=, or name others in only=")
+    return found
+
+
+def _refuse_experts(model: torch.nn.Module) -> None:
+    """Raise ValueError for a mixture of experts: a token's expert, and the shape of its sums, depend on the other tokens."""
+    routed = next((name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"), "")
+    if routed:
+        raise ValueError(
+            f"check_invariants: {routed} is a mixture of experts: which one a token goes to may turn on a rounding error, so"
+            " rows cannot be compared; check the model's calls with attn_model.check"
+        )
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    inner = getattr(model, "_orig_mod", model)
+    config = getattr(inner, "config", None)
+    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel")) or bool(getattr(config, "is_decoder", False))

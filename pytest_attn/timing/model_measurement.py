@@ -11,12 +11,11 @@ from pytest_attn.latency.baseline import case_key
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
-from pytest_attn.models.attention_share import attention_share
 from pytest_attn.models.compiled import compilations, is_compiled
-from pytest_attn.models.own_attention import OwnAttention
-from pytest_attn.models.state import untouched
-from pytest_attn.models.step_work import StepWork, optimizer_untouched
-from pytest_attn.models.swapping import BackendPlan, Planned, Swap, SwapError, plan_step
+from pytest_attn.models.replacement import ModelAttention
+from pytest_attn.models.step import untouched
+from pytest_attn.models.step_timing import StepWork, attention_share, optimizer_untouched
+from pytest_attn.models.substitution import BackendSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
 from pytest_attn.session.items import id_from_root
 from pytest_attn.timing.measurement import WAITING_SECONDS, Measurement
 
@@ -89,11 +88,11 @@ class ModelMeasurement(Measurement):
             self.found["attention"] = self._attention(plan)
         return latency
 
-    def _prepared(self, stack: ExitStack) -> tuple[list[Planned] | None, StepWork]:
+    def _prepared(self, stack: ExitStack) -> tuple[list[Substitute] | None, StepWork]:
         """Return what computes the calls, None for the model itself, and the step as it is timed."""
         before = compilations()
-        plan: list[Planned] | None = None
-        if isinstance(self.subject, OwnAttention):
+        plan: list[Substitute] | None = None
+        if isinstance(self.subject, ModelAttention):
             work = StepWork(self.model, self.step, self.direction, self.optimizer)
         else:
             plan, work = self._swapped(stack)
@@ -101,23 +100,23 @@ class ModelMeasurement(Measurement):
         self.found.update(first_call=work.first_seconds, graphs=graphs, graph_breaks=breaks)
         return plan, work
 
-    def _swapped(self, stack: ExitStack) -> tuple[list[Planned], StepWork]:
+    def _swapped(self, stack: ExitStack) -> tuple[list[Substitute], StepWork]:
         try:
             first = StepWork(self.model, self.step, self.direction)
             with first.context():
-                plan = plan_step(
-                    BackendPlan(self.subject, self.direction != "forward"), first.stage(), self.model, self.functions
+                plan = substitutes_of(
+                    BackendSubstitute(self.subject, self.direction != "forward"), first.stage(), self.model, self.functions
                 )
-            swap = Swap(plan)
+            swap = Substitution(plan)
             stack.enter_context(swap.applied(self.model, self.functions))
-            work = StepWork(self.model, self.step, self.direction, self.optimizer, swap.begin)
+            work = StepWork(self.model, self.step, self.direction, self.optimizer, swap.reset)
             with work.context():
                 swap.require_complete(work.stage())
             return plan, work
-        except SwapError as error:
+        except SubstitutionError as error:
             raise StaleError(f"{self.subject.name} cannot take the place of the model's attention: {error}") from None
 
-    def _attention(self, plan: list[Planned] | None) -> dict[str, Any]:
+    def _attention(self, plan: list[Substitute] | None) -> dict[str, Any]:
         if is_compiled(self.model) or self.found["graphs"]:
             return {"unknown": "torch.compile may join attention with what is around it; measure the model as it is, eagerly"}
         with untouched(self.model), optimizer_untouched(self.optimizer):

@@ -13,8 +13,8 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.models.catching import Caught
-from pytest_attn.models.recording import precision_of
+from pytest_attn.models.capture import precision_of
+from pytest_attn.models.interception import InterceptedCall
 
 CPU = torch.device("cpu")
 OLD = uncompiled_flex_precision("2.9.1")
@@ -48,9 +48,9 @@ def test_rounded_scores_excuse_no_scale_that_is_two_percent_off(scale):
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_call_of_a_model_is_judged_by_whether_it_was_compiled(kind):
-    caught = functools.partial(Caught, "blocks.0", "flex_attention", "flex", FLEX, {})
+    call = functools.partial(InterceptedCall, "blocks.0", FLEX, {})
     with quiet():  # compiling imports what warns
         compiled = torch.compile(flex_attention)
     here = uncompiled_flex_precision(torch.__version__)
-    assert precision_of(caught(flex_attention), Registry(), kind) == here
-    assert precision_of(caught(compiled), Registry(), kind) == "flash"
+    assert precision_of(call(flex_attention), Registry(), kind) == here
+    assert precision_of(call(compiled), Registry(), kind) == "flash"

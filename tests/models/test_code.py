@@ -5,7 +5,7 @@ from models.zoo import HONEST, flex_case
 import pytest_attn
 from pytest_attn import Document, Neighborhood, Window, Workload
 from pytest_attn.__main__ import main
-from pytest_attn.models.code import workload_as_code, workloads_as_code
+from pytest_attn.models.capture import workload_as_code, workloads_as_code
 
 WORKLOADS = [
     Workload(45, batch=2, heads=4, kv_heads=2, mask="causal", dtype="float32"),

@@ -10,7 +10,7 @@ from models.zoo import Attention, Block, Model, case_of, causal, full, stack
 from torch import nn
 
 from pytest_attn import check_model
-from pytest_attn.models import compiled_run
+from pytest_attn.models import compiled as compiled_runs
 from pytest_attn.models.check import judge_model
 from pytest_attn.models.compiled import runs_compiled
 
@@ -211,7 +211,7 @@ def test_what_draws_random_numbers_by_itself_is_not_compared():
 def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
     exact = {"out": torch.ones(64), "gradient of weight": torch.ones(64)}
 
-    ratios = compiled_run._ratios({"out": exact["out"]}, exact, dict.fromkeys(exact, 0.01))
+    ratios = compiled_runs._ratios({"out": exact["out"]}, exact, dict.fromkeys(exact, 0.01))
     assert ratios == {"out": 0.0, "gradient of weight": math.inf}
 
 
@@ -245,5 +245,5 @@ def test_a_step_that_takes_no_other_dtype_has_the_unit_of_random_rounding(refuse
             raise TypeError("expected bfloat16")
         return {"out": torch.full((100,), 1.2)}
 
-    unit = compiled_run._unit(exact, [moved] * compiled_run.RUNS, far)["out"]
+    unit = compiled_runs._unit(exact, [moved] * compiled_runs.RUNS, far)["out"]
     assert unit == pytest.approx(1 if refuses else 2 * 2**0.5, rel=1e-4)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pytest_attn import KnownDefect, Machine, Workload, check_model
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.models.check import judge_model
-from pytest_attn.models.defects import known_defect_of
+from pytest_attn.models.judge import known_defect_of
 
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 

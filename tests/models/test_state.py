@@ -6,7 +6,7 @@ from models.zoo import case_of, causal, stack
 from torch import nn
 
 from pytest_attn import check_model
-from pytest_attn.models import state
+from pytest_attn.models import step as steps
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ def test_gradients_and_random_numbers_come_back_where_a_value_cannot(case, monke
     def refuses(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(state, "_put_back", refuses)
-    with pytest.raises(RuntimeError, match="no"), state.untouched(model):
+    monkeypatch.setattr(steps, "_put_back", refuses)
+    with pytest.raises(RuntimeError, match="no"), steps.untouched(model):
         torch.rand(1)
 
     assert model[1].head.weight.grad is before

@@ -8,10 +8,15 @@ from torch import nn
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency.work import StaleError
-from pytest_attn.models.attention_share import AttentionShare, attention_share
-from pytest_attn.models.state import untouched
-from pytest_attn.models.step_work import StepWork, optimizer_untouched
-from pytest_attn.models.swapping import BackendPlan, CostlessPlan, Swap, SwapError, plan_step
+from pytest_attn.models.step import untouched
+from pytest_attn.models.step_timing import AttentionShare, StepWork, attention_share, optimizer_untouched
+from pytest_attn.models.substitution import (
+    BackendSubstitute,
+    RecordedSubstitute,
+    Substitution,
+    SubstitutionError,
+    substitutes_of,
+)
 
 
 def gradients(model):
@@ -87,10 +92,10 @@ def test_attention_at_no_cost_changes_no_value(name):
     work = StepWork(model, step, "forward+backward")
     work.stage()()
     expected = gradients(model)
-    planned = plan_step(CostlessPlan(), work.stage(), model, ())
-    swap = Swap(planned)
+    planned = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
+    swap = Substitution(planned)
     with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
+        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
         swap.require_complete(swapped.stage())
         found = gradients(model)
 
@@ -104,12 +109,12 @@ def test_attention_at_no_cost_computes_no_attention(case):
     work = StepWork(model, step, "forward")
     with torch.no_grad():
         expected = work.stage()()
-        planned = plan_step(CostlessPlan(), work.stage(), model, ())
-        swap = Swap(planned)
+        planned = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
+        swap = Substitution(planned)
         for block in model.blocks:
             block.attn.q.weight.fill_(9.0)
         with swap.applied(model, ()):
-            swap.begin()
+            swap.reset()
             found = step()
 
     assert torch.equal(expected, found)
@@ -128,10 +133,10 @@ def test_a_backend_computes_every_call_of_a_timed_step(case):
     work = StepWork(model, step, "forward+backward")
     work.stage()()
     expected = gradients(model)
-    swap = Swap(plan_step(BackendPlan(registry["mine"], True), work.stage(), model, ()))
+    swap = Substitution(substitutes_of(BackendSubstitute(registry["mine"], True), work.stage(), model, ()))
     seen.clear()
     with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
+        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
         seen.clear()
         swap.require_complete(swapped.stage())
 
@@ -156,10 +161,10 @@ class LooksUp:
 def test_a_backend_is_prepared_once_for_each_call_and_not_as_it_is_timed(case):
     backend = LooksUp()
     work = StepWork(case.model, case.step, "forward+backward")
-    planned = plan_step(BackendPlan(backend, True), work.stage(), case.model, ())
-    swap = Swap(planned)
+    planned = substitutes_of(BackendSubstitute(backend, True), work.stage(), case.model, ())
+    swap = Substitution(planned)
     with swap.applied(case.model, ()):
-        swapped = StepWork(case.model, case.step, "forward+backward", begin=swap.begin)
+        swapped = StepWork(case.model, case.step, "forward+backward", before_each=swap.reset)
         for _ in range(3):
             swap.require_complete(swapped.stage())
 
@@ -174,10 +179,10 @@ def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
 
     model, step = case_of(stack(attend))
     work = StepWork(model, step, "forward+backward")
-    swap = Swap(plan_step(CostlessPlan(), work.stage(), model, ()))
+    swap = Substitution(substitutes_of(RecordedSubstitute(), work.stage(), model, ()))
     with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", begin=swap.begin)
-        with pytest.raises(SwapError, match="2 of 2 attention calls are made through no name that can be replaced"):
+        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
+        with pytest.raises(SubstitutionError, match="2 of 2 attention calls are made through no name that can be replaced"):
             swap.require_complete(swapped.stage())
     assert "through no name" in attention_share(model, step, "forward")
 
@@ -199,7 +204,7 @@ def test_attention_takes_most_of_a_step_that_is_little_else(monkeypatch):
         return step()
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", slow)
-    monkeypatch.setattr("pytest_attn.models.step_work.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("pytest_attn.models.step_timing.time.perf_counter", lambda: now[0])
     found = attention_share(model, timed, "forward", pairs=6)
 
     assert isinstance(found, AttentionShare)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_attn.models.check_invariants import judge_model_invariants
 from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.token_invariants import judge_model_invariants
 from pytest_attn.suite.library_models import Library
 
 TOKENS, WINDOW = 40, 8

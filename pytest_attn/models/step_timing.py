@@ -1,25 +1,34 @@
-"""A step of a model as what is timed: its forward pass, or a training step with or without an optimizer's."""
+"""A step of a model as what is timed: its forward pass, or a training step; and what attention costs of it.
+
+For that the step is timed with and without attention, in turn. Without: each call hands back, at no cost, what it gave in a
+first run, forward and backward. Everything else, and all values, stay as they are. So the difference is what a kernel that
+takes no time would gain, whatever overlaps with what.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
+import torch
+
+from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.work import LatencyDirection, StaleError, Work, wait
+from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.step import StepResult, backpropagate, finish_backward, named_tensors, watching_backward
-
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.models.substitution import RecordedSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
 
 #: by how much of its value the loss, or the norm of the first output, may differ from one repetition to the next
 _SAME = 0.05
 
 
 class StepWork(Work):
-    """A step that is repeated on the batch that it has. begin: what is done, untimed, before each.
+    """A step that is repeated on the batch that it has. before_each: what is done, untimed, before each.
 
     direction: "forward" (without autograd), or "forward+backward", which drops all gradients before each step. optimizer: its
     step is part of the time; then the loss of each step is another one, and is not looked at.
@@ -31,9 +40,15 @@ class StepWork(Work):
         step: Callable[[], Any],
         direction: LatencyDirection,
         optimizer: torch.optim.Optimizer | None = None,
-        begin: Callable[[], None] = lambda: None,
+        before_each: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self._step, self.direction, self._optimizer, self._begin = model, step, direction, optimizer, begin
+        self._model, self._step, self.direction, self._optimizer, self._before_each = (
+            model,
+            step,
+            direction,
+            optimizer,
+            before_each,
+        )
         self._parameters = list(model.parameters())
         self._first: torch.Tensor | None = None
         self.sets = [[]]
@@ -44,8 +59,6 @@ class StepWork(Work):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        import torch
-
         tensor = next(iter((*self._parameters, *self._model.buffers())), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
@@ -62,8 +75,6 @@ class StepWork(Work):
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Without autograd, where only the forward pass is timed."""
-        import torch
-
         return torch.no_grad() if self.direction == "forward" else contextlib.nullcontext()
 
     def stage(self, replayed: bool = False) -> Callable[[], Any]:
@@ -72,7 +83,7 @@ class StepWork(Work):
         self.on_call()
         for parameter in self._parameters:
             parameter.grad = None
-        self._begin()
+        self._before_each()
         return self._one
 
     def refresh(self) -> None:
@@ -142,3 +153,87 @@ def seconds_of(work: StepWork) -> float:
     call()
     wait(work.device)
     return time.perf_counter() - begun
+
+
+# -- with and without attention ----------------------------------------------------------------------------------------------
+
+
+#: pairs of steps, with attention and without
+_PAIRS = 12
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class AttentionShare:
+    """seconds: of a step that attention takes, the median of pairs; low, high: in which that median lies with 95 %.
+
+    step: the median step of these pairs. calls: attention calls of a step.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    step: float
+    calls: int
+
+    @property
+    def share(self) -> float:
+        """Of the step, from 0 to 1."""
+        return min(1.0, max(0.0, self.seconds / self.step))
+
+    @property
+    def ceiling(self) -> float:
+        """By how much the step gets faster at most, whatever kernel computes attention: Amdahl's law."""
+        return self.step / max(self.step - self.seconds, 1e-12) if self.seconds > 0 else 1.0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it is more than the scatter of the step."""
+        return self.low > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return builtin types, as in a record."""
+        fields = {name: getattr(self, name) for name in ("seconds", "share", "ceiling", "calls", "is_seen")}
+        return {**fields, "interval": [self.low, self.high]}
+
+
+def attention_share(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    direction: LatencyDirection,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    by: Sequence[Substitute] | None = None,
+    pairs: int = _PAIRS,
+) -> AttentionShare | str:
+    """Return what attention takes of a step of a model that runs eagerly, or why that cannot be told.
+
+    by: what computes its calls; None for the model itself.
+    """
+    functions = tuple(functions)
+    try:
+        first = StepWork(model, step, direction)
+        with first.context():
+            costless = substitutes_of(RecordedSubstitute(), first.stage(), model, functions)
+        substitution = Substitution(costless, by)
+        with substitution.applied(model, functions):
+            work = StepWork(model, step, direction, optimizer, substitution.reset)
+            with work.context():
+                substitution.require_complete(work.stage())
+                return _share_of(work, substitution, len(costless), pairs)
+    except (SubstitutionError, DropoutError) as error:
+        return str(error)
+
+
+def _share_of(work: StepWork, substitution: Substitution, calls: int, pairs: int) -> AttentionShare:
+    whole, differences = [], []
+    for number in range(pairs + _WARM_UP):
+        seconds = {}
+        for chosen in (0, 1) if number % 2 else (1, 0):  # whichever comes first has the caches of the other
+            substitution.choose(chosen)
+            seconds[chosen] = seconds_of(work)
+        if number >= _WARM_UP:
+            whole.append(seconds[1])
+            differences.append(seconds[1] - seconds[0])
+    low, high, _ = median_interval(differences)
+    return AttentionShare(median(differences), low, high, median(whole), calls)

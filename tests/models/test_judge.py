@@ -3,8 +3,8 @@ import torch
 from models.zoo import HONEST, uniform_case
 
 from pytest_attn import capture
-from pytest_attn.models import judging
-from pytest_attn.models.judging import judge_call
+from pytest_attn.models import judge
+from pytest_attn.models.judge import judge_call
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -22,7 +22,7 @@ def test_limits_that_honest_kernels_keep_are_those_of_every_check(calls):
 
 
 def test_without_emulated_kernels_rows_that_are_rounded_alike_would_fail(calls, monkeypatch):
-    monkeypatch.setattr(judging, "with_honest_limits", lambda rows, *_: rows)
+    monkeypatch.setattr(judge, "with_empirical_limits", lambda rows, *_: rows)
 
     assert not all(judge_call(call).passed for call in calls)
 

@@ -20,8 +20,7 @@ def add_capture(commands: Any) -> None:
 
 def run_capture(given: argparse.Namespace) -> int:
     """Print the code; return 0. Another FILE:FUNCTION is a usage error: exit 2."""
-    from pytest_attn.models.capture import NotReadError, capture
-    from pytest_attn.models.code import workloads_as_code
+    from pytest_attn.models.capture import NotReadError, capture, workloads_as_code
 
     path, _, name = given.function.rpartition(":")
     if not Path(path).is_file():

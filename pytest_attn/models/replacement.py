@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.function import FunctionBackend
@@ -14,16 +16,12 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import check_contract
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.models.call import AttentionCall
-from pytest_attn.models.catching import Caught
+from pytest_attn.models.capture import AttentionCall, Computed, Recorder, Unread
+from pytest_attn.models.interception import InterceptedCall
 from pytest_attn.models.recognition import asks_the_same
-from pytest_attn.models.recording import Computed, Recorder, Unread
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
 
 
 def replacement(
@@ -51,7 +49,7 @@ class Replacer(Recorder):
         self._subject, self._machine = subject, machine
         self._prepared: list[tuple[Workload, bool, AttentionFn]] = []
 
-    def computed(self, caught: Caught, arguments: AttentionArguments, inputs: Inputs) -> Computed:
+    def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
         """Return what the subject makes of a call, as the model takes it."""
         needs_gradient = self._backward and any(t.requires_grad for t in (arguments.q, arguments.k, arguments.v))
         try:
@@ -59,8 +57,8 @@ class Replacer(Recorder):
             out = self._called(arguments, inputs, needs_gradient)
             return Computed(arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject)
         except UnreadableError as refusal:
-            self.refused.append(Unread(caught.module, caught.function, str(refusal)))
-        return super().computed(caught, arguments, inputs)
+            self.refused.append(Unread(intercepted.module, intercepted.function.shown, str(refusal)))
+        return super().computed(intercepted, arguments, inputs)
 
     def _require_taken(self, workload: Workload, backward: bool) -> None:
         if reason := self._subject.obstacle(workload, self._machine, backward):
@@ -85,8 +83,6 @@ class Replacer(Recorder):
 
         Under autocast the products of float32 copies, as MATH makes them, would be cast again, and scores rounded.
         """
-        import torch
-
         is_function = isinstance(self._subject, FunctionBackend)
         return nullcontext() if is_function else torch.autocast(device.type, enabled=False)
 
@@ -100,3 +96,14 @@ class Replacer(Recorder):
                 return kernel
         self._prepared.append((w, backward, self._subject.prepare(inputs, backward)))
         return self._prepared[-1][-1]
+
+
+class ModelAttention(Subject):
+    """What the model calls itself; nothing is put in its place."""
+
+    name = "model"
+    is_backend = False
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Raise TypeError: it computes nothing outside of its model."""
+        raise TypeError("a model's own attention runs in the model only")

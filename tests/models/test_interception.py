@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from pytest_attn import check_model
 from pytest_attn.backends.libraries.sdpa import SDPA
-from pytest_attn.models import catching
+from pytest_attn.models import interception
 
 SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 compiled_flex = torch.compile(flex.flex_attention, backend="eager")
@@ -50,8 +50,8 @@ def test_a_compiled_function_that_takes_a_calls_place_may_look_its_mask_up_in_a_
 
 
 def test_what_a_backend_compiles_keeps_the_functions_that_it_calls():
-    """Or torch would compile the catching of them, which it refuses: flex could not be timed in a model."""
-    caught = catching.Net(handler=None, tracker=None).wrap(SDPA, torch.add)
+    """Or torch would compile their interception, which it refuses: flex could not be timed in a model."""
+    caught = interception.Interceptor(handler=None, tracker=None).wrap(SDPA, torch.add)
     compiled = torch.compile(lambda x: caught(x, x), backend="eager", fullgraph=True)
 
     assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
@@ -144,7 +144,7 @@ def test_a_mode_is_set_aside_wherever_it_stands_and_put_back(place):
     chosen = Mode() if place is None else modes[place]
     with modes[0], modes[1], modes[2]:
         before = _get_current_function_mode_stack()
-        with catching._set_aside(chosen):
+        with interception._set_aside(chosen):
             assert _get_current_function_mode_stack() == [mode for mode in before if mode is not chosen]
         assert _get_current_function_mode_stack() == before
 

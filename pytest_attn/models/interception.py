@@ -1,0 +1,522 @@
+"""Intercept every attention call of a model, whatever function it goes through, and restore everything afterwards.
+
+A model of transformers fetches its function from an interface, so calls are intercepted there, whatever implementation it is
+set to. To replace them, the model is switched to a name of ours that is registered in both interfaces: of attention and of
+masks. A name that is missing from the second gets no mask at all, without a word (transformers 5.23,
+`_preprocess_mask_arguments`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, imported_functions
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.sdpa import SDPA
+from pytest_attn.backends.libraries.transformers import function_called, read_call
+from pytest_attn.models.autograd_graph import in_backward_pass
+from pytest_attn.models.exact import exact_attention
+from pytest_attn.models.recognition import to_inputs
+from pytest_attn.models.user_functions import user_functions
+
+
+@dataclass(frozen=True)
+class InterceptedCall:
+    """One call on its way: through which function, with which arguments by name, and the function itself.
+
+    module: the qualified name of the module that makes it. function: how its arguments are read; original: what is called.
+    ran: what computed it, as far as functions that are known were called within.
+    """
+
+    module: str
+    function: AttentionFunction
+    arguments: Mapping[str, Any]
+    original: Callable[..., Any]
+    ran: list[str] = field(default_factory=list)
+
+    @property
+    def kernel(self) -> str:
+        """The kernels that computed it: what SDPA chose, or functions of libraries; "" where nothing is known."""
+        return ", ".join(dict.fromkeys(self.ran))
+
+    @property
+    def is_again(self) -> bool:
+        """Whether it is made within a backward pass, as checkpointing computes a forward pass again."""
+        return in_backward_pass()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k and v as the function takes them."""
+        return [self.arguments[name] for name in self.function.tensors]
+
+    def with_tensors(self, *tensors: torch.Tensor) -> InterceptedCall:
+        """Return the same call on other tensors."""
+        arguments = {**self.arguments, **dict(zip(self.function.tensors, tensors, strict=True))}
+        return replace(self, arguments=arguments)
+
+    def read(self) -> AttentionArguments:
+        """Return what the call asks. Raises UnreadableError."""
+        return self.function.read(self.arguments)
+
+    def compute(self) -> Any:
+        """Call the function."""
+        if chosen := self.function.kernel_of(self.arguments):
+            self.ran.append(chosen)
+        result = self.original(**self.function.pack(dict(self.arguments)))
+        if chosen := self.function.ran():
+            self.ran.append(chosen)
+        return result
+
+
+class Handler(Protocol):
+    """What becomes of a call that was intercepted: returns what the model is given."""
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Return the result of the call."""
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Take note of a call whose arguments cannot be read; the model is given what the function returns."""
+
+
+class Interceptor:
+    """Catches calls while it is spread; what is called from within a call belongs to that call."""
+
+    def __init__(self, handler: Handler, tracker: Tracker) -> None:
+        self._handler, self._tracker = handler, tracker
+        self._is_active, self._is_inside = False, False
+        self._ran: list[str] = []
+        self._mode: Any = None
+
+    def wrap(self, function: AttentionFunction, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in for a function."""
+
+        @functools.wraps(original)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            # kept by a backend that was prepared meanwhile; or as where a backend compiles what calls it
+            if not self._is_active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            self._tracker.functions.add(function.place)
+            if self._is_inside:
+                self._note_inner(function, args, kwargs)
+                return original(*args, **kwargs)
+            return self.intercept(function, original, args, kwargs)
+
+        return intercepted
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Catch calls for a while; what stands in for a function may be kept longer, and is that function then."""
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+
+    def intercept(
+        self, function: AttentionFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Hand one call to the handler."""
+        module = self._tracker.note_call()
+        with self._inside():
+            try:
+                arguments = function.bind(args, kwargs)
+                if missing := [name for name in function.tensors if name not in arguments]:
+                    raise UnreadableError(f"no argument {missing[0]}")
+            except UnreadableError as error:
+                self._handler.unread(module, function.shown, str(error))
+                return original(*args, **kwargs)
+            call = InterceptedCall(module, function, arguments, original)
+            self._ran = call.ran
+            return self._handler.handle(call)
+
+    def _note_inner(self, function: AttentionFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what a call is computed by: a function that is known, called within it."""
+        if chosen := function.kernel_of(dict(zip(function.parameters, args, strict=False)) | dict(kwargs)):
+            self._ran.append(chosen)
+        elif function is not FLEX or not self._ran:
+            self._ran.append(function.shown)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Catch nothing, and leave compiled functions as they are: what is called now belongs to the call."""
+        self._is_inside = True
+        try:
+            with _set_aside(self._mode), torch.compiler.set_stance("default"), _without_warnings_of_interception():
+                yield
+        finally:
+            self._is_inside = False
+
+    def mode(self) -> Any:
+        """Return a mode that catches SDPA where no name holds it, and notices softmax."""
+        from torch.overrides import TorchFunctionMode
+
+        interceptor, sdpa = self, _bare(torch.nn.functional.scaled_dot_product_attention)
+        softmax = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax}
+
+        class Intercepting(TorchFunctionMode):
+            def __torch_function__(
+                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                if function is sdpa and not interceptor._is_inside:
+                    return interceptor.intercept(SDPA, function, args, kwargs or {})
+                if function is torch.Tensor.backward:
+                    with self:  # checkpointing computes calls again within it
+                        return _backward(*args, **(kwargs or {}))
+                if function in softmax and not interceptor._is_inside:
+                    interceptor._tracker.note_softmax()
+                return function(*args, **(kwargs or {}))
+
+        self._mode = Intercepting()
+        return self._mode
+
+
+@contextmanager
+def _set_aside(mode: Any) -> Iterator[None]:
+    """Take a mode off the stack of modes, and put it back. Others stay: flex_attention needs its own to look up masks."""
+    from torch import overrides
+
+    stack: Any = overrides
+    above = next((n for n, one in enumerate(reversed(stack._get_current_function_mode_stack())) if one is mode), None)
+    if above is None:  # it runs at the moment, or belongs to another thread
+        yield
+        return
+    later = [stack._pop_mode() for _ in range(above + 1)][:-1]
+    for one in reversed(later):
+        stack._push_mode(one)
+    try:
+        yield
+    finally:
+        later = [stack._pop_mode() for _ in later]
+        for one in (mode, *reversed(later)):
+            stack._push_mode(one)
+
+
+@contextmanager
+def _without_warnings_of_interception() -> Iterator[None]:
+    """Leave out what torch warns of only because calls are intercepted: a test may take warnings for errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # compiled parts run eagerly
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # our aliases are none
+        yield
+
+
+def _backward(
+    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Do what Tensor.backward does, as a function that modes see through."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind what stands in for it."""
+    found: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return found
+
+
+@contextmanager
+def intercept_attention(
+    handler: Handler,
+    model: torch.nn.Module | None = None,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    replaces: bool = False,
+) -> Iterator[Tracker]:
+    """Hand every attention call to a handler; yields who calls. functions: further ones, by name or as they are.
+
+    Compiled parts of the model run eagerly meanwhile. replaces: models of transformers are switched to an implementation of
+    ours, so that they build every mask in full. Raises ValueError for a function that cannot be read.
+    """
+    tracker = Tracker(model)
+    interceptor = Interceptor(handler, tracker)
+    wrappers = wrappers_of(interceptor.wrap, functions)
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(tracker.tracking())
+        stack.enter_context(interceptor.mode())
+        stack.enter_context(replaced(wrappers, model))
+        stack.enter_context(transformers_intercepted(interceptor.wrap, model, replaces))
+        stack.enter_context(interceptor.active())
+        yield tracker
+
+
+def wrappers_of(
+    wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]],
+    functions: Iterable[Callable[..., Any] | str] = (),
+) -> dict[int, Callable[[Any], Any]]:
+    """Return what wraps each function that is intercepted, by its identity. Raises ValueError for one that cannot be read."""
+    import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
+
+    known = [(function, _held(function)) for function in (*imported_functions(), *user_functions(functions))]
+    return {id(held): functools.partial(wrap, function) for function, held in known if held is not None}
+
+
+def never_called(functions: Iterable[Callable[..., Any] | str], seen: set[tuple[str, str]]) -> tuple[str, ...]:
+    """Return those of the functions that a user names of which no call was seen; of two names of one the last one counts."""
+    named = [(function, id(_held(function))) for function in user_functions(functions)]
+    places = {held: function.place for function, held in named}
+    return tuple(function.shown for function, held in named if places[held] not in seen)
+
+
+def _held(function: AttentionFunction) -> Callable[..., Any] | None:
+    """Return what is found where a function is."""
+    owner: Any = sys.modules[function.module]
+    for part in function.attribute.split("."):
+        owner = getattr(owner, part, None)
+    return owner if callable(owner) else None
+
+
+# -- functions where they are held by name -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(wrappers: Mapping[int, Callable[[Any], Any]], model: torch.nn.Module | None) -> Iterator[None]:
+    """Put wrap(function) wherever a function is held whose id is a key: modules, classes of the model, and its own fields.
+
+    A function that torch.compile made of one of them is wrapped as well. What was there before comes back, whatever happens.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    made: dict[int, Any] = {}
+    try:
+        with quiet():  # some names warn when they are looked at
+            held = [(o, name, value, wrap) for o in _owners(model) for name, value, wrap in _held_by(o, wrappers)]
+        for owner, name, value, wrap in held:
+            function = value.__func__ if type(value) is staticmethod else value
+            wrapped = made.setdefault(id(function), wrap(function))
+            binds = hasattr(type(value), "__get__") and type(value) is not staticmethod
+            try:
+                setattr(owner, name, wrapped if binds or not isinstance(owner, type) else staticmethod(wrapped))
+            except (AttributeError, TypeError):  # of a module or class that cannot be changed
+                continue
+            changed.append((owner, name, value))
+        yield
+    finally:
+        for owner, name, value in reversed(changed):
+            setattr(owner, name, value)
+
+
+def _held_by(owner: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+    """Yield name, value and wrapper of what an owner holds."""
+    for name, value in list(vars(owner).items()):
+        wrap = _wrapper_of(value, wrappers)
+        if wrap is not None:
+            yield name, value, wrap
+
+
+def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:
+    """Return what wraps a value, None where it is none of the functions; hundreds of thousands are asked for."""
+    if id(value) in wrappers:
+        return wrappers[id(value)]
+    kind = type(value)
+    if kind is staticmethod:
+        return _wrapper_of(value.__func__, wrappers)
+    if kind is not FunctionType or not value.__dict__:
+        return None
+    compiled_from = uncompiled(value)
+    return None if compiled_from is None else wrappers.get(id(compiled_from))
+
+
+def _owners(model: torch.nn.Module | None) -> Iterator[Any]:
+    """Yield what holds functions by name: every imported module but our own, then classes and objects of the model."""
+    for name, module in list(sys.modules.items()):
+        if module is not None and not name.startswith("pytest_attn.") and isinstance(getattr(module, "__dict__", None), dict):
+            yield module
+    if model is None:
+        return
+    seen: set[int] = set()
+    for part in model.modules():
+        for owner in (part, *type(part).__mro__[:-1]):
+            if id(owner) not in seen and owner.__module__ not in ("torch.nn.modules.module", "builtins"):
+                seen.add(id(owner))
+                yield owner
+
+
+def uncompiled(function: object) -> object | None:
+    """Return the function that torch.compile made this one of; None where it did not make it."""
+    try:
+        made_of: object = vars(function).get("_torchdynamo_orig_callable")
+    except Exception:  # has no fields, or stands for something that is not there
+        return None
+    return made_of
+
+
+# -- which module runs -------------------------------------------------------------------------------------------------------
+
+
+class Tracker:
+    """The modules that run at the moment, the outermost first, and all that ran."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._names: dict[int, str] = {}
+        self._running: list[torch.nn.Module] = []
+        self._ran: dict[str, torch.nn.Module] = {}
+        self._callers: dict[str, torch.nn.Module] = {}
+        self._with_softmax: dict[str, None] = {}
+        #: where the functions are through which calls went, also within other calls
+        self.functions: set[tuple[str, str]] = set()
+        self._model = model
+        if model is not None:
+            self._name(model)
+
+    def _name(self, root: torch.nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._names.setdefault(id(module), name.replace("_orig_mod.", "") or type(root).__name__)
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Follow which module runs, by hooks that are removed afterwards: of the model, or of any module without one."""
+        from torch.nn.modules import module as every
+
+        hooks = []
+        try:
+            if self._model is None:
+                hooks.append(every.register_module_forward_pre_hook(self._enter))
+                hooks.append(every.register_module_forward_hook(self._leave, always_call=True))
+            for part in [] if self._model is None else self._model.modules():
+                hooks.append(part.register_forward_pre_hook(self._enter))
+                hooks.append(part.register_forward_hook(self._leave, always_call=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._running.clear()
+
+    def _enter(self, module: torch.nn.Module, _args: Any) -> None:
+        if id(module) not in self._names:
+            self._name(module)
+        self._running.append(module)
+        self._ran[self._names[id(module)]] = module
+
+    def _leave(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
+
+    @property
+    def current(self) -> str:
+        """The qualified name of the module that runs; "" outside all."""
+        return self._names[id(self._running[-1])] if self._running else ""
+
+    def note_call(self) -> str:
+        """Note an attention call of the module that runs, and return its name."""
+        if self._running:
+            self._callers[self.current] = self._running[-1]
+        return self.current
+
+    def note_softmax(self) -> None:
+        """Note that the module that runs computes a softmax of its own."""
+        if self._running:
+            self._with_softmax[self.current] = None
+
+    @property
+    def silent(self) -> list[str]:
+        """Modules that ran without an attention call, and are built like one that made some."""
+        kinds = {_kind(module) for module in self._callers.values()}
+        return [name for name, module in self._ran.items() if name not in self._callers and _kind(module) in kinds]
+
+    @property
+    def with_softmax(self) -> list[str]:
+        """Modules that computed a softmax outside of every attention call."""
+        return list(self._with_softmax)
+
+
+def _kind(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return what modules have in common that are built alike: their class, and the names of all they hold."""
+    return (
+        type(module),
+        tuple(name for name, _ in module.named_parameters()),
+        tuple(name for name, _ in module.named_modules()),
+    )
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------------
+
+
+#: what a model is switched to while its attention is replaced
+NAME = "pytest_attn"
+
+
+@contextmanager
+def transformers_intercepted(
+    wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]], model: torch.nn.Module | None, replaces: bool
+) -> Iterator[None]:
+    """Wrap each attention function that a model of transformers fetches; nothing where transformers is not imported."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    fetch = getattr(interface, "get_interface", None)
+    if interface is None or fetch is None:
+        yield
+        return
+
+    @functools.wraps(fetch)
+    def fetched(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        original = fetch(self, attn_implementation, default)
+        return wrap(function_called(str(attn_implementation)), original)
+
+    with ExitStack() as stack:
+        if replaces and model is not None:
+            stack.enter_context(_switched(model, interface))
+        interface.get_interface = fetched
+        stack.callback(setattr, interface, "get_interface", fetch)
+        yield
+
+
+def is_of_transformers(model: torch.nn.Module | None) -> bool:
+    """Whether a model has parts of transformers, which say what masks they want."""
+    return model is not None and bool(_configs(model))
+
+
+@contextmanager
+def _switched(model: torch.nn.Module, interface: Any) -> Iterator[None]:
+    """Switch every part of the model to our implementation, which builds all masks in full; then back."""
+    masking_utils: Any = importlib.import_module("transformers.masking_utils")
+    masks = masking_utils.AttentionMaskInterface._global_mapping
+    functions = interface._global_mapping
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        masks[NAME] = functools.partial(_full_mask, masking_utils.sdpa_mask)
+        functions[NAME] = _exact_forward
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        masks.pop(NAME, None)
+        functions.pop(NAME, None)
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Return the configurations of the model's parts, and those within them, each once."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if "_attn_implementation_internal" not in getattr(config, "__dict__", {}) or id(config) in found:
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", None) or ():
+            add(getattr(config, name, None))
+
+    for part in model.modules():
+        add(getattr(part, "config", None))
+    return list(found.values())
+
+
+def _full_mask(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a mask as SDPA takes it, boolean, and never leave it out."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def _exact_forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Compute exact attention: what stands in where a call is not replaced."""
+    given = {"module": module, "query": query, "key": key, "value": value, "attention_mask": attention_mask, **kwargs}
+    arguments = read_call(NAME, given)
+    return arguments.to_result(exact_attention(to_inputs(arguments)))

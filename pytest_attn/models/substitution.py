@@ -1,0 +1,200 @@
+"""Put something else in the place of a step's attention calls at next to no cost, so that the step can be timed with it.
+
+In a first run every call is intercepted, and what computes it is prepared. From then on the n-th call of a step is computed
+by the n-th substitute: no masks are recognized, nothing is copied, no mode of torch is entered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError
+from pytest_attn.backends.subject import Subject
+from pytest_attn.models.interception import (
+    InterceptedCall,
+    intercept_attention,
+    is_of_transformers,
+    replaced,
+    transformers_intercepted,
+    wrappers_of,
+)
+from pytest_attn.models.recognition import to_inputs
+
+#: computes one call: of q, k and v as the model's function takes them, to what that returns
+Substitute = Callable[..., Any]
+
+
+class SubstitutionError(Exception):
+    """A step's attention cannot be replaced for a timed run; the text says why."""
+
+
+class BackendSubstitute:
+    """Prepares a subject for every call of a step. backward: whether the step needs gradients."""
+
+    def __init__(self, subject: Subject, backward: bool) -> None:
+        self.substitutes: list[Substitute] = []
+        self._subject, self._backward = subject, backward
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Prepare the subject for one call, and let it compute it."""
+        try:
+            arguments = intercepted.read()
+            inputs = to_inputs(arguments)
+        except UnreadableError as error:
+            raise SubstitutionError(f"{intercepted.module}: {error}") from None
+        # a bias or sinks that are learned get no gradient: that of a later step would be of the run that prepared it
+        held = {name: t.detach() for name, t in vars(inputs).items() if hasattr(t, "detach")}
+        kernel = self._subject.prepare(dataclasses.replace(inputs, **held), self._backward)
+        self.substitutes.append(_as_the_function(arguments, kernel))
+        return self.substitutes[-1](*intercepted.tensors)
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Refuse."""
+        raise SubstitutionError(f"{module}: a call of {function}: {reason}")
+
+
+def _as_the_function(arguments: AttentionArguments, kernel: Callable[..., Any]) -> Substitute:
+    to_native, to_result = arguments.to_native, arguments.to_result
+
+    def compute(*tensors: torch.Tensor) -> Any:
+        out = kernel(*(to_native(t) for t in tensors))
+        return to_result(out[0] if isinstance(out, tuple | list) else out)
+
+    return compute
+
+
+class RecordedSubstitute:
+    """Records what every call returned, and the gradients that it gave, to return them at no cost; no value changes."""
+
+    def __init__(self) -> None:
+        self.substitutes: list[Substitute] = []
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Compute one call, and keep what it gives forward and backward."""
+        aliases: list[Any] = [t.view_as(t) for t in intercepted.tensors]
+        result = intercepted.with_tensors(*aliases).compute()
+        out, *others = result if isinstance(result, tuple) else (result,)
+        kept: list[Any] = [None, None, None]
+
+        def keeps(place: int) -> Callable[[torch.Tensor], None]:
+            def hook(gradient: torch.Tensor) -> None:
+                kept[place] = gradient.detach().clone()
+
+            return hook
+
+        for place, alias in enumerate(aliases):
+            if alias.requires_grad:
+                alias.register_hook(keeps(place))
+        rest = [t.detach() if hasattr(t, "detach") else t for t in others]
+        self.substitutes.append(_kept_result(out.detach().clone(), kept, rest if isinstance(result, tuple) else None))
+        return result
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Refuse."""
+        raise SubstitutionError(f"{module}: a call of {function}: {reason}")
+
+
+def _kept_result(out: torch.Tensor, gradients: list[Any], others: list[Any] | None) -> Substitute:
+    """Return what gives `out` without computing it, and `gradients` in the backward pass. others: further results."""
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            return out.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *dout: Any) -> Any:
+            return tuple(None if g is None else g.detach() for g in gradients)
+
+    def compute(*tensors: torch.Tensor) -> Any:
+        apply: Any = Kept.apply
+        result = apply(*tensors)
+        return result if others is None else (result, *others)
+
+    return compute
+
+
+def substitutes_of(
+    prepare: BackendSubstitute | RecordedSubstitute,
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    functions: Iterable[Callable[..., Any] | str],
+) -> list[Substitute]:
+    """Run a step once, and return what computes each of its calls. Raises SubstitutionError where a call is not read."""
+    replaces = isinstance(prepare, BackendSubstitute) and is_of_transformers(model)
+    with intercept_attention(prepare, model, functions, replaces=replaces):
+        step()
+    if not prepare.substitutes:
+        raise SubstitutionError("no attention call was caught")
+    return prepare.substitutes
+
+
+class Substitution:
+    """The calls of a step, in their order, each computed by one of several substitutes; `reset` before every step.
+
+    substitutes: of all calls of a step, each way; None stands for what the model calls itself. `choose` says which way counts;
+    the first one does at the start.
+    """
+
+    def __init__(self, *substitutes: Sequence[Substitute] | None) -> None:
+        self._ways = substitutes
+        self._next, self._is_inside = 0, False
+        self.choose(0)
+
+    def choose(self, number: int) -> None:
+        """Have calls computed in one of the ways from now on."""
+        self._substitutes = self._ways[number]
+
+    def reset(self) -> None:
+        """Start with the first call again."""
+        self._next = 0
+
+    def require_complete(self, run: Callable[[], Any]) -> None:
+        """Run a step as now chosen. Raises SubstitutionError where a call was made through no known name, and not replaced."""
+        self.reset()
+        run()
+        count = len(self._substitutes or ())
+        if self._substitutes is not None and self._next != count:
+            raise SubstitutionError(
+                f"{count - self._next} of {count} attention calls are made through no name that can be replaced for a"
+                " timed run"
+            )
+
+    def wrap(self, function: AttentionFunction, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in for a function."""
+
+        @functools.wraps(original)
+        def substituted(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or self._substitutes is None:
+                return original(*args, **kwargs)
+            return self._compute(self._substitutes, function, args, kwargs)
+
+        return substituted
+
+    @contextmanager
+    def applied(self, model: torch.nn.Module, functions: Iterable[Callable[..., Any] | str]) -> Iterator[Substitution]:
+        """Have the model's calls computed by substitutes for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(wrappers_of(self.wrap, functions), model))
+            stack.enter_context(transformers_intercepted(self.wrap, model, replaces=False))
+            yield self
+
+    def _compute(
+        self, substitutes: Sequence[Substitute], function: AttentionFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._next += 1
+        if self._next > len(substitutes):
+            raise SubstitutionError(f"the step made more than the {len(substitutes)} attention calls of its first run")
+        arguments = function.bind(args, kwargs)
+        tensors = [arguments[name] for name in function.tensors]
+        self._is_inside = True
+        try:
+            return substitutes[self._next - 1](*tensors)
+        finally:
+            self._is_inside = False
