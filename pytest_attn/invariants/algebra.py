@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, on
 from pytest_attn.invariants.probe import Probe, Results, at_first
@@ -14,9 +16,6 @@ from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Algebra(Invariant):
@@ -76,8 +75,6 @@ def _is_symmetric(probe: Probe) -> str:
 
 def _is_merged(probe: Probe) -> str:
     """Ask about the two halves of the keys, and put the results together by their lse, as split kernels do."""
-    import torch
-
     w, inputs = probe.workload, probe.inputs
     is_plain = w.mask is None and _keys_are_alike(w) and not w.sinks and w.bias is None and w.kv_pages is None
     if not probe.spec.returns_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
@@ -173,8 +170,6 @@ def _large(probe: Probe) -> Inputs:
 
 def _shifted(probe: Probe) -> Inputs:
     """Give all keys one large channel, and queries one that moves all scores of a row down, in every third head up."""
-    import torch
-
     drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
     w = probe.workload
     shift = min(_LARGEST[w.dtype] / 4, 2e5 / w.softmax_scale)

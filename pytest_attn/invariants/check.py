@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+
+import torch
 
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError, Subject
@@ -15,9 +16,6 @@ from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplica
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
-
-if TYPE_CHECKING:
-    import torch
 
 Names = Iterable[str] | str | None
 
@@ -65,7 +63,6 @@ def lost_because(device: torch.device) -> str:
     """Return what CUDA says where this process cannot use it any more, "" where it can."""
     if device.type != "cuda":
         return ""
-    import torch
 
     try:
         torch.cuda.synchronize(device)

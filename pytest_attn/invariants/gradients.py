@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.reference import heads_first
@@ -12,9 +14,6 @@ from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, at_first
 from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FORWARD_ONLY = "the case has no backward pass"
 _SIGMAS = 8.0
@@ -106,8 +105,6 @@ def _stray_gradients(probe: Probe) -> str:
 
 def _single_rows(inputs: Inputs) -> Inputs:
     """Leave dout of one row in each head, another one in each."""
-    import torch
-
     dense = heads_first(inputs.dout, inputs.workload)
     batch, heads, rows, _ = dense.shape
     lane = torch.arange(batch * heads, device=dense.device).view(batch, heads, 1)
@@ -135,8 +132,6 @@ class LseGradient(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Send 1 back through lse of every row that sees a key, and nothing through out."""
-        import torch
-
         w, inputs = probe.workload, probe.inputs
         tensors = probe.handed()
         pending = probe.begin(tensors)

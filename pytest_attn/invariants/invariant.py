@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.strides import is_cuda_error
-
-if TYPE_CHECKING:
-    from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.probe import Probe
 
 CLOSED_OVER = "options of a callable are closed over; a backend can be asked about others"
 QUANTIZES = "a kernel that quantizes its inputs mixes keys, and rounds in other places"

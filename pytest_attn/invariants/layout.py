@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError
@@ -13,9 +16,6 @@ from pytest_attn.correctness.strides import fused, refusals, swapped
 from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
 from pytest_attn.invariants.probe import Probe, Tensors
 from pytest_attn.workloads.arithmetic import beside
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: A tensor with the same shape and values, and other strides.
 Relaid: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -32,8 +32,6 @@ def padded(tensor: Tensor) -> Tensor:
 
 def innermost(tensor: Tensor) -> Tensor:
     """Elements of a head's vector lie two apart."""
-    import torch
-
     return torch.stack([tensor, beside(tensor, 1)], -1)[..., 0]
 
 
@@ -221,8 +219,6 @@ class Offsets(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Needs 4 GiB that are hardly touched: a CUDA device has them, or a system that gives memory when it is touched."""
-        import torch
-
         if probe.device.type == "cpu":
             return None if sys.platform == "linux" else "needs 4 GiB that no system but Linux surely leaves untouched"
         if probe.device.type != "cuda":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
@@ -13,10 +15,6 @@ from pytest_attn.workloads.arithmetic import exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import sequence_lengths
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 #: Relative error of a probability read through the kernel: it is rounded up to four times.
 _ROUNDINGS = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 2.0**-16}
@@ -47,8 +45,6 @@ class Leak(Invariant):
 
 def _read_probabilities(probe: Probe) -> str:
     """Call with q = k = 0, values of 1 in the last column and unit vectors of single keys in the others."""
-    import torch
-
     inputs = _reading(probe.inputs)
     results = probe.run(inputs)
     expected = probe.reference(inputs).tensors
@@ -75,8 +71,6 @@ def _read_probabilities(probe: Probe) -> str:
 
 def _reading(inputs: Inputs) -> Inputs:
     """Return inputs whose out shows probabilities: of a single key in each column, of others in other heads, and their sum."""
-    import torch
-
     packed, paged = inputs.workload.packs_keys, inputs.page_table is not None
     v = inputs.v.transpose(0, 1) if packed else inputs.v.permute(2, 0, 1, 3) if paged else inputs.v
     *_, columns = v.shape
@@ -142,8 +136,6 @@ def _dq_is_off(probe: Probe, found: Results, rows: Tensor) -> str:
 
 def _second_half(inputs: Inputs) -> Tensor:
     """Return True for keys in the second half of their sequence, padding included: (batch, kv_len), or (tokens,) packed."""
-    import torch
-
     w = inputs.workload
     if not w.is_packed:
         half = torch.tensor([kv_len // 2 for _, kv_len in sequence_lengths(w)], device=inputs.device)
@@ -154,8 +146,6 @@ def _second_half(inputs: Inputs) -> Tensor:
 
 def _fully_masked_rows(inputs: Inputs) -> Tensor:
     """Return True where a row sees no key of the second half: (batch, heads, q_len), packed (1, heads, tokens)."""
-    import torch
-
     w, late = inputs.workload, _second_half(inputs)
     if not w.is_packed:
         visible = boolean_mask(inputs)
@@ -175,7 +165,5 @@ def _fully_masked_rows(inputs: Inputs) -> Tensor:
 
 def _indices(heads: int, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return b = 0, h, q_idx and kv_idx, each along its own of (heads, q_len, kv_len)."""
-    import torch
-
     h, rows, keys = (torch.arange(size, device=device) for size in (heads, q_len, kv_len))
     return h[:1, None, None] * 0, h[:, None, None], rows[None, :, None], keys[None, None]

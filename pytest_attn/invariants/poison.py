@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
@@ -15,9 +17,6 @@ from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe, Results, Tensors
 from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Elements of NaN before and after each tensor: a multiple of any alignment that kernels ask for.
 _BAND = 4096
@@ -80,8 +79,6 @@ def _pads_by_mask(probe: Probe) -> bool:
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:
     """Return True where k and v (in their layout, last dimension 1) hold no sequence's key; None where all do."""
-    import torch
-
     w, lengths = inputs.workload, inputs.kv_lens
     if lengths is None:
         return None
@@ -115,8 +112,6 @@ def _dirty_memory(probe: Probe) -> Iterator[None]:
 
     The latter would be a reason to compile again, and on CUDA the allocator gives the freed blocks back anyway.
     """
-    import torch
-
     for result in probe.base.values():
         freed = [torch.full_like(result, math.nan) for _ in range(_FREED_BLOCKS)]
         del freed

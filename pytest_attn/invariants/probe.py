@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.contexts import quiet
@@ -22,10 +25,6 @@ from pytest_attn.correctness.reference import Reference, compute_reference, scor
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 #: out, lse, dq, dk and dv by name, in the workload's native layout
 Results: TypeAlias = "Mapping[str, Tensor]"
@@ -109,7 +108,6 @@ class StartedCall:
     def gradients(self, of: tuple[str, ...], flowing: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return the results, with the gradients that arise where `flowing` arrives at the outputs `of`."""
         __tracebackhide__ = True
-        import torch
 
         outputs = [self.handed_out[name] for name in of]
         if not all(output.requires_grad for output in outputs):
@@ -123,8 +121,6 @@ class StartedCall:
         """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
         spec = self._spec
         if spec.device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize(spec.device)
         both = {**(outputs or self.handed_out), **gradients}
         return self._empty_rows.forget(
@@ -240,8 +236,6 @@ class Probe:
 
     def calling(self) -> AbstractContextManager[object]:
         """Surround a call as the case wants it, silencing a library's warnings."""
-        from contextlib import ExitStack
-
         stack = ExitStack()
         stack.enter_context(self.deadline())
         stack.enter_context(current(self._current))
@@ -268,7 +262,6 @@ class Probe:
     def begin(self, tensors: Tensors) -> StartedCall:
         """Call the kernel forward. Raises ContractError for a result that cannot be compared."""
         __tracebackhide__ = True
-        import torch
 
         kernel, spec = self.kernel, self.spec
         v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.invariants.invariant import Invariant
 from pytest_attn.invariants.probe import Probe, Tensors, first_difference
 from pytest_attn.workloads.arithmetic import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def configurations() -> dict[str, str]:
@@ -91,8 +90,6 @@ class Rerun(Invariant):
 
 def _exactly(results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what has the same bits again: gradients may be summed in any order, unless torch promises determinism."""
-    import torch
-
     if torch.are_deterministic_algorithms_enabled():
         return results
     return {name: t for name, t in results.items() if not name.startswith("d")}
@@ -100,8 +97,6 @@ def _exactly(results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while its inputs are still zeros: they are written by work that waits in the same, side stream."""
-    import torch
-
     late = tensors.map(torch.zeros_like)
     stream = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(probe.device))
@@ -114,8 +109,6 @@ def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
 
 def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while another stream multiplies matrices."""
-    import torch
-
     other = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
     matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.dout.dtype)
     other.wait_stream(torch.cuda.current_stream(probe.device))

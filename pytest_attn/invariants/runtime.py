@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.graphed import Capture
 from pytest_attn.backends.subject import RefusedError
@@ -10,9 +12,6 @@ from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.rerun import other_values
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Graph(Invariant):
@@ -34,8 +33,6 @@ class Graph(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Capture the kernel on zeros, then replay it on other values."""
-        import torch
-
         other, like = other_values(probe.inputs), probe.handed()
         expected = probe.run(other)
         probe.count.calls += Capture.calls
@@ -81,8 +78,6 @@ class Device(Invariant):
 
 
 def _second_to(device: torch.device) -> torch.device | None:
-    import torch
-
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     return torch.device("cuda", ((device.index or 0) + 1) % count) if count > 1 else None
 
@@ -100,8 +95,6 @@ class Opcheck(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Run torch's own checks."""
-        import torch
-
         tensors = probe.handed()
         given = tuple(t.requires_grad_(probe.backward) for t in (tensors.q, tensors.k, tensors.v))
         operator: Any = probe.subject.user_function
@@ -113,7 +106,5 @@ class Opcheck(Invariant):
 
 
 def _is_operator(subject: object) -> bool:
-    import torch
-
     kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
     return isinstance(subject, kinds)

@@ -6,7 +6,9 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
@@ -14,10 +16,6 @@ from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Mask, MaskModMask, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 TOO_LONG = "exact attention on further inputs would take too long"
 
@@ -99,8 +97,6 @@ class Options(Derived):
 
 def _lengths(inputs: Inputs) -> Iterator[Variation]:
     """Rotate the lengths of padded, packed or paged sequences, which changes no shape."""
-    import torch
-
     w = inputs.workload
     if w.kv_lens is None or len(set(zip(w.q_lens or w.kv_lens, w.kv_lens, strict=True))) == 1:
         return
@@ -116,8 +112,6 @@ def _lengths(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _cumulated(lengths: tuple[int, ...], inputs: Inputs) -> Tensor:
-    import torch
-
     return torch.tensor((0, *lengths)).cumsum(0).to(inputs.device, torch.int32)
 
 
@@ -152,8 +146,6 @@ def _other_masks(mask: Mask) -> Iterator[tuple[str, Mask | None]]:
 
 
 def _triangle(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    import torch
-
     return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril()
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
 from pytest_attn.latency.timer import Item
-
-if TYPE_CHECKING:
-    import torch
 
 COMPUTE, MEMORY = "compute", "memory"
 
@@ -56,8 +55,6 @@ def make_anchors(device: torch.device) -> dict[str, Anchor]:
     A GPU multiplies zero matrices, so that the anchor runs at the clock of flash attention and follows its steps. Random data
     draws more power, so that the clock is lower and its steps hardly show.
     """
-    import torch
-
     if device.type == "cpu":
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(384, 384, generator=generator) for _ in range(2))

@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.graphed import capturing
 from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
 from pytest_attn.latency.work import StaleError, TimedCall, Work, called, verified
-
-if TYPE_CHECKING:
-    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -107,8 +106,6 @@ class DeviceGraph:
         self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def _stream(self) -> ctypes.c_void_p:
-        import torch
-
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _ask(self, name: str, *arguments: object) -> None:
@@ -141,8 +138,6 @@ def graphs_of(work: Work, calls: int, number: int, on_device: bool) -> list[Call
     What is returned replays a graph, as often as it is called. on_device: in the device's memory; raises DeviceGraphError if
     the calls can be captured, but not so.
     """
-    import torch
-
     stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
     graphs: list[Callable[[], object]] = []
     begun = time.perf_counter()
@@ -159,8 +154,6 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool
     What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
     the stream of its forward pass, which therefore is the captured one.
     """
-    import torch
-
     torch.cuda.synchronize(work.device)
     graph = _kept_graph() if on_device else torch.cuda.CUDAGraph()
     outputs: list[torch.Tensor] = []
@@ -195,8 +188,6 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool
 
 
 def _kept_graph() -> torch.cuda.CUDAGraph:
-    import torch
-
     try:
         return torch.cuda.CUDAGraph(keep_graph=True)
     except TypeError as error:
@@ -239,8 +230,6 @@ class CudaTimer(Timer):
     """
 
     def __init__(self, device: torch.device, cold: bool = True) -> None:
-        import torch
-
         self.device, self.cold = device, cold
         self.host_timer = HostTimer(device)
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
@@ -282,8 +271,6 @@ class CudaTimer(Timer):
 
     def attempt(self, items: Sequence[Item], backlog: float) -> Attempt:
         """Enqueue a block once, behind a device that sleeps for `backlog` seconds."""
-        import torch
-
         pairs = []
         with no_collection():
             self._sleep(backlog)
@@ -310,8 +297,6 @@ class CudaTimer(Timer):
 
     def move(self, work: Work) -> None:
         """Give the work, and what its kernel allocates, other memory, and its data another sign."""
-        import torch
-
         self._gap = None
         work.move()
         work.refresh()
@@ -325,13 +310,9 @@ class CudaTimer(Timer):
             self._flushed.zero_()
 
     def _sleep(self, seconds: float) -> None:
-        import torch
-
         torch.cuda._sleep(int(seconds * self._cycles))  # type: ignore[no-untyped-call]
 
     def _cycles_per_second(self) -> float:
-        import torch
-
         cycles = 4_000_000
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         for _ in range(3):
@@ -369,8 +350,6 @@ class CudaTimer(Timer):
 
         A kernel on another stream that does not wait reads the old data; if nobody waits for it, the poison stays.
         """
-        import torch
-
         if work.direction != "forward":
             return
         like = work.result(work.stage()())
@@ -412,8 +391,6 @@ def too_slow(items: int, enqueued: float) -> str:
 
 def torch_free_memory(device: torch.device) -> int:
     """Return the free bytes of a CUDA device, what torch keeps for itself included."""
-    import torch
-
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 

@@ -8,12 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from glob import iglob
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from pytest_attn.latency.nvml import FIELDS, POWER_CAP, AbsentError, Gpu
-
-if TYPE_CHECKING:
-    import torch
 
 
 def thread_waited() -> float:
@@ -175,8 +174,6 @@ class ContentionMonitor:
 
     def begin(self, subject: str) -> None:
         """Begin a measurement of `subject`, with fewer seconds to lose if the last one could not be had undisturbed."""
-        import torch
-
         self._may_lose = max(self._may_lose / 2, _LEAST_LOST_SECONDS) if self.disturbance() else _MOST_LOST_SECONDS
         self._fastest_before += [self.fastest] if math.isfinite(self.fastest) else []
         self._forget(subject)

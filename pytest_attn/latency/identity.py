@@ -7,12 +7,11 @@ import platform
 import re
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.machine import Machine
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class Identity:
 def identify(device: torch.device, machine: Machine) -> Identity:
     """Return the identity of a device."""
     if device.type == "cuda":
-        import torch
-
         properties = torch.cuda.get_device_properties(device)
         mig = re.search(r"MIG\s+([\w.]+)", properties.name)
         gib = round(properties.total_memory / 2**30)
@@ -60,8 +57,6 @@ def identify(device: torch.device, machine: Machine) -> Identity:
 
 def gpu_of(device: torch.device) -> str:
     """Return what tells a GPU from others of its name: the first digits of its UUID; "" for what is none."""
-    import torch
-
     found = getattr(torch.cuda.get_device_properties(device), "uuid", "") if device.type == "cuda" else ""
     return str(found).removeprefix("GPU-")[:8]
 
@@ -76,8 +71,6 @@ def conditions_of(device: torch.device, read: dict[str, Any] | None = None) -> d
 
     read: what NVML says of the device; its driver and power limit are taken from there.
     """
-    import torch
-
     found: dict[str, object] = {"torch": torch.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     if device.type == "cuda":
         found |= {"runtime": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
@@ -98,7 +91,5 @@ def _version(distribution: str) -> str | None:
 
 
 def _blas() -> str:
-    import torch
-
     found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return found[1] if found else ""

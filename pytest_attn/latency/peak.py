@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -19,8 +18,6 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     What was asked for, not what the allocator handed out. A free block may be up to 1 MiB larger for each of the tensors, in
     one process and not in another.
     """
-    import torch
-
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # has the allocator take back what waited for another stream
     torch.cuda.reset_peak_memory_stats(device)
@@ -44,7 +41,6 @@ def measured_peak(device: torch.device) -> Iterator[Peak]:
     if device.type != "cuda":
         yield peak
         return
-    import torch
 
     torch.cuda.reset_peak_memory_stats(device)
     before = _bytes(device, "current")
@@ -53,8 +49,6 @@ def measured_peak(device: torch.device) -> Iterator[Peak]:
 
 
 def _bytes(device: torch.device, when: Literal["current", "peak"]) -> int:
-    import torch
-
     statistics = torch.cuda.memory_stats(device)
     asked_for = statistics.get(f"requested_bytes.all.{when}", 0)  # which cudaMallocAsync's allocator does not count
     return int(asked_for or statistics[f"allocated_bytes.all.{when}"])

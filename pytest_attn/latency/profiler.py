@@ -13,7 +13,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
@@ -23,9 +25,6 @@ from pytest_attn.latency.peak import peak_of
 from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.workload import Direction, Workload
-
-if TYPE_CHECKING:
-    import torch
 
 Category: TypeAlias = Literal[
     "attention", "matmul", "softmax", "quantization", "copy", "reduction", "elementwise", "other"
@@ -191,8 +190,6 @@ _REPEATS = 8
 @functools.cache
 def ceilings_of(device: torch.device, dtype: str) -> tuple[float, float]:
     """Measure (FLOP/s of a large square matrix product in `dtype`, bytes/s of a large copy, read and write together)."""
-    import torch
-
     on_cuda = device.type == "cuda"
     size, copied = (8192, 1 << 30) if on_cuda else (1024, 1 << 26)
     a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
@@ -205,7 +202,6 @@ def ceilings_of(device: torch.device, dtype: str) -> tuple[float, float]:
 
 def _shortest(call: Callable[[], object], device: torch.device) -> float:
     """Return the shortest of several calls, in seconds: a ceiling is the best that was seen."""
-    import torch
 
     def once() -> float:
         if device.type != "cuda":
@@ -353,8 +349,6 @@ def profile_subject(subject: Subject, spec: CheckSpec, with_ceilings: bool = Tru
 
 def _forward_of(kernel: AttentionFn, tensors: list[torch.Tensor]) -> Callable[[], object]:
     """Return a call without gradients, of tensors of its own: some kernels change theirs."""
-    import torch
-
     own = copies_of(tensors)
 
     def forward() -> object:
@@ -366,8 +360,6 @@ def _forward_of(kernel: AttentionFn, tensors: list[torch.Tensor]) -> Callable[[]
 
 def _backward_of(kernel: AttentionFn, tensors: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], object]:
     """Run the forward pass and return its backward pass, which may run once: compiled ones give their buffers away."""
-    import torch
-
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     out = kernel(*leaves)
     out = out[0] if isinstance(out, tuple | list) else out

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import torch
 
 from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import SLOW_SECONDS, BacklogError, CudaTimer
@@ -17,9 +19,6 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import Work
-
-if TYPE_CHECKING:
-    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -310,8 +309,6 @@ def _lost_graph(recorded: Mode | None, mode: Mode) -> list[str]:
 
 
 def _threads(device: torch.device) -> int | None:
-    import torch
-
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
@@ -326,8 +323,6 @@ def stopwatch_of(
 @contextmanager
 def threads(number: int | None) -> Iterator[None]:
     """Have torch use `number` threads on the CPU for a while; None leaves it as it is."""
-    import torch
-
     before = torch.get_num_threads()
     if number:
         torch.set_num_threads(number)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection
 from pytest_attn.verdict import Verdict
-
-if TYPE_CHECKING:
-    from pytest_attn.latency.gate import Decision
 
 #: fields that records have under another name
 _NAMES_IN_RECORDS = {"launch": "host"}

@@ -6,14 +6,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.latency.disturbance import ContentionMonitor
 from pytest_attn.latency.work import Work, look_for_kept_results, wait
-
-if TYPE_CHECKING:
-    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

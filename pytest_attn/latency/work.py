@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
 
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.empty_rows import EmptyRows
@@ -16,9 +18,6 @@ from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.workloads.arithmetic import negate
 from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
-
-if TYPE_CHECKING:
-    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -96,8 +95,6 @@ class Work:
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Without autograd, where only the forward pass is timed."""
-        import torch
-
         return torch.no_grad() if self.direction == "forward" else contextlib.nullcontext()
 
     def stage(self, replayed: bool = False) -> Callable[[], Any]:
@@ -112,8 +109,6 @@ class Work:
 
     def refresh(self) -> None:
         """Negate v of every set in place, for a backward pass alone dout."""
-        import torch
-
         self.on_call()
         self._sign = -self._sign
         with torch.no_grad():
@@ -132,8 +127,6 @@ class Work:
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
         """Raise StaleError unless each result is that of the data as it stands; the very first one is taken as it is."""
-        import torch
-
         if self._first is None:
             self._first = (results[0] * self._sign).clone()
             if self.direction == "forward" and not bool(self._first.any()):
@@ -147,8 +140,6 @@ class Work:
                 raise StaleError(f"{what}: its result is not that of the data it was given (it differs by {share})")
 
     def _call_on(self, tensors: list[torch.Tensor], replayed: bool) -> Callable[[], Any]:
-        import torch
-
         if self.direction == "forward":
             return lambda: self.kernel(*tensors)
         if self.direction == "forward+backward":
@@ -232,8 +223,6 @@ def called(work: Work) -> TimedCall:
 
 def wait(device: torch.device) -> None:
     """Wait for all that a device was asked to do."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type in ("xpu", "mps"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.masks import TopLeft
@@ -21,9 +22,6 @@ from pytest_attn.mutants.reach import (
     is_padded,
 )
 from pytest_attn.mutants.reach_tiles import cuts_keys, has_fully_masked_row_in_visited_tile, has_key_tail, shows_tail
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GRADIENTS = Defects("gradients")
 

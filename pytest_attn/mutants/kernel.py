@@ -16,7 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.subject import AttentionFn
@@ -25,10 +28,6 @@ from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Document, Mask, MaskMod, Window
 from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 #: a position, or a tensor of positions
 Index: TypeAlias = "int | Tensor"
@@ -130,8 +129,6 @@ class Tile:
 
 def positions(span: range, like: Tensor) -> Tensor:
     """Return the numbers of a range, int64, on the device of `like`."""
-    import torch
-
     return torch.arange(span.start, span.stop, device=like.device)
 
 
@@ -209,8 +206,6 @@ class Masks:
 
     def document_of(self, mask: Document, like: Tensor) -> Tensor:
         """Return the number of each token's document, (tokens,)."""
-        import torch
-
         return torch.repeat_interleave(torch.tensor(mask.lengths)).to(like.device)
 
     def in_custom_mask(self, tile: Tile, mask: Mask) -> Tensor:
@@ -245,8 +240,6 @@ class Memory:
 
     def allocate_results(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return memory for out and lse."""
-        import torch
-
         *rows, _ = call.q.shape
         out = self.allocate((*rows, call.workload.v_head_dim), call.q)
         if call.workload.is_packed:
@@ -466,8 +459,6 @@ class Forward(Memory, Scores):
 
     def start(self, seq: Sequence, rows: range) -> Softmax:
         """Return the softmax of rows that have seen nothing."""
-        import torch
-
         w, device = seq.workload, seq.call.q.device
         nothing = torch.zeros(w.heads, len(rows), device=device)
         return Softmax(nothing - math.inf, nothing, torch.zeros(w.heads, len(rows), w.v_head_dim, device=device))
@@ -565,8 +556,6 @@ class Backward(Forward):
 
     def gradient_sums(self, call: Call) -> QKV:
         """Return float32 zeros in which dq, dk and dv are summed up."""
-        import torch
-
         dq, dk, dv = (torch.zeros(t.shape, device=t.device) for t in (call.q, call.k, call.v))
         return dq, dk, dv
 
@@ -603,8 +592,6 @@ class Backward(Forward):
 
     def score_mod_slope(self, tile: Tile, s: Tensor) -> Tensor:
         """Return the derivative of score_mod with respect to the score."""
-        import torch
-
         assert tile.workload.score_mod is not None
         with torch.enable_grad():
             leaf = s.detach().requires_grad_()
@@ -662,7 +649,6 @@ class Kernel(Backward):
 @cache
 def _autograd_function() -> Any:
     """Return the autograd node of all kernels; a class that only exists once torch does."""
-    import torch
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -706,8 +692,6 @@ class SplitKernel(Kernel):
 
     def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
         """Weight each part by exp(lse), relative to the largest."""
-        import torch
-
         lse = torch.stack(lses)
         top = lse.amax(0)
         weights = (lse - self.shift(top)).exp()

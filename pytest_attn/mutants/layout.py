@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
 from pytest_attn.mutants.strides import contiguous_strides, read_with_strides, written_with_strides
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LAYOUT = Defects("layout")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
@@ -12,9 +13,6 @@ from pytest_attn.mutants.reach import all_of, is_band, is_grouped, is_packed, is
 from pytest_attn.mutants.reach_tiles import has_odd_tiles
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload, sequence_lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LENGTHS = Defects("lengths")
 

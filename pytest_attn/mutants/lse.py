@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, any_of, has_several_key_tiles, is_half
 from pytest_attn.mutants.reach_tiles import has_fully_masked_rows, has_row_fully_masked_in_last_tile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LSE = Defects("lse")
 

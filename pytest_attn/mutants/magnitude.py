@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_half
 from pytest_attn.mutants.reach_tiles import hides_keys
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAGNITUDE = Defects("magnitude")
 
@@ -112,8 +111,6 @@ class _ProbabilitiesInFp8(Kernel):
     """P is rounded to fp8 in a kernel that does not say so."""
 
     def rounded(self, tile: Tile, p: Tensor) -> Tensor:
-        import torch
-
         return p.to(torch.float8_e4m3fn).float()
 
 
@@ -130,8 +127,6 @@ class _ProductsInTf32(Kernel):
 
 def _tf32(x: Tensor) -> Tensor:
     """Round to 10 bits after the leading one, ties away from zero, as cvt.rna.tf32 does."""
-    import torch
-
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
@@ -30,9 +31,6 @@ from pytest_attn.mutants.reach_tiles import (
     shows_tail,
 )
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskMod, Neighborhood, Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MASKS = Defects("masks")
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import random
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, has_row_tail, in_backward, is_padded
 from pytest_attn.mutants.reach_tiles import has_fully_masked_rows
 from pytest_attn.workloads.workload import Workload, sequence_lengths
-
-if TYPE_CHECKING:
-    import random
-
-    from torch import Tensor
 
 MEMORY = Defects("memory")
 
@@ -26,8 +23,6 @@ class _Racing(Kernel):
 
     def is_late(self) -> bool:
         """Draw whether it does, from one stream of random numbers for the kernel's life."""
-        import random
-
         generator: random.Random = self.kept.setdefault("generator", random.Random(0))
         return generator.randrange(self.rarity) == 0
 

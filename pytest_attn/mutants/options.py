@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
@@ -12,9 +13,6 @@ from pytest_attn.mutants.reach import all_of, always, has_other_lengths, has_sev
 from pytest_attn.mutants.reach_tiles import has_left_edge, has_right_edge
 from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OPTIONS = Defects("options")
 

@@ -7,7 +7,9 @@ KEYS and a grid ends at BLOCKS, so that workloads of the group `edges` pass them
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.mutant import Defects
@@ -15,9 +17,6 @@ from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
 from pytest_attn.mutants.strides import read_wrapped
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OVERFLOW = Defects("overflow")
 REACH = 1 << 15
@@ -73,8 +72,6 @@ class _QueryOffsetWraps(_Wraps):
 
 def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
     """Return what memory of zeros holds after a tensor was written with offsets that wrap round: the last writer stays."""
-    import torch
-
     memory = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     for part in torch.split(tensor.flatten(), reach):
         memory.view(-1)[: len(part)] = part

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
 from pytest_attn.mutants.mutant import Defects
@@ -11,9 +13,6 @@ from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, i
 from pytest_attn.mutants.strides import read_with_strides
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, MaskMod, Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STATE = Defects("state")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -25,8 +23,6 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 def offsets_of(shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the offset of every element, int64, from the first one's."""
-    import torch
-
     offsets = torch.zeros((), dtype=torch.int64, device=like.device)
     for size, stride in zip(shape, strides, strict=True):
         offsets = offsets[..., None] + torch.arange(size, device=like.device) * stride
@@ -52,8 +48,6 @@ def read_wrapped(tensor: Tensor, reach: int) -> Tensor:
 
 def written_with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return what a contiguous tensor holds after `tensor` was written into its memory with other strides."""
-    import torch
-
     memory = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     memory.view(-1)[offsets_of(tensor.shape, strides, tensor).flatten() % tensor.numel()] = tensor.flatten()
     return memory

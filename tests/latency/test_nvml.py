@@ -49,7 +49,7 @@ def test_a_library_that_cannot_be_imported_is_quoted(monkeypatch, tmp_path):
 
 
 def test_importing_the_module_imports_neither_torch_nor_pynvml(nvml):
-    show = "import sys, pytest_attn.latency.disturbance; print(*{'torch', 'pynvml'} & set(sys.modules))"
+    show = "import sys, pytest_attn.latency.nvml; print(*{'torch', 'pynvml'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.strip() == ""
