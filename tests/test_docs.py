@@ -44,7 +44,6 @@ else:
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
 PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
-LONGEST = 120
 #: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
 DIRECTIVES = ("{toctree}", "{eval-rst}")
 RUNNABLE = ("python", "console", "toml", "yaml")
@@ -207,7 +206,7 @@ def _loaded():
 
 #: pages whose blocks start ranks or other processes, or time
 SLOW = (
-    *("howto/baselines.md", "howto/model-latency.md", "howto/model-without-pytest.md", "howto/paged-ranks.md"),
+    *("howto/baselines.md", "howto/model-latency.md", "howto/paged-ranks.md"),
     *("howto/ranks.md", "howto/report.md", "howto/several-gpus.md", "howto/stronger-tests.md"),
 )
 
@@ -238,16 +237,6 @@ def test_a_block_that_does_not_run_says_why(capsys):
     ran = sum(block.runs for block in every)
     with capsys.disabled():
         print(f" {ran} of {len(every)} blocks run, {len(every) - ran} say why not ", end="")
-
-
-def is_long(page):
-    text, name = page.read_text(), page.relative_to(DOCS.parent).as_posix()
-    may_be = name.startswith("docs/results/") or "<!-- generated: " in text
-    return len(text.splitlines()) > LONGEST and not may_be
-
-
-def test_a_page_is_at_most_120_lines():
-    assert [f"{page}: {len(page.read_text().splitlines())} lines" for page in PAGES if is_long(page)] == []
 
 
 def dead_links(page):
