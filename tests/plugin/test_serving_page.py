@@ -36,5 +36,5 @@ def test_a_planted_fault_is_found(page, test, right, wrong, said):
     assert right in kernels.read_text()
     kernels.write_text(kernels.read_text().replace(right, wrong))
     result = page.runpytest_inprocess("-p", "no:cacheprovider", "-k", test)
-    result.assert_outcomes(failed=1, deselected=3)
+    result.assert_outcomes(failed=1, deselected=5)
     result.stdout.fnmatch_lines([said])
