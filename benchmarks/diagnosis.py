@@ -29,6 +29,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
@@ -71,7 +72,7 @@ def row_of(kind: str, fault: str, subject: Subject, spec: CheckSpec, right: str 
     """Judge one case; None where it passes."""
     direction = "+backward" if spec.backward else ""
     try:
-        comparison = judge(subject, spec, CACHE)
+        comparison = diagnose(judge(subject, spec, CACHE))
     except ContractError as error:
         hints = [str(error).splitlines()[0]]
         return Row(kind, fault, spec.workload.id + direction, "-", hints, verdict_on(hints, right))

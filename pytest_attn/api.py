@@ -16,6 +16,7 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.signature import signature_of
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import stopwatch_of, threads
@@ -260,7 +261,7 @@ def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
     __tracebackhide__ = True
     comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, ReferenceCache()))
     if not comparison.passed:
-        raise AssertionError(mismatch.describe(comparison))
+        raise AssertionError(mismatch.describe(diagnose(comparison, spec.diagnosis_timeout)))
     return comparison
 
 

@@ -9,6 +9,7 @@ from rings import AllGather, Problem, Ring, Ulysses
 from pytest_attn import Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.ranks.subject import RankedCallable
 from pytest_attn.workloads.sharding import Sharding
 
@@ -85,4 +86,5 @@ def judged_over_ranks(kernel, workload, ranks, shard="contiguous", fault="", ref
         lambda exchange: kernel(exchange, problem, fault, spec.returns_lse), sharding, spec.layout, spec.returns_lse
     )
     callable_ = spec.subject(Registry(), lambda q, k, v: None, kernel.__name__)
-    return judge(RankedCallable(callable_, team, sharding), spec, references, keep_evidence=True)
+    comparison = judge(RankedCallable(callable_, team, sharding), spec, references)
+    return diagnose(comparison, spec.diagnosis_timeout, keep_evidence=True)

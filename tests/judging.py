@@ -13,6 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.latency.protocol import stopwatch_of
 from pytest_attn.latency.work import work_of
@@ -34,7 +35,8 @@ def attention(q, k, v):
 
 def judged(target, spec, references=None, **options):
     """Return the comparison of a callable or backend."""
-    return judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options)
+    comparison = judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options)
+    return diagnose(comparison, spec.diagnosis_timeout)
 
 
 def asked(target, spec, only=None, **options):

@@ -35,6 +35,7 @@ LAYERS = (
     "invariants",
     "mutants",
     "latency",
+    "diagnosis",
     "correctness",
     "backends",
     "workloads",

@@ -16,6 +16,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.latency.peak import measured_peak
@@ -39,7 +40,7 @@ def check(
 
     def judged() -> Comparison:
         __tracebackhide__ = True
-        return judge(subject, spec, references, deadline, keep_evidence=saver is not None or located is not None)
+        return judge(subject, spec, references, deadline)
 
     with measured_peak(spec.device) as peak:
         comparison = run.judged("checking", subject, spec, "check", judged)
@@ -51,6 +52,7 @@ def check(
         return comparison
     if known := [d for d in defects if d.explains(comparison, run.workload)]:
         outcome.xfail(subject, _describe_defects(known), comparison)
+    comparison = diagnose(comparison, spec.diagnosis_timeout, keep_evidence=saver is not None or located is not None)
     comparison = located(comparison) if located else comparison
     outcome.record(subject, Verdict.MISMATCH, comparison, memory=peak.bytes)
     outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)
@@ -62,12 +64,13 @@ def check_output(run: CaseRun, out: torch.Tensor, spec: CheckSpec, reference: Re
     saver, outcome = run.saver(None, spec), run.outcome
     broken = None
     try:
-        comparison = judge_output(out, spec, reference, keep_evidence=saver is not None)
+        comparison = judge_output(out, spec, reference)
     except ContractError as error:
         broken = error
     if broken is not None:
         outcome.record("out", Verdict.MISMATCH, reason=str(broken).splitlines()[0])
         run.fail_of_contract(broken, None, spec)
+    comparison = diagnose(comparison, spec.diagnosis_timeout, keep_evidence=saver is not None)
     outcome.record("out", Verdict.PASSED if comparison.passed else Verdict.MISMATCH, comparison)
     if not comparison.passed:
         outcome.fail(mismatch.describe(comparison), partial(saver.save, comparison=comparison) if saver else None)

@@ -96,7 +96,7 @@ class FailureSaver:
         if evidence is None:
             first = self._spec.inputs[0]
             return FailureData(first, self._session.references.inputs_of(self._spec, first), self._spec.backward)
-        distribution, reference, results = evidence
+        distribution, reference, results = evidence.failed
         backward = not {"dq", "dk", "dv"}.isdisjoint(results)
         return FailureData(distribution, reference.called_with, backward, results, reference)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_attn.backends.compiled import Compilation
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -68,36 +69,50 @@ class Location(NamedTuple):
     length: int
 
 
-class Suggestion(NamedTuple):
-    """One thing that a pattern of faults suggests: its kind, and the facts by which its words are filled in.
+class Hint(NamedTuple):
+    """One line that says why a tensor is wrong, or what was noticed beside.
 
-    The kinds and their words are in messages/mismatch.py.
+    fault: the identity of what went wrong, of `diagnosis/faults.py`; "" where the line names no fault. label: with which the
+    line begins: "suggests", or "strides" where the way in which tensors lay in memory makes the difference, "state" where
+    other calls do, "rerun" where equal calls differ, "ranks", "left out".
     """
 
-    kind: str
-    facts: Mapping[str, object]
+    fault: str
+    words: str
+    label: str = "suggests"
 
 
-class Evidence(NamedTuple):
-    """The inputs on which a tensor was wrong first, the exact results, and all that the kernel returned, in native layout."""
+class Returned(NamedTuple):
+    """What a callable returned on one distribution: its tensors by name, in native layout, and what they should have been."""
 
     distribution: str
     reference: Reference
-    results: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+
+
+class Evidence(NamedTuple):
+    """All that a judgment has seen of a callable that is wrong.
+
+    failed: what it returned where a tensor was wrong first. returned: on every distribution. limits: of out and lse, and of
+    gradients.
+    """
+
+    workload: Workload
+    failed: Returned
+    returned: Sequence[Returned]
+    limits: tuple[Limits, Limits]
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first tensor that is wrong: where, what that suggests, and what else was noticed.
+    """The first tensor that is wrong: where, and why, most telling first.
 
-    notes: (what, text): how the tensors lay in memory, or what happened between two calls, where that makes the difference.
-    evidence: where it was asked for.
+    evidence: for a diagnosis; None once there is one, unless it was asked for.
     """
 
     row: TensorComparison
     location: Location
-    suggestions: tuple[Suggestion, ...] = ()
-    notes: tuple[tuple[str, str], ...] = ()
+    hints: tuple[Hint, ...] = ()
     evidence: Evidence | None = field(default=None, repr=False)
 
 
@@ -131,6 +146,12 @@ class Comparison:
     def passed(self) -> bool:
         """Whether every tensor is within its budget and every input as it was."""
         return not self.changes and all(tensor.passed for tensor in self.tensors)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The identities of the faults that explain the first tensor that is wrong, most telling first."""
+        hints = self.mismatch.hints if self.mismatch else ()
+        return tuple(dict.fromkeys(hint.fault for hint in hints if hint.fault))
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -11,15 +11,13 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.calling import call_kernel, fault_of_change, late_refusals_of
 from pytest_attn.correctness.compare import compare_all
-from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch, TensorComparison
-from pytest_attn.correctness.confirm import Returned, WholeCase
+from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch, Returned, TensorComparison
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.diagnose import explain
 from pytest_attn.correctness.dropout import require_fair, require_same, with_mask
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.kept import KeptResult
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.patience import Patience
+from pytest_attn.correctness.location import location_of, looked_at, wrong_rows
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.signed import as_out
@@ -35,17 +33,16 @@ def judge(
     spec: CheckSpec,
     references: ReferenceCache,
     deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
-    keep_evidence: bool = False,
 ) -> Comparison:
     """Hold `subject` against exact attention on every input distribution of the spec.
 
-    Returns the comparison. Raises ContractError for a result that cannot be compared or for changed inputs. Raises
-    RefusedError where a backend refuses, or a function declines, as late as in a call, unless an earlier result was wrong.
-    Other exceptions of the kernel pass through. deadline: makes a context that surrounds each call. keep_evidence: keep the
-    tensors of the first mismatch with the comparison.
+    Returns the comparison; its mismatch has the evidence for a diagnosis. Raises ContractError for a result that cannot be
+    compared or for changed inputs. Raises RefusedError where a backend refuses, or a function declines, as late as in a call,
+    unless an earlier result was wrong. Other exceptions of the kernel pass through. deadline: makes a context that surrounds
+    each call.
     """
     __tracebackhide__ = True
-    judgment = _Judgment(subject, spec.for_subject(subject), deadline, keep_evidence)
+    judgment = _Judgment(subject, spec.for_subject(subject), deadline)
     with current(spec.device), judgment.keeping_what_is_wrong():
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
@@ -56,7 +53,7 @@ def judge(
     return judgment.comparison()
 
 
-def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_evidence: bool = False) -> Comparison:
+def judge_output(out: object, spec: CheckSpec, reference: Reference) -> Comparison:
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
     if spec.workload.dropout:
         raise ValueError("with dropout, out alone says not what was dropped; use attn.check")
@@ -65,16 +62,19 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference, keep_eviden
     empty_rows = EmptyRows(reference.called_with, spec.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
-    patience = Patience(spec.diagnosis_timeout)
-    case = WholeCase(spec.workload, [Returned(row.distribution, reference, tensors)], [row], limits, patience)
-    mismatch = None if row.passed else _mismatch(_Failed(row, reference, tensors), case, keep_evidence)
+    returned = Returned(row.distribution, reference, tensors)
+    mismatch = None if row.passed else mismatch_of(row, Evidence(spec.workload, returned, [returned], limits))
     return Comparison(spec.workload.id, "out", (row,), reference.is_sampled, mismatch=mismatch, sampled=reference.sampled)
 
 
-#: what is said of a kernel whose equal calls differ
-_RERUN = (
-    "equal calls return different results: is dropout on, is there a race, or is memory read that this call did not write?"
+#: what is said of a kernel whose calls differ
+_RERUN = Hint(
+    "calls-differ",
+    "equal calls return different results: is dropout on, is there a race, or is memory read that this call did not write?",
+    "rerun",
 )
+_CHANGED_LATER = Hint("result-changes-later", "its result was right, and has changed while others were computed", "state")
+_CHANGED_BY_CALLS = Hint("other-calls-matter", "the same call was right before others came between", "state")
 
 
 class _Judgment:
@@ -85,9 +85,8 @@ class _Judgment:
         subject: Subject,
         spec: CheckSpec,
         deadline: Callable[[], AbstractContextManager[object]],
-        keep_evidence: bool,
     ) -> None:
-        self.subject, self.spec, self.deadline, self.keep_evidence = subject, spec, deadline, keep_evidence
+        self.subject, self.spec, self.deadline = subject, spec, deadline
         self.kernel: AttentionFn | None = None
         self.rows: list[TensorComparison] = []
         self.changes: dict[str, float] = {}
@@ -119,9 +118,9 @@ class _Judgment:
         for row in rows:
             if not row.passed and self.failed is None:
                 tensors = {name: t.clone() for name, t in tensors.items()}  # a kernel may write to them again
-                notes = self._about_strides(row, reference, pattern)
-                notes = notes or self._about_equal_calls(row, reference, tensors, pattern)
-                self.failed = _Failed(row, reference, tensors, notes)
+                hints = self._about_strides(row, reference, pattern)
+                hints = hints or self._about_equal_calls(row, reference, tensors, pattern)
+                self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
 
     def ask_again(self) -> None:
@@ -132,14 +131,14 @@ class _Judgment:
         distribution, reference, handed_out, kept = self.first
         if any(result.is_large for result in kept.values()):
             del self.returned[1:]  # memory for another call, of which these would only explain a fault
-        self._judge_once_more(handed_out, CONTIGUOUS, "its result was right, and has changed while others were computed")
+        self._judge_once_more(handed_out, CONTIGUOUS, _CHANGED_LATER)
         if self.failed is None:
             again, pattern = self._results(distribution, reference, REWRITTEN_KEYS)
-            self._judge_once_more(again, pattern, "the same call was right before others came between")
+            self._judge_once_more(again, pattern, _CHANGED_BY_CALLS)
             if self.failed is None:
                 reference.let_go()
 
-    def _judge_once_more(self, tensors: dict[str, torch.Tensor], pattern: StridePattern, event: str) -> None:
+    def _judge_once_more(self, tensors: dict[str, torch.Tensor], pattern: StridePattern, event: Hint) -> None:
         """Judge those of the first distribution's tensors that are not what they were. event: what happened in between."""
         __tracebackhide__ = True
         assert self.first is not None
@@ -149,9 +148,9 @@ class _Judgment:
             if not row.passed:
                 self.rows.append(row)
                 if self.failed is None:
-                    notes = self._about_strides(row, reference, pattern) or (("state", event),)
-                    self.failed = _Failed(row, reference, dict(tensors), notes)
-                    self.returned.append(Returned(distribution, reference, dict(tensors)))
+                    hints = self._about_strides(row, reference, pattern) or (event,)
+                    self.failed = _Failed(row, Returned(distribution, reference, dict(tensors)), hints)
+                    self.returned.append(self.failed.returned)
 
     @contextmanager
     def keeping_what_is_wrong(self) -> Iterator[None]:
@@ -164,10 +163,12 @@ class _Judgment:
                 raise
 
     def comparison(self) -> Comparison:
-        """Return what was found, with what explains the first tensor that is wrong."""
-        patience = Patience(self.spec.diagnosis_timeout)
-        case = WholeCase(self.spec.workload, self.returned, self.rows, limits_named(self.spec.limits), patience)
-        mismatch = _mismatch(self.failed, case, self.keep_evidence) if self.failed else None
+        """Return what was found, with the evidence of the first tensor that is wrong."""
+        mismatch = None
+        if self.failed:
+            limits, returned = limits_named(self.spec.limits), self.failed.returned
+            evidence = Evidence(self.spec.workload, returned, self.returned, limits)
+            mismatch = mismatch_of(self.failed.row, evidence, self.failed.hints)
         return Comparison(
             self.spec.workload.id,
             self.subject.name,
@@ -238,16 +239,14 @@ class _Judgment:
     ) -> Iterator[TensorComparison]:
         return compare_all(distribution, tensors, reference, self.spec.workload, limits_named(self.spec.limits))
 
-    def _about_strides(
-        self, row: TensorComparison, reference: Reference, pattern: StridePattern
-    ) -> tuple[tuple[str, str], ...]:
+    def _about_strides(self, row: TensorComparison, reference: Reference, pattern: StridePattern) -> tuple[Hint, ...]:
         """Say how the tensors lay, if contiguous ones give the right result."""
         __tracebackhide__ = True
         if pattern == CONTIGUOUS:
             return ()
         text = f"{pattern.describe(self.spec.layout)}; contiguous tensors give the right result"
         is_right = [self._is_right_with(other, row, reference) for other in (CONTIGUOUS, pattern)]
-        return (("strides", text),) if is_right == [True, False] else ()
+        return (Hint("strides-misread", text, "strides"),) if is_right == [True, False] else ()
 
     def _is_right_with(self, pattern: StridePattern, row: TensorComparison, reference: Reference) -> bool:
         __tracebackhide__ = True
@@ -257,7 +256,7 @@ class _Judgment:
 
     def _about_equal_calls(
         self, row: TensorComparison, reference: Reference, tensors: Mapping[str, torch.Tensor], pattern: StridePattern
-    ) -> tuple[tuple[str, str], ...]:
+    ) -> tuple[Hint, ...]:
         """Say that equal calls return different results, by more than rounding explains."""
         __tracebackhide__ = True
         try:
@@ -271,7 +270,7 @@ class _Judgment:
         moved = (one - other).nan_to_num(0, 0, 0)
         if row.name == "lse" or float(moved.abs().max()) <= 2 * row.limits.element * float(expected.tau.max()):
             return ()
-        return (("rerun", _RERUN),)
+        return (_RERUN,)
 
 
 class _Result(NamedTuple):
@@ -287,16 +286,16 @@ class _Failed(NamedTuple):
     """The first tensor that is wrong, among all of its distribution, with what is known of how it came about."""
 
     row: TensorComparison
-    reference: Reference
-    tensors: Mapping[str, torch.Tensor]
-    notes: tuple[tuple[str, str], ...] = ()
+    returned: Returned
+    hints: tuple[Hint, ...] = ()
 
 
-def _mismatch(failed: _Failed, case: WholeCase, keep_evidence: bool) -> Mismatch:
-    row, reference, tensors, notes = failed
-    location, suggestions = explain(row, tensors[row.name], reference, case)
-    evidence = Evidence(row.distribution, reference, dict(tensors)) if keep_evidence else None
-    return Mismatch(row, location, tuple(suggestions), (*notes, *case.patience.notes()), evidence)
+def mismatch_of(row: TensorComparison, evidence: Evidence, hints: tuple[Hint, ...] = ()) -> Mismatch:
+    """Return where the tensor of a row that did not pass is wrong, with the evidence for a diagnosis."""
+    _, reference, tensors = evidence.failed
+    expected = reference.tensors[row.name]
+    got = looked_at(row.name, tensors[row.name], expected, evidence.workload)
+    return Mismatch(row, location_of(wrong_rows(row, got, expected), expected.rows), hints, evidence)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.empty_rows import EMPTY_ROWS
 from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.patience import DEFAULT_SECONDS
 from pytest_attn.correctness.reference import EXTRA
 from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.signed import SignedSubject
@@ -49,7 +48,7 @@ class CheckSpec:
     empty_rows: str = "zero"
     contiguous: bool = False
     signature: Signature | None = None
-    diagnosis_timeout: float = dataclasses.field(default=DEFAULT_SECONDS, compare=False)
+    diagnosis_timeout: float = dataclasses.field(default=60.0, compare=False)
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

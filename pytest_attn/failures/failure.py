@@ -22,6 +22,7 @@ from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.failures.data import inputs_from, reference_from
 from pytest_attn.failures.encoding import UnknownFunctionError, decode_precision, decode_workload
 from pytest_attn.invariants.check import judge_invariants
@@ -117,7 +118,7 @@ class Failure:
             return report
         comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, references), self._reproduce())
         if not comparison.passed:
-            raise AssertionError(f"{mismatch.describe(comparison)}\n{self._reproduce()}")
+            raise AssertionError(f"{mismatch.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}")
         return comparison
 
     @property

@@ -3,51 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from pytest_attn.correctness.calling import fault_of_change
-from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, Suggestion, TensorComparison
+from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, TensorComparison
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.location import describe_rows
 from pytest_attn.messages.lines import figure, labeled
-
-#: sizes of tiles, after the last full one of which a tail begins
-_TILES = (128, 64, 32, 16)
-#: the words of each kind of `Suggestion`
-_SUGGESTIONS: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
-    "mistake": "it equals attention {mistake} (z {z:.1f} there)",
-    "scale": "it equals attention with scale {scale:.4g}, not {expected:.4g} (z {z:.1f} there)",
-    "profiles": lambda facts: _profiles(**facts),
-    "shifted heads": "head h holds what belongs to head h - {shift}: heads are swapped",
-    "all zeros": "{tensor} is all zeros",
-    "not finite": lambda facts: _not_finite(**facts),
-    "zeros there": "{tensor} is 0 in all of these rows",
-    "beyond a power of two": "{tensor} is wrong from element {reach:,} (2^{bits}) on and right before: do offsets wrap there?",
-    "exp overflow": "each of these rows has lse below -88 (at most {largest:.1f}), where exp(-lse) overflows in float32",
-    "exp out of reach": "each of these rows has lse beyond 88 ({lowest:.1f} to {largest:.1f}), where exp(lse) leaves float32",
-    "no key": "each of these rows sees no key at all: {tensor} must be {exact} there",
-    "mean without keys": "each of these rows sees no key at all: out must be {exact} there, and is the mean of v"
-    ' (where that is meant, the marker says empty_rows="finite")',
-    "NaN without keys": "each of these rows sees no key at all: out must be {exact} there, and is NaN"
-    ' (where that is meant, the marker says empty_rows="any")',
-    "not finite without keys": "each of these rows sees no key at all: {tensor} must be finite there",
-    "shifted batch": "batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped",
-    "heads and rows swapped": "{tensor} has its heads and rows swapped, which no shape shows where these are equal",
-    "batch and heads swapped": "{tensor} has its batch entries and heads swapped, which no shape shows where these are equal",
-    "lse base": "lse is off by a factor of {factor}",
-    "other result": "{tensor} is {words}",
-    "lse shift": "lse is {shift} in every row",
-    "lse rounded": "lse is rounded to {dtype}; float32 expected",
-    "lse layout": "lse lies in memory as {layout}; (batch, heads, rows) expected",
-    "lse without maximum": "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added",
-    "lse is maximum": "lse is the row's maximum: the logarithm of the sum is not added",
-    "lse of a mistake": "lse is that of attention {mistake}",
-    "gradient factor": "{tensor} is {slope:.4g} times the exact gradient: {factor}",
-    "blind tile": "each of these rows sees no key in the first tile of {tile} keys that is visited: -inf less -inf is NaN",
-    "online": "{tensor} is that of an online softmax {text}",
-    "swapped gradients": "{tensor} holds {other}",
-    "backward": "{tensor} is that of a backward pass {text}",
-}
 
 
 def describe(comparison: Comparison) -> str:
@@ -96,8 +57,7 @@ def _describe_mismatch(mismatch: Mismatch, comparison: Comparison) -> str:
             f" mse {figure(row.mse, '.3g')}, relative L2 {figure(row.relative_l2, '.3g')},"
             f" cosine {row.cosine:.6f}, slope {figure(row.alpha, '.4f')}",
         ),
-        *(labeled("suggests", _describe_suggestion(one)) for one in mismatch.suggestions),
-        *(labeled(label, text) for label, text in mismatch.notes),
+        *(labeled(hint.label, hint.words) for hint in mismatch.hints),
     ]
     return "\n".join(lines)
 
@@ -133,7 +93,7 @@ def _value(value: float) -> str:
 
 
 def _describe_location(location: Location) -> str:
-    parts = [f"rows {_describe_rows(location.rows, location.length)}", _describe_set("head", location.heads)]
+    parts = [f"rows {describe_rows(location.rows, location.length)}", _describe_set("head", location.heads)]
     if location.batches.size > 1:
         parts.append(_describe_set("batch entry", location.batches).replace("entrys", "entries"))
     return "; ".join(parts)
@@ -145,42 +105,3 @@ def _describe_set(noun: str, members: Members) -> str:
         return f"all {size} {noun}s" if size > 1 else f"the only {noun}"
     shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
     return f"{noun}{'s' if len(found) > 1 else ''} {shown} (of {size})"
-
-
-def _describe_rows(members: Members, length: int) -> str:
-    """Describe which rows are wrong: all, one, a tail after the last full tile, every n-th, a range, or their number."""
-    rows, looked_at = members
-    of = f"of {length}" if looked_at == length else f"of {looked_at} looked at"
-    if len(rows) == looked_at:
-        return f"all {looked_at}"
-    if len(rows) == 1:
-        return f"only {rows[0]} {of}" + (" (the last)" if rows[0] == length - 1 else "")
-    is_range = looked_at == length and rows == tuple(range(rows[0], rows[-1] + 1))
-    for tile in _TILES:
-        if is_range and rows[-1] == length - 1 and rows[0] == length // tile * tile and length % tile:
-            return f"{rows[0]} to {rows[-1]} {of}, the tail after the last full tile of {tile}"
-        residues = {row % tile for row in rows}
-        if len(residues) == 1 and len(rows) >= 2 and not is_range:
-            return f"{len(rows)} {of}, every one at {residues.pop()} modulo {tile}"
-    if is_range:
-        return f"{rows[0]} to {rows[-1]} {of}"
-    return f"{len(rows)} {of}, first {rows[0]}, last {rows[-1]}"
-
-
-# -- what it suggests ----------------------------------------------------------------------------------------------------
-
-
-def _describe_suggestion(suggestion: Suggestion) -> str:
-    template = _SUGGESTIONS[suggestion.kind]
-    return template(suggestion.facts) if callable(template) else template.format(**suggestion.facts)
-
-
-def _not_finite(tensor: str, nans: int, infinities: int, location: Location) -> str:
-    rows = _describe_rows(location.rows, location.length)
-    return f"{tensor} holds {nans:,} NaN and {infinities:,} infinite elements (rows: {rows})"
-
-
-def _profiles(profiles: Mapping[str, float], declared: str) -> str:
-    found = ", ".join(f"{name!r} (z {z:.1f} there)" for name, z in profiles.items())
-    first = next(iter(profiles))
-    return f"it fits the precision profile {found}, not {declared!r}; if it rounds there, say precision={first!r}"

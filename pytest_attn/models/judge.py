@@ -23,12 +23,12 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.compare import compare_all, compare_tensor
-from pytest_attn.correctness.comparison import Comparison, Mismatch, Suggestion, TensorComparison
-from pytest_attn.correctness.confirm import Returned, WholeCase
+from pytest_attn.correctness.comparison import Comparison, Evidence, Returned, TensorComparison
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.diagnose import explain
+from pytest_attn.correctness.judge import mismatch_of
 from pytest_attn.correctness.limits import Limits, limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
 from pytest_attn.models.exact import Dithered, Passes
 from pytest_attn.workloads.inputs import Inputs
@@ -71,13 +71,12 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     mismatch = None
     if failed is not None:
         _require_finite(inputs)
-        case = WholeCase(workload, [Returned(DISTRIBUTION, reference, tensors)], rows, both)
-        location, suggestions = explain(failed, tensors[failed.name], reference, case)
-        mismatch = Mismatch(failed, location, tuple(map(_in_a_model, suggestions)))
+        returned = Returned(DISTRIBUTION, reference, tensors)
+        mismatch = mismatch_of(failed, Evidence(workload, returned, [returned], both))
     name = call.function if subject is None else subject.name
     sampled = reference.sampled
     facts = workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, call.changes
-    return Comparison(*facts, sampled=sampled)
+    return _in_a_model(diagnose(Comparison(*facts, sampled=sampled)))
 
 
 def _require_finite(inputs: Inputs) -> None:
@@ -92,10 +91,15 @@ def _require_finite(inputs: Inputs) -> None:
             )
 
 
-def _in_a_model(suggestion: Suggestion) -> Suggestion:
+def _in_a_model(comparison: Comparison) -> Comparison:
     """Say of rows that see no key what holds in a model: its marker has no empty_rows."""
-    is_about_empty_rows = suggestion.kind in ("no key", "NaN without keys")
-    return suggestion._replace(kind="not finite without keys") if is_about_empty_rows else suggestion
+    mismatch = comparison.mismatch
+    if mismatch is None:
+        return comparison
+    words = f"each of these rows sees no key at all: {mismatch.row.name} must be finite there"
+    is_of_markers = ("empty-rows", "empty-rows-nan")
+    hints = (hint._replace(words=words) if hint.fault in is_of_markers else hint for hint in mismatch.hints)
+    return replace(comparison, mismatch=replace(mismatch, hints=tuple(hints)))
 
 
 # -- limits of emulated kernels ----------------------------------------------------------------------------------------------

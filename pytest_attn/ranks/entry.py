@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.backward_parts import Part, Place
 from pytest_attn.correctness.exact import modify
 from pytest_attn.correctness.reference import Reference, heads_first
+from pytest_attn.diagnosis.steps import Region, RegionScores
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class Entry:
 
     def __init__(self, reference: Reference, sharding: Sharding, batch: int) -> None:
         w = sharding.workload
-        self._inputs, self._place = reference.inputs, Place(batch)
-        self.part = Part(self._inputs, w, self._place)
+        self._inputs, self._region = reference.inputs, Region(batch)
+        self.part = RegionScores(self._inputs, w, self._region)
         self.sharding, self.group = sharding, w.group
         segment = self.part.block.segment
         self.rows, self.keys = self.part.rows + segment.q_start, self.part.at + segment.kv_start
@@ -55,7 +55,7 @@ class Entry:
     def unmasked(self) -> torch.Tensor:
         """The scores without the mask: those of rows that see all."""
         w = self.sharding.workload.replace(mask=None)
-        return Part(self._inputs, w, self._place).scores[0]
+        return RegionScores(self._inputs, w, self._region).scores[0]
 
     def out(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return attention with these scores, 0 in rows that see nothing, (heads, rows, dim)."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch
+from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch
 from pytest_attn.correctness.reference import score_elements
 from pytest_attn.ranks.cache_mistakes import cache_mistakes_of
 from pytest_attn.ranks.entry import Entry, owners
@@ -35,32 +35,36 @@ def located(comparison: Comparison, sharding: Sharding) -> Comparison:
         return _located_in_pages(comparison, mismatch, mismatch.evidence, sharding)
     name = mismatch.row.name
     ranks = _wrong_ranks(mismatch, sharding)
-    notes = [("ranks", _whose_rows(mismatch, sharding, ranks))]
     found = explained(name, mismatch.evidence, sharding, ranks)
     is_certain = bool(found) and not any(mistake.is_factor for mistake in found.values())
-    notes += [("suggests", text) for text in _told(name, found, sharding.ranks)]
-    suggestions = () if is_certain else mismatch.suggestions
-    said = replace(mismatch, notes=(*notes, *mismatch.notes), suggestions=suggestions)
-    return replace(comparison, mismatch=said)
+    of_ranks = [Hint("", _whose_rows(mismatch, sharding, ranks), "ranks")]
+    of_ranks += [Hint("", text) for text in _told(name, found, sharding.ranks)]
+    return replace(comparison, mismatch=_with(mismatch, of_ranks, is_certain))
+
+
+def _with(mismatch: Mismatch, of_ranks: Sequence[Hint], is_certain: bool) -> Mismatch:
+    """Return a mismatch with hints of ranks as well, or, where these are certain, in place of what else is suggested."""
+    others = [hint for hint in mismatch.hints if hint.label != "suggests"]
+    suggested = () if is_certain else (hint for hint in mismatch.hints if hint.label == "suggests")
+    return replace(mismatch, hints=(*suggested, *of_ranks, *others))
 
 
 def _located_in_pages(comparison: Comparison, mismatch: Mismatch, evidence: Evidence, sharding: Sharding) -> Comparison:
     """Return a failing comparison of ranks that share a paged cache: what they merge is one result, whose out tells most."""
     found = explained("out", evidence, sharding, [0])
-    notes = [("suggests", f"out is {mistake.text}") for mistake in found.values()]
-    said = replace(mismatch, notes=(*notes, *mismatch.notes), suggestions=() if found else mismatch.suggestions)
-    return replace(comparison, mismatch=said)
+    of_ranks = [Hint("", f"out is {mistake.text}") for mistake in found.values()]
+    return replace(comparison, mismatch=_with(mismatch, of_ranks, bool(found)))
 
 
 def explained(name: str, evidence: Evidence, sharding: Sharding, ranks: Sequence[int]) -> dict[int, RankMistake]:
     """Return for each wrong rank the mistake that explains a tensor there best; nothing unless all can be explained."""
-    w, reference = sharding.workload, evidence.reference
+    w, reference = sharding.workload, evidence.failed.reference
     if name == "lse" or reference.is_sampled or w.sinks or score_elements(w) > _MOST_SCORES:
         return {}
-    if reference.given is not None or not bool(evidence.results[name].isfinite().all()):
+    if reference.given is not None or not bool(evidence.failed.tensors[name].isfinite().all()):
         return {}
     entries = [Entry(reference, sharding, batch) for batch in range(w.batch)]
-    got = [entry.mine(name, evidence.results[name]) for entry in entries]
+    got = [entry.mine(name, evidence.failed.tensors[name]) for entry in entries]
     exact = [entry.of_whole(name, reference.tensors[name].value) for entry in entries]
     most = _LEFT_IN_PAGES if sharding.shares_pages else _LEFT
     fits: dict[int, dict[str, tuple[float, RankMistake]]] = {}

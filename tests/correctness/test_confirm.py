@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
 from pytest_attn import Workload
-from pytest_attn.correctness import confirm
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis import precision
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
@@ -30,26 +30,24 @@ def online_softmax_in_the_dtype(q, k, v, block=64):
     return acc / total
 
 
-def suggestions(kernel, workload, **more):
+def faults(kernel, workload, **more):
     comparison = judged(kernel, CheckSpec(workload, CPU, **more))
     assert not comparison.passed
-    return comparison.mismatch.suggestions
+    return comparison.faults
 
 
 @pytest.mark.parametrize("length", [256, 1024])
 def test_a_profile_is_suggested_only_if_the_whole_case_would_pass_with_it(length):
     workload = Workload(length, heads=2, head_dim=64)
-    for suggestion in suggestions(online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS)):
-        assert suggestion.kind == "profiles"
-        for profile in suggestion.facts["profiles"]:
-            found = pytest_attn.check(
-                online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS), precision=profile, device="cpu"
-            )
-            assert found.passed
+    for fault in faults(online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS)):
+        profile = fault.removeprefix("precision-")
+        assert pytest_attn.check(
+            online_softmax_in_the_dtype, workload, inputs=tuple(DISTRIBUTIONS), precision=profile, device="cpu"
+        ).passed
 
 
 def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
-    assert suggestions(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
+    assert faults(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
 
 
 def test_a_mistake_of_some_calls_only_is_not_what_the_kernel_computes():
@@ -59,9 +57,8 @@ def test_a_mistake_of_some_calls_only_is_not_what_the_kernel_computes():
         calls.append(1)
         return sdpa(q, k, v, is_causal=len(calls) == 1)
 
-    assert suggestions(forgetful, CAUSAL) == ()
-    ignoring = suggestions(lambda q, k, v: sdpa(q, k, v), CAUSAL)
-    assert [one.facts["mistake"] for one in ignoring] == ["without the mask"]
+    assert faults(forgetful, CAUSAL) == ()
+    assert faults(lambda q, k, v: sdpa(q, k, v), CAUSAL) == ("mask-ignored",)
 
 
 def test_a_factor_of_a_gradient_is_named_only_if_all_distributions_have_it():
@@ -152,6 +149,6 @@ def test_what_takes_too_long_to_confirm_is_not_suggested(monkeypatch):
         return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
 
     workload = Workload(128, heads=2, head_dim=64)
-    assert [one.kind for one in suggestions(eager, workload)] == ["profiles"]
-    monkeypatch.setattr(confirm, "_AGAIN_ELEMENTS", 128)
-    assert suggestions(eager, workload) == ()
+    assert faults(eager, workload) == ("precision-eager",)
+    monkeypatch.setattr(precision, "_AGAIN_ELEMENTS", 128)
+    assert faults(eager, workload) == ()

@@ -233,7 +233,7 @@ def test_a_result_that_changes_later_is_found_by_its_fingerprint(few, monkeypatc
     assert compared(causal).passed
     comparison = compared(reuses_memory)
     assert not comparison.passed
-    assert comparison.mismatch.notes[0][0] == "state"
+    assert comparison.mismatch.hints[0].label == "state"
 
 
 def test_fingerprints_tell_one_bit_and_two_elements_that_change_places(monkeypatch):

@@ -10,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Document, Neighborhood, Pages, Window, Workload
 from pytest_attn.correctness.mask_mistakes import mask_mistakes
-from pytest_attn.correctness.mistakes import likely_mistakes
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.attention import attention_faults
+from pytest_attn.diagnosis.faults import is_known
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
@@ -220,19 +221,20 @@ VARIED = (
 
 
 @pytest.mark.parametrize("workload", VARIED, ids=lambda w: w.id)
-def test_mistakes_are_the_same_for_every_draw_and_each_is_an_attention(workload):
-    """A mistake is looked up by its text on other distributions, and what it amounts to can be computed."""
+def test_faults_are_those_of_every_draw_and_each_is_an_attention(workload):
+    """What was thought of with one draw of inputs can be computed with another."""
     from pytest_attn.backends.precision import precision_named
     from pytest_attn.correctness.reference import compute_reference
 
     of_one, of_other = (draw_inputs(workload, name) for name in ("structured", "flat"))
-    texts = [mistake.text for mistake in likely_mistakes(of_one, workload)]
-    assert texts == [mistake.text for mistake in likely_mistakes(of_other, workload)]
-    assert len(texts) > 10
-    for mistake in likely_mistakes(of_one, workload):
-        inputs, other = mistake.attention()
+    faults = list(attention_faults(workload, of_one))
+    assert [fault.words for fault in faults] == [fault.words for fault in attention_faults(workload, of_other)]
+    assert len(faults) > 10
+    for fault in faults:
+        assert is_known(fault.fault)
+        inputs, other = fault.attention(of_other)
         out = compute_reference(inputs, precision_named("flash"), workload=other).tensors["out"].value
-        assert out.isfinite().all(), mistake.text
+        assert out.isfinite().all(), fault.words
 
 
 def test_a_mistake_with_a_mask_hides_or_shows_something():

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness import gradient_mistakes, out_mistakes
-from pytest_attn.correctness import judge as judging
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.patience import Patience
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis import diagnose as diagnosing
+from pytest_attn.diagnosis.case import TimeBudget
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.messages.mismatch import describe
 
 CAUSAL = Workload(64, heads=2, head_dim=32, mask="causal")
@@ -29,39 +29,38 @@ class Clock:
 
 @pytest.mark.parametrize(("seconds", "tried"), [(3, [0, 1, 2]), (0, [*range(9)]), (100, [*range(9)])])
 def test_a_search_ends_between_two_steps(seconds, tried):
-    patience = Patience(seconds, Clock())
-    assert list(patience.each("these", range(9))) == tried
-    assert list(patience.each("those", range(2))) == ([] if len(tried) < 9 else [0, 1])
-    expected = () if len(tried) == 9 else ("these", "those")
-    text = f"after {seconds:g} s (--attn-diagnosis-timeout), not all of these were tried: {', '.join(expected)}"
-    assert patience.notes() == ((("left out", text),) if expected else ())
+    budget = TimeBudget(seconds, Clock())
+    assert list(budget.each("these", range(9))) == tried
+    assert list(budget.each("those", range(2))) == ([] if len(tried) < 9 else [0, 1])
+    assert budget.left_out == ([] if len(tried) == 9 else ["these", "those"])
 
 
 def test_nothing_is_left_out_of_what_was_done_in_time():
-    patience = Patience(3, Clock())
-    assert list(patience.each("these", range(2))) == [0, 1]
-    assert patience.notes() == ()
+    budget = TimeBudget(3, Clock())
+    assert list(budget.each("these", range(2))) == [0, 1]
+    assert budget.left_out == []
 
 
 def judged(monkeypatch, seconds, kernel, backward=False):
     """Judge a wrong kernel with a clock of steps; return what is said of it."""
-    monkeypatch.setattr(judging, "Patience", lambda seconds: Patience(seconds, Clock()))
-    spec = CheckSpec(CAUSAL, torch.device("cpu"), backward=backward, precision="torch_cpu", diagnosis_timeout=seconds)
-    return describe(judge(spec.subject(Registry(), kernel), spec, ReferenceCache()))
+    monkeypatch.setattr(diagnosing, "TimeBudget", lambda seconds: TimeBudget(seconds, Clock()))
+    spec = CheckSpec(CAUSAL, torch.device("cpu"), backward=backward, precision="torch_cpu")
+    return describe(diagnose(judge(spec.subject(Registry(), kernel), spec, ReferenceCache()), seconds))
 
 
-def counted(monkeypatch, module, name):
-    calls, plain = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: calls.append(given) or plain(*given))
-    return calls
+@pytest.fixture
+def tried(monkeypatch):
+    """Return the hypotheses that a diagnosis tries, in a list that it adds to."""
+    found, plain = [], diagnosing.explains
+    monkeypatch.setattr(diagnosing, "explains", lambda one, seen: found.append(one.words) or plain(one, seen))
+    return found
 
 
 def full(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_mistakes_of_out_are_tried_as_long_as_there_is_time(monkeypatch):
-    tried = counted(monkeypatch, out_mistakes, "_z")
+def test_faults_of_out_are_tried_as_long_as_there_is_time(monkeypatch, tried):
     named = judged(monkeypatch, 1000, full)
     without_end = len(tried)
     assert "suggests" in named
@@ -73,13 +72,12 @@ def test_mistakes_of_out_are_tried_as_long_as_there_is_time(monkeypatch):
     assert "left out   after 5 s (--attn-diagnosis-timeout), not all of these were tried: likely mistakes" in text
 
 
-def test_mistakes_of_a_gradient_too(monkeypatch):
+def test_faults_of_a_gradient_too(monkeypatch, tried):
     def scaled_gradient(q, k, v):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out.register_hook(lambda gradient: gradient.roll(1, 2))
         return out
 
-    tried = counted(monkeypatch, gradient_mistakes, "_left")
     text = judged(monkeypatch, 4, scaled_gradient, backward=True)
-    assert 0 < len(tried) <= 4
+    assert 0 < len([words for words in tried if "a backward pass" in words]) <= 4
     assert "mistakes in steps of the backward pass" in text

@@ -51,8 +51,7 @@ def test_under_another_profile_the_hint_names_them(variant):
     workload = WORKLOADS["smoke-full-fp32"]
     comparison = judged(callable_of(variant, workload), spec(workload, "flash", INPUTS), REFERENCES)
     assert not comparison.passed
-    (suggestion,) = comparison.mismatch.suggestions
-    assert list(suggestion.facts["profiles"]) == ["tf32"]
+    assert comparison.faults == ("precision-tf32",)
 
 
 def callable_of(variant, workload):

@@ -204,7 +204,7 @@ def save(folder, spec, target=on_module_level):
     item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]})
     subject = spec.subject(Registry(), target)
     saver = FailureSaver(str(folder), session, item, spec, subject, "pytest test_x.py")
-    comparison = judge(subject, spec, ReferenceCache(), keep_evidence=True)
+    comparison = judge(subject, spec, ReferenceCache())
     saved = saver.save(f"{describe(comparison)}\n  reproduce  pytest test_x.py", comparison)
     assert saved.startswith("  saved      "), saved
     (found,) = folder.iterdir()

@@ -1,0 +1,365 @@
+"""Tensors that a kernel misreads, each as the attention to which that amounts: how far, of whom, and changed before."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from pytest_attn.correctness.mask_mistakes import TILES, seen_by
+from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
+from pytest_attn.workloads.heads import key_heads
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Causal, MaskMod, Window
+from pytest_attn.workloads.quantized import dequantized, factors_of
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+_ROPE_BASE = 10000.0
+
+
+def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield faults with what is read. drawn: as that of `attention_faults`."""
+    yield from _lengths(w, drawn)
+    yield from _heads(w)
+    yield from _batch_entries(w)
+    yield from _packed_keys(w)
+    yield from _pages(w)
+    yield from _contents(w)
+    yield from _rotated(w)
+
+
+# -- how far a sequence goes -----------------------------------------------------------------------------------------------
+
+
+def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    if drawn.kv_lens is not None:
+        if len(set(w.kv_lens or ())) > 1:
+            words = "that ignores kv_lens and sees padding"
+            yield AttentionFault("kv-lens-ignored", words, of_tensors(w, lambda i: {"kv_lens": None}))
+            words, of_first = "with the length of the first batch entry for all", _lens(lambda lens: lens[:1].expand_as(lens))
+            yield AttentionFault("kv-len-of-first-batch-entry", words, of_tensors(w, of_first))
+        words = "with kv_lens one too short: the newest key is not seen"
+        one_less = of_tensors(w, _lens(lambda lens: (lens - 1).clamp(min=0)))
+        yield AttentionFault("newest-key-missing", words, one_less)
+    if w.is_packed or w.kv_pages or not (w.mask is None or isinstance(w.mask, Causal | Window)):
+        return
+    ends = [kv_len for _, kv_len in sequence_lengths(w)]
+    tried: set[tuple[int, ...]] = set()
+    for tile in reversed(TILES):
+        filled = tuple(-(-end // tile) * tile for end in ends)
+        if filled not in tried and filled != tuple(ends):
+            tried.add(filled)
+            words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
+            yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+
+
+def _lens(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], dict[str, torch.Tensor]]:
+    """Return what changes the lengths of the keys."""
+
+    def lens(inputs: Inputs) -> dict[str, torch.Tensor]:
+        assert inputs.kv_lens is not None
+        return {"kv_lens": changed(inputs.kv_lens)}
+
+    return lens
+
+
+def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> Other:
+    """Lengthen the keys by zeros, up to the end of each batch entry's last tile, and show these."""
+    inside, longest = seen_by(inputs, w), max(w.kv_len, *filled)
+    ends = torch.tensor([kv_len for _, kv_len in sequence_lengths(w)], device=inputs.device)
+    stops = ends.new_tensor(filled)
+    beyond = (ends.new_tensor(range(longest)) >= ends[:, None])[:, None, :, None]
+    k, v = (F.pad(t, (0, 0, 0, longest - w.kv_len)).masked_fill(beyond, 0) for t in (inputs.k, inputs.v))
+    bias = inputs.bias
+    if bias is not None and bias.shape[-1] == w.kv_len:
+        bias = F.pad(bias, (0, longest - w.kv_len))
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return inside(b, h, q, kv) & (kv < stops[b])
+
+    longer = dataclasses.replace(inputs, k=k, v=v, bias=bias, kv_lens=None)
+    seen: MaskMod = mask_mod
+    return longer, w.replace(kv_len=longest, kv_lens=None, mask=seen)
+
+
+# -- heads and batch entries -------------------------------------------------------------------------------------------------
+
+
+def _heads(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other key heads for the query heads."""
+    own, keys = tuple(key_heads(w)), w.kv_heads
+    tried: set[tuple[int, ...]] = set()
+    for fault, words, head_of in (
+        (
+            "heads-interleaved",
+            "in which query head h uses key head h % kv_heads (interleaved groups)",
+            lambda h: h % keys,
+        ),
+        (
+            "heads-in-neighboring-groups",
+            "in which query head h uses key head h // group (groups of neighbors)",
+            lambda h: h // w.group,
+        ),
+        (
+            "group-taken-for-kv-heads",
+            "in which query head h uses key head h // kv_heads, not h // group",
+            lambda h: min(h // keys, keys - 1),
+        ),
+        (
+            "group-rounded-to-power-of-two",
+            "in which groups are rounded up to a power of two",
+            lambda h: h >> (w.group - 1).bit_length(),
+        ),
+        (
+            "groups-ignored",
+            "in which query head h uses key head h, as far as there are any",
+            lambda h: min(h, keys - 1),
+        ),
+        ("first-key-head-for-all", "in which all query heads use the first key head", lambda h: 0),
+        ("next-key-head", "in which query heads use the next key head", lambda h: (own[h] + 1) % keys),
+    ):
+        order = tuple(map(head_of, range(w.heads)))
+        if order != own and order not in tried:
+            tried.add(order)
+            yield AttentionFault(fault, words, partial(_with_key_heads, w, order))
+
+
+def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Other:
+    index = torch.tensor(order, device=inputs.device)
+    k, v = (t.index_select(2 if w.kv_pages else 1, index) for t in (inputs.k, inputs.v))
+    return dataclasses.replace(inputs, k=k, v=v), w.replace(kv_heads=w.heads)
+
+
+def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
+    """Yield keys and values of other batch entries."""
+    if w.batch == 1 or w.is_packed or w.kv_pages:
+        return
+
+    def fault(name: str, words: str, tensors: str, move: Callable[[torch.Tensor], torch.Tensor]) -> AttentionFault:
+        return AttentionFault(name, words, of_tensors(w, lambda i: {one: move(getattr(i, one)) for one in tensors}))
+
+    def first(t: torch.Tensor) -> torch.Tensor:
+        return t[:1].expand_as(t)
+
+    yield fault("keys-of-first-batch-entry", "with the keys of the first batch entry for all", "k", first)
+    yield fault("values-of-first-batch-entry", "with the values of the first batch entry for all", "v", first)
+    yield fault("kv-of-first-batch-entry", "with k and v of the first batch entry for all", "kv", first)
+    yield fault("kv-of-next-batch-entry", "with k and v of the next batch entry", "kv", lambda t: t.roll(-1, 0))
+    if w.batch > 2:
+        yield fault("kv-of-previous-batch-entry", "with k and v of the batch entry before", "kv", lambda t: t.roll(1, 0))
+        yield fault("batch-reversed", "with the batch in reverse", "kv", lambda t: t.flip(0))
+
+
+# -- packed and paged keys -------------------------------------------------------------------------------------------------
+
+
+def _packed_keys(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other places at which the keys of packed sequences are taken to be."""
+    if w.q_lens is None or w.kv_lens is None or w.batch == 1 or not w.packs_keys:
+        return
+    starts = [0, *itertools.accumulate(w.kv_lens)][:-1]
+    q_starts = [0, *itertools.accumulate(w.q_lens)][:-1]
+    total = sum(w.kv_lens)
+    if w.mask is None or w.q_lens == w.kv_lens:
+        whole = of_workload(w, batch=1, q_lens=(sum(w.q_lens),), kv_lens=(total,), q_len=None, kv_len=None)
+        yield AttentionFault("sequences-see-each-other", "whose packed sequences see each other", whole)
+    if w.q_lens != w.kv_lens:
+        words = "that finds packed keys by the cumulated lengths of the queries"
+        yield AttentionFault("keys-at-offsets-of-queries", words, partial(_with_extents, w, q_starts, w.q_lens))
+    words = "whose packed sequences read from their second key to the first of the next"
+    late = [start + 1 for start in starts[:-1]] + starts[-1:]
+    yield AttentionFault("keys-begin-late", words, partial(_with_extents, w, late, w.kv_lens))
+    if w.group > 1:
+        words = "that finds packed keys with the stride of the queries, which have more heads"
+        far = [start * w.group for start in starts]
+        yield AttentionFault("keys-with-stride-of-queries", words, partial(_with_extents, w, far, w.kv_lens))
+    for tile in reversed(TILES):
+        filled = [min(-(-n // tile) * tile, total - start) for n, start in zip(w.kv_lens, starts, strict=True)]
+        if filled != list(w.kv_lens):
+            words = f"whose packed sequences see the next one's keys, up to a multiple of {tile}"
+            yield AttentionFault("tail-reads-next-sequence", words, partial(_with_extents, w, starts, filled))
+    if 0 in w.q_lens:
+        extents = iter(zip(starts, w.kv_lens, strict=True))
+        taken = [next(extents) if q_len else (0, 0) for q_len in w.q_lens]
+        words = "that leaves sequences without queries out of the queries' list but not out of the keys'"
+        fewer = partial(_with_extents, w, [start for start, _ in taken], [length for _, length in taken])
+        yield AttentionFault("sequence-without-queries-left-out", words, fewer)
+
+
+def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], inputs: Inputs) -> Other:
+    """Read each packed sequence's keys from another place, and as many as said; what lies past the end wraps round."""
+    where = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    index = (torch.cat(where) % len(inputs.k)).to(inputs.k.device)
+    return dataclasses.replace(inputs, k=inputs.k[index], v=inputs.v[index]), w.replace(kv_lens=tuple(lengths), kv_len=None)
+
+
+def _pages(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other pages, or fewer."""
+    if w.kv_pages is None:
+        return
+    size = w.kv_pages.size
+
+    def table(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:
+        def other(inputs: Inputs) -> dict[str, torch.Tensor]:
+            assert inputs.page_table is not None
+            return {"page_table": changed(inputs.page_table)}
+
+        return of_tensors(w, other)
+
+    def numbers(table: torch.Tensor) -> torch.Tensor:
+        return torch.arange(table.shape[1], device=table.device)
+
+    if any(n % size for n in w.kv_lens or ()):
+        whole = of_tensors(w, _lens(lambda lens: lens // size * size))
+        yield AttentionFault("last-page-skipped", "without the last page where it is not full", whole)
+    if w.batch > 1:
+        of_first = table(lambda t: t[:1].expand_as(t))
+        yield AttentionFault("pages-of-first-sequence", "with the pages of the first sequence for all", of_first)
+    words = "that takes a sequence's pages to follow each other: only the first is looked up"
+    yield AttentionFault("pages-taken-in-order", words, partial(_with_pages_in_order, w))
+    words = "that finds a row of the page table by the pages in use, not by its stride"
+    yield AttentionFault("page-table-stride-ignored", words, partial(_without_stride, w, size))
+    words = "that takes pages to be twice as long as they are"
+    yield AttentionFault("page-of-another-size", words, table(lambda t: t[:, numbers(t) // 2]))
+
+
+def _with_pages_in_order(w: Workload, inputs: Inputs) -> Other:
+    table = inputs.page_table
+    assert table is not None
+    in_order = (table[:, :1] + torch.arange(table.shape[1], device=table.device)) % len(inputs.k)
+    return dataclasses.replace(inputs, page_table=in_order), w
+
+
+def _without_stride(w: Workload, size: int, inputs: Inputs) -> Other:
+    table, lens = inputs.page_table, inputs.kv_lens
+    assert table is not None
+    assert lens is not None
+    rows, columns = (torch.arange(n, device=table.device) for n in table.shape)
+    used = -(-lens[:, None] // size)
+    taken = table.flatten()[(rows[:, None] * used + columns).clamp(max=table.numel() - 1)]
+    return dataclasses.replace(inputs, page_table=taken), w
+
+
+# -- q, k and v ------------------------------------------------------------------------------------------------------------
+
+
+def _contents(w: Workload) -> Iterator[AttentionFault]:
+    words = "with uniform probabilities: the scores have no effect"
+    yield AttentionFault("scores-without-effect", words, of_tensors(w, lambda i: {"q": i.q * 0}))
+    if w.head_dim == w.v_head_dim:
+        yield AttentionFault("k-for-v", "with k in place of v", of_tensors(w, lambda i: {"v": i.k}))
+        yield AttentionFault("v-for-k", "with v in place of k", of_tensors(w, lambda i: {"k": i.v}))
+    if w.v_in_k and w.head_dim > w.v_head_dim:
+        words = "with the last elements of k for v, not the first"
+        yield AttentionFault("v-from-end-of-k", words, of_tensors(w, lambda i: {"v": i.k[..., -w.v_head_dim :]}))
+    for step in (64, 32, 16):
+        whole = w.head_dim // step * step
+        if 0 < whole < w.head_dim:
+            words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
+            yield AttentionFault("head-dim-tail-unread", words, partial(_with_short_queries, w, whole))
+    if w.v_head_dim != w.head_dim and not w.kv_pages and not w.is_packed:
+        words = "that reads rows of v head_dim apart, as those of k"
+        yield AttentionFault("v-with-head-dim-of-k", words, of_tensors(w, lambda i: {"v": _far_rows(i.v, w)}))
+    if w.kv_heads == w.kv_len > 1 and not w.is_packed and not w.kv_pages:
+        words, swapped = "with heads and rows of k swapped", of_tensors(w, lambda i: {"k": i.k.transpose(1, 2).contiguous()})
+        yield AttentionFault("k-heads-and-rows-swapped", words, swapped)
+    for bits in (8, 15, 16):
+        if w.kv_len > 1 << bits and not w.is_packed and not w.kv_pages:
+            words = f"whose key positions wrap round at {1 << bits}"
+            yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
+
+
+def _with_short_queries(w: Workload, whole: int, inputs: Inputs) -> Other:
+    q = inputs.q.clone()
+    q[..., whole:] = 0
+    return dataclasses.replace(inputs, q=q), w
+
+
+def _far_rows(v: torch.Tensor, w: Workload) -> torch.Tensor:
+    """Read v with the strides that it would have, were its rows head_dim long; what lies past the end wraps round."""
+    *rows, dim = v.shape
+    at = torch.arange(math.prod(rows), device=v.device).view(*rows, 1) * w.head_dim + torch.arange(dim, device=v.device)
+    return v.flatten()[at % v.numel()]
+
+
+def _wrapped(w: Workload, reach: int, inputs: Inputs) -> Other:
+    at = torch.arange(w.kv_len, device=inputs.k.device) % reach
+    return dataclasses.replace(inputs, k=inputs.k[:, :, at], v=inputs.v[:, :, at]), w
+
+
+def _rotated(w: Workload) -> Iterator[AttentionFault]:
+    """Yield q and k rotated by their positions: what a model does before attention, and a kernel must not do again."""
+    if w.head_dim % 2 or w.is_packed or w.kv_pages:
+        return
+    for style in ("half-split", "interleaved"):
+        for shift in sorted({0, max(w.kv_len - w.q_len, 0)}):
+            for is_rounded in (False, True):
+                at = f" and q from position {shift}" if shift else ""
+                words = f"with RoPE inside: q and k rotated by position ({style} pairs, base 10000{at})"
+                yield AttentionFault(f"rope-inside-{style}", words, partial(_with_rope, w, shift, style, is_rounded))
+
+
+def _with_rope(w: Workload, shift: int, style: str, is_rounded: bool, inputs: Inputs) -> Other:
+    q, k = _rope(inputs.q, shift, style), _rope(inputs.k, 0, style)
+    if is_rounded:
+        q, k = q.to(inputs.q.dtype), k.to(inputs.k.dtype)
+    return dataclasses.replace(inputs, q=q, k=k), w
+
+
+def _rope(x: torch.Tensor, shift: int, style: str) -> torch.Tensor:
+    """Rotate (..., rows, head_dim) by position."""
+    *_, rows, dim = x.shape
+    frequency = _ROPE_BASE ** -(torch.arange(0, dim, 2, device=x.device, dtype=torch.float64) / dim)
+    angle = torch.arange(shift, shift + rows, device=x.device)[:, None] * frequency
+    x = x.double()
+    one, other = x.chunk(2, -1) if style == "half-split" else (x[..., 0::2], x[..., 1::2])
+    turned = (one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin())
+    return torch.cat(turned, -1) if style == "half-split" else torch.stack(turned, -1).flatten(-2)
+
+
+# -- descales --------------------------------------------------------------------------------------------------------------
+
+
+def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield other descales for q, k and v: forgotten ones, those of another tensor, one for all heads or batch entries."""
+    if drawn.applied is None or not w.is_quantized:
+        return
+    applied = drawn.applied
+    names = [name for name in "qkv" if getattr(applied, name) is not None]
+    for name in names:
+        ones = partial(_with_descale, w, name, name, lambda descale: (descale != 0).float())
+        yield AttentionFault("descale-ignored", f"without the descale of {name}", ones)
+    if not w.v_in_k:
+        for name, other in (("v", "k"), ("k", "v")):
+            words = f"with the descale of {other} for {name}"
+            yield AttentionFault("descale-of-other-tensor", words, partial(_with_descale, w, name, other, lambda d: d))
+    for name in names:
+        descale = getattr(applied, name)
+        if descale.dim() == 2 and descale.shape[1] > 1:
+            of_first = partial(_with_descale, w, name, name, lambda d: d[:, :1].expand_as(d))
+            yield AttentionFault("descale-of-first-head", f"with {name}'s descale of the first head for all", of_first)
+        if descale.dim() >= 2 and descale.shape[0] > 1 and not (w.kv_pages and descale.dim() == 3):
+            words, of_first = (
+                f"with {name}'s descale of the first batch entry for all",
+                partial(_with_descale, w, name, name, lambda d: d[:1].expand_as(d)),
+            )
+            yield AttentionFault("descale-of-first-batch-entry", words, of_first)
+
+
+def _with_descale(
+    w: Workload, name: str, other: str, changed: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs
+) -> Other:
+    """Multiply q, k or v by another descale in place of its own: by what is changed of that of `other`."""
+    assert inputs.applied is not None
+    taken = inputs.applied._replace(**{name: changed(getattr(inputs.applied, other))})
+    own, instead = (factors_of(name, d, w, inputs.page_table) for d in (inputs.applied, taken))
+    values: torch.Tensor = getattr(inputs, name)
+    value = dequantized(values / own.where(own != 0, 1).to(values.dtype), instead)
+    if w.v_in_k and name == "k":
+        return dataclasses.replace(inputs, k=value, v=value[..., : w.v_head_dim]), w
+    return dataclasses.replace(inputs, **{name: value}), w  # type: ignore[arg-type]
