@@ -1,6 +1,6 @@
 """How long `python -m pytest_attn merge` takes, as a process of its own, and how much memory.
 
-    python benchmarks/merging.py [--parts 8] [--cases 500] [--runs 5]
+    python benchmarks/merging.py [--files 8] [--cases 500] [--runs 5]
 
 The files have records as a run on a GPU writes them, with a check and mostly a latency per case. Prints one line per OUT.
 """
@@ -8,7 +8,6 @@ The files have records as a run on a GPU writes them, with a check and mostly a 
 from __future__ import annotations
 
 import argparse
-import itertools
 import resource
 import statistics
 import subprocess
@@ -20,33 +19,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from fakes.parts import lines_of_part, write  # noqa: E402
-from fakes.records import run_of  # noqa: E402
-
-from pytest_attn.reports.records import changed  # noqa: E402
-
-
-def write_files(folder: Path, parts: int, cases: int) -> int:
-    """Write the files of all parts, each with its own tests; return how many bytes they have."""
-    pool = itertools.cycle(run_of(600))
-    size = 0
-    for number in range(1, parts + 1):
-        names = (f"test_kernel.py::test_it[part{number}-case{case}]" for case in range(cases))
-        records = [changed(next(pool), test=name, version="") for name in names]
-        size += write(folder, number, lines_of_part(number, parts, records)).stat().st_size
-    return size
+from fakes.runs import write_runs  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        size = write_files(Path(name), args.parts, args.cases)
-        files = [f"part-{number}.jsonl" for number in range(1, args.parts + 1)]
-        print(f"{args.parts} files of {args.cases} cases, {size / 1e6:.1f} MB")
+        write_runs(Path(name), args.files, args.cases)
+        files = [f"part-{number}.jsonl" for number in range(1, args.files + 1)]
+        size = sum((Path(name) / file).stat().st_size for file in files)
+        print(f"{args.files} files of {args.cases} cases, {size / 1e6:.1f} MB")
         for out in ("all.jsonl", "all.md", "all.html"):
             taken = []
             for _ in range(args.runs):

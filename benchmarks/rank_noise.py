@@ -20,6 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from pytest_attn.reports.records import read_records
+
 ROOT = Path(__file__).parents[1]
 #: what is timed on each kind of device; tokens are of the whole sequence
 WORKLOADS = {
@@ -89,7 +91,7 @@ def one_pool(folder: Path, device: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*command, "--attn-json=run.jsonl"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
-    records = [json.loads(line) for line in (folder / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = read_records(folder / "run.jsonl")
     timed = [record for record in records if record["question"] == "latency" and record["latency"].get("p50")]
     if done.returncode or not timed:
         sys.exit(done.stdout)

@@ -85,11 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
-    if settings.shard and session.child is None:  # a new process runs the items that it gets
-        from pytest_attn.session.part import Part
-
-        session.part = Part(config, settings)
-        config.pluginmanager.register(session.part, "attn-part")
     if settings.fuzz:
         from pytest_attn.cases.fuzz.fuzzing import require_hypothesis
 
@@ -154,15 +149,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_attn.timing.pytest_benchmark import mark_measured
 
         mark_measured(config, items)
+    if session.manifest is not None:
+        session.manifest.note_collected(items)
     result = yield
-    if session.part is not None:
-        session.part.keep_mine(items)
     if session.has_attention_tests:
         from pytest_attn.session.missing import keep_one_of_each_missing
 
-        keep_one_of_each_missing(config, session, items)
-    if session.part is not None:
-        session.part.settle(items, session.machines if session.has_attention_tests else None)
+        surplus = keep_one_of_each_missing(config, session, items)
+        if session.manifest is not None:
+            session.manifest.note_absent(surplus)
     return result
 
 
@@ -197,10 +192,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of xdist what only the controller knows: which part this is, and who else is on the worker's host."""
+    """Tell a worker of xdist what only the controller knows: who else is on the worker's host."""
     session = _session(node.config)
-    if session.part is not None:
-        node.workerinput["attn_part"] = str(session.part.shard)
     if session.settings.gpu_per_worker:
         from pytest_attn.session.devices import place_on_host, require_gpu
 

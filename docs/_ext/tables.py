@@ -22,8 +22,8 @@ from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.plugin import MARKERS
 from pytest_attn.reports.columns import aligned
-from pytest_attn.reports.parts import PartFacts
 from pytest_attn.reports.records import FIELDS
+from pytest_attn.reports.runs import RunFacts
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
@@ -144,13 +144,13 @@ def capabilities() -> Iterator[str]:
     yield from ("<!-- not run: `pytest --attn-list` prints it -->", "```text", *aligned([header, *rows]), "```")
 
 
-def part() -> Iterator[str]:
-    """Yield the fields of a line that says which part of a run the records are, each with its meaning."""
-    hints = get_type_hints(PartFacts, include_extras=True)
-    yield from table(("field of `part`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
+def run() -> Iterator[str]:
+    """Yield the fields of the closing line of a run, each with its meaning."""
+    hints = get_type_hints(RunFacts, include_extras=True)
+    yield from table(("field of `run`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
 
 
-_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, part, capabilities)
+_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, capabilities)
 PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 

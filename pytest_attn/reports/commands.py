@@ -1,4 +1,4 @@
-"""`python -m pytest_attn report | rank | summary | durations FILE.jsonl ...`: from .jsonl files of a run alone."""
+"""`python -m pytest_attn report | rank | summary FILE.jsonl ...`: from .jsonl files of a run alone."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import Any
 
 from pytest_attn.files import write_atomically
 from pytest_attn.reports.columns import room
-from pytest_attn.reports.durations import durations_file
-from pytest_attn.reports.merge_command import add_merge
+from pytest_attn.reports.merging import add_merge
 from pytest_attn.reports.records import Record, read_records
 
 
 def add_commands(parser: argparse.ArgumentParser) -> Any:
     """Declare the commands, and return where others are added; `run_command` runs the one that was given."""
-    commands = parser.add_subparsers(title="commands; the first five take .jsonl files of --attn-output", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands; the first four take .jsonl files of --attn-output", metavar="COMMAND")
     for name, (run, words) in _COMMANDS.items():
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
         command.set_defaults(run=run, error=command.error)
         if run is _report:
             command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
-        if run is _durations:
-            command.add_argument("-o", "--output", default="durations", metavar="STEM", help="(default: %(default)s)")
     add_merge(commands)
     return commands
 
@@ -73,19 +70,8 @@ def _summary(records: Sequence[Record], given: argparse.Namespace) -> None:
     print(markdown_summary(records), end="")
 
 
-def _durations(records: Sequence[Record], given: argparse.Namespace) -> None:
-    end, text = durations_file(records)
-    path = given.output + end
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        given.error(f"cannot write {path}: {error.strerror}")
-    print(f"written to {path}; give all parts the same: --attn-shard-durations={path}")
-
-
 _COMMANDS = {
     "report": (_report, "Write the page that --attn-output=FILE.html writes."),
     "rank": (_rank, "Print which backend is fastest and right, as --attn-rank does."),
     "summary": (_summary, "Print the summary that --attn-output=FILE.md writes."),
-    "durations": (_durations, "Write how long each test took, for --attn-shard-durations: STEM-DIGEST.json."),
 }

@@ -1,148 +1,258 @@
-"""Whether files of records are all parts of one run (--attn-shard): every part once, whole, and of the same run."""
+"""`python -m pytest_attn merge OUT FILE.jsonl ...`: files of records as one, once they are proven to be one whole run.
+
+They are if every test that any of them collected ran in exactly one, with the same code, options, software and device.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from pytest_attn.reports.part_files import ORDER, PartFile
+from pytest_attn.files import write_atomically, written_atomically
+from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
+from pytest_attn.reports.markdown import markdown_summary
+from pytest_attn.reports.records import read_line
+from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, read_runs
 
-#: pytest's exit codes after which all tests of a part have run: passed, failed, none there
+_WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
+#: pytest's exit codes after which all of a run's tests have run: passed, failed, none there
 _FINISHED = (0, 1, 5)
-_SHOWN = 3
+#: how many damaged lines or tests, and how many files, are named
+_SHOWN, _FILES = 3, 8
+_Closed = tuple[Run, RunFacts]
+_Value = TypeVar("_Value")
 
 
-def problems(files: Sequence[PartFile]) -> list[str]:
-    """Return, in sentences, why these are not all parts of one run; nothing where they are."""
-    parts = [one for one in files if one.facts]
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def add_merge(commands: Any) -> None:
+    """Declare the command; `run_merge` runs it."""
+    command = commands.add_parser("merge", help=_WORDS, description=_WORDS)
+    command.add_argument("out", metavar="OUT", help="NAME.jsonl for the records, or NAME.html or .md for a report of them")
+    command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
+    command.add_argument("--force", action="store_true", help="write OUT also where something is missing; still exit with 1")
+    command.set_defaults(merge=run_merge, error=command.error)
+
+
+def run_merge(given: argparse.Namespace) -> int:
+    """Merge; return 0, or 1 where the files are not one whole run, which is said. Other files are a usage error: exit 2."""
+    _require_possible(given)
+    try:
+        runs = [run for path in given.files for run in read_runs(path)]
+    except FileNotFoundError as error:
+        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
+    except OSError as error:
+        given.error(str(error))
+    found = problems(runs)
+    for said in found:
+        print(f"merge: {said}", file=sys.stderr)
+    if found and not given.force:
+        print(f"merge: not one whole run, so {given.out} was not written; --force writes it all the same", file=sys.stderr)
+        return 1
+    try:
+        _write(given.out, runs)
+    except OSError as error:
+        given.error(f"cannot write {given.out}: {error.strerror or error}")
+    tests, records = len(frozenset().union(*(run.ran for run in runs))), sum(run.records for run in runs)
+    counts = f"{_count(len(runs), 'run')}, {_count(tests, 'test')}, {_count(records, 'record')}"
+    print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
+    return int(bool(found))
+
+
+def _require_possible(given: argparse.Namespace) -> None:
+    """End with a usage error where OUT cannot be made, or would be one of the inputs."""
+    if given.out.endswith(".support.md") or not given.out.endswith((".jsonl", ".html", ".md")):
+        given.error(f"OUT must end in .jsonl, .html or .md (not .support.md), got {given.out!r}")
+    real = [os.path.realpath(path) for path in given.files]
+    if os.path.realpath(given.out) in real:
+        given.error(f"{given.out} is one of the input files: refusing to overwrite it; choose another OUT")
+    for path, other in zip(given.files, real, strict=True):
+        if real.count(other) > 1:
+            given.error(f"{path} is named more than once")
+    if given.out.endswith(".html") and (missing := missing_libraries()):
+        given.error(f"needs {' and '.join(missing)}; {INSTALL}")
+
+
+def _write(path: str, runs: Sequence[Run]) -> None:
+    """Write OUT atomically: all lines, closing ones as well, so that OUT can be merged with others; or a report of them."""
+    lines = [line for run in runs for line in run.lines]
+    if path.endswith(".jsonl"):
+        with written_atomically(path) as file:
+            file.writelines(lines)
+        return
+    records = [record for line in lines if (record := read_line(line, path))]
+    write_atomically(path, (report_page if path.endswith(".html") else markdown_summary)(records))
+
+
+# -- the proof -----------------------------------------------------------------------------------------------------------
+
+
+def problems(runs: Sequence[Run]) -> list[str]:
+    """Return, in sentences, why these are not one whole run; nothing where they are."""
+    closed = [(run, run.facts) for run in runs if run.facts is not None]
+    tests = [*_nowhere(closed), *_twice(closed)]
     return [
-        *_no_parts(files),
-        *_numbers(parts),
-        *(said for one in files for said in _unfinished(one)),
-        *_divided_otherwise(parts),
-        *_differences(parts),
-        *_twice(parts),
+        *(said for run in runs for said in _damaged(run)),
+        *(said for run, facts in closed for said in _incomplete(run, facts)),
+        *tests,
+        *(_divided_otherwise(closed) if tests else ()),
+        *_differences(closed),
     ]
 
 
-def _no_parts(files: Sequence[PartFile]) -> Iterator[str]:
-    for one in files:
-        if not one.facts:
-            yield f"{one.path} does not say which part it is; pytest --attn-shard=I/N --attn-output=FILE.jsonl does"
+def _damaged(run: Run) -> Iterator[str]:
+    again = "run it again" if run.facts is None else f"run it again: {run.facts['command']}"
+    for damage in run.damaged[:_SHOWN]:
+        yield f"{damage}; {again}"
+    if len(run.damaged) > _SHOWN:
+        yield f"{run.path}: {len(run.damaged) - _SHOWN} more lines are damaged"
+    if run.facts is None:
+        yield (
+            f"{run.path} has {_count(run.records, 'record')} and no closing line: its run was killed, is not over, or used an"
+            " older pytest-attn; run it again"
+        )
 
 
-def _numbers(parts: Sequence[PartFile]) -> Iterator[str]:
-    """Say which parts are missing, or there more than once, and whose number of parts is another."""
-    totals = Counter(one.facts["parts"] for one in parts)
-    if len(totals) > 1:
-        said = _who(parts, lambda one: f"N = {one.facts['parts']}")
-        yield f"these are parts of runs with different N: {said}; run all parts with the same"
-    if not totals:
-        return
-    total = totals.most_common(1)[0][0]
-    there = Counter(one.number for one in parts)
-    missing = [number for number in range(1, total + 1) if not there[number]]
-    for number, times in sorted(there.items()):
-        if times > 1:
-            paths = ", ".join(one.path for one in parts if one.number == number)
-            yield f"part {number} is there {times} times ({paths}); leave out all but one"
+def _incomplete(run: Run, facts: RunFacts) -> Iterator[str]:
+    """Say what a run has not collected, run or written."""
+    if facts["records"] != run.records and not run.damaged:
+        yield f"{run.path} has {_count(run.records, 'record')}, and its run wrote {facts['records']:,}; {_again(facts)}"
+    if uncollected := facts["uncollected"]:
+        yield f"{run.path} could not collect {_count(uncollected, 'file')}, so tests are missing; its output says why"
+    elif facts["exit"] not in _FINISHED:
+        yield f"{run.path} ended with pytest's exit code {facts['exit']}; its output says why"
+    elif facts["choice"].endswith(LAST_FAILED):
+        yield f"{run.path} is of {LAST_FAILED}, which collects only what failed before; run it without: {facts['command']}"
+    elif not run.collected:
+        yield f"{run.path} collected no tests; its command was: {facts['command']}"
+    elif facts["collected"] != len(run.collected):
+        yield f"{run.path} does not know which tests it collected, as its workers crashed; {_again(facts)}"
+
+
+def _again(facts: RunFacts) -> str:
+    return f"run it again: {facts['command']}"
+
+
+def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
+    """Say which tests ran nowhere, but for those that the same -k, -m and --deselect of all runs leave out."""
+    has_one_choice = len({facts["choice"] for _, facts in closed}) == 1
+    collected = _union(run.collected for run, _ in closed)
+    wanted = _union(run.ran | run.unfinished | run.left_out for run, _ in closed) if has_one_choice else collected
+    missing = wanted - _union(run.ran for run, _ in closed)
+    for run, facts in closed:
+        if stopped := missing & run.unfinished:
+            missing -= stopped
+            yield (
+                f"{run.path} ran {len(run.ran):,} of its {_count(len(run.ran | run.unfinished), 'test')}, and not"
+                f" {_some(stopped)}; was it stopped, or run with -x or --lf? R{_again(facts)[1:]}"
+            )
     if missing:
-        are, they = ("is", "it") if len(missing) == 1 else ("are", "them")
+        groups, splits = _groups(closed)
+        remedy = "run them with the options of the others, or name the files of their runs"
+        if absent := sorted({*range(1, splits + 1)} - {*groups}):
+            named = f"{'group' if len(absent) == 1 else 'groups'} {', '.join(map(str, absent))} of {splits}"
+            remedy = (
+                f"pytest-split's {named} {'is' if len(absent) == 1 else 'are'} missing, so run --splits={splits}"
+                f" --group={absent[0]} with the options of the others, or name the file"
+            )
         yield (
-            f"{numbers(missing)} of {total} {are} missing; run {they} with pytest --attn-shard={missing[0]}/{total} and the"
-            " options of the others, or name the file"
+            f"{_count(len(missing), 'test')} of {len(collected):,} that were collected ran in none of these files:"
+            f" {_some(missing)}; {remedy}"
         )
 
 
-def _unfinished(one: PartFile) -> Iterator[str]:
-    """Say what a part has not run, or not written."""
-    for damage in one.damaged[:_SHOWN]:
-        yield f"{damage}; run this part again"
-    if len(one.damaged) > _SHOWN:
-        yield f"{one.path}: {len(one.damaged) - _SHOWN} more lines are damaged"
-    if not one.facts:
-        return
-    if not one.ended:
-        yield f"{one.name} did not end: it has records of {_count(len(one.tests), 'test')}, and no closing line; run it again"
-        return
-    ended = one.ended
-    if ended["ran"] < ended["tests"]:
-        why = "; was it stopped, or run with -x or --lf?" if ended["exit"] in _FINISHED else ""
-        yield f"{one.name} ran {ended['ran']:,} of its {_count(ended['tests'], 'test')}{why}; run it again"
-    if ended.get("exit", 0) not in _FINISHED:
-        yield f"{one.name} ended with pytest's exit code {ended['exit']}; its output says why"
-    if uncollected := ended.get("uncollected", 0):
-        yield f"{one.name} could not collect {_count(uncollected, 'file')}, so tests are missing; its output says why"
-
-
-def _divided_otherwise(parts: Sequence[PartFile]) -> Iterator[str]:
-    """Say where parts are not of one list of tests, divided once."""
-    ended = [one for one in parts if {"collection", "split", "total"} <= one.ended.keys()]
-    if len({one.ended["collection"] for one in ended}) > 1:
-        said = _who(ended, lambda one: f"{one.ended['total']:,} tests ({one.ended['collection']})")
-        yield (
-            f"the parts are of different tests, so some may be in two parts or in none: {said}; the same -k, -m, backends and"
-            " libraries everywhere give the same tests"
-        )
-    elif len({one.ended["split"] for one in ended}) > 1:
-        said = _who(ended, lambda one: one.ended["split"])
-        yield (
-            f"the same tests were divided in different ways, so some are in two parts or in none: {said}; give all parts the"
-            " same --attn-shard-durations"
-        )
-
-
-def _differences(parts: Sequence[PartFile]) -> Iterator[str]:
-    """Say which code, options, software or device is not the same in all parts."""
-    for kind in ORDER:
-        yield from _values_differ(kind, [(one, one.found[kind]) for one in parts if kind in one.found])
-    for name in sorted({name for one in parts for name in one.libraries}):
-        having = [(one, one.libraries[name]) for one in parts if name in one.libraries]
-        yield from _values_differ(f"the library of {name}", having)
-
-
-def _values_differ(what: str, having: Sequence[tuple[PartFile, set[str]]]) -> Iterator[str]:
-    """Say which parts have which values, where there is more than one."""
-    if len({value for _, values in having for value in values}) > 1:
-        said = {id(one): " and ".join(sorted(values)) for one, values in having}
-        yield f"{what} differs: {_who([one for one, _ in having], lambda one: said[id(one)])}"
-
-
-def _twice(parts: Sequence[PartFile]) -> Iterator[str]:
-    """Say which tests are in two parts."""
-    first: dict[str, PartFile] = {}
+def _twice(closed: Sequence[_Closed]) -> Iterator[str]:
+    """Say which tests ran in two files."""
+    first: dict[str, Run] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    for one in parts:
-        for test in sorted(one.tests):
-            other = first.setdefault(test, one)
-            if other is not one and other.number != one.number:
-                twice.setdefault((other.name, one.name), []).append(test)
-    for (other_name, name), tests in twice.items():
-        are = f"and {len(tests) - 1:,} more are" if len(tests) > 1 else "is"
-        yield f"{tests[0]} {are} both in {other_name} and in {name}; run both parts again, with the same tests and options"
+    for run, _ in closed:
+        for test in run.ran:
+            other = first.setdefault(test, run)
+            if other is not run:
+                twice.setdefault((other.path, run.path), []).append(test)
+    for (path, other_path), tests in twice.items():
+        yield (
+            f"{_count(len(tests), 'test')} ran both in {path} and in {other_path}: {_some(tests)}; leave out one of these"
+            " files, or run both again with the same tests and options"
+        )
 
 
-def _who(parts: Sequence[PartFile], value_of: Callable[[PartFile], str]) -> str:
-    """Say which parts have which value, the most common one first."""
-    having: dict[str, list[int]] = {}
-    for one in sorted(parts, key=lambda one: one.number):
-        having.setdefault(value_of(one), []).append(one.number)
-    ordered = sorted(having.items(), key=lambda pair: -len(pair[1]))
-    return "; ".join(f"{value} in {numbers(who)}" for value, who in ordered)
+def _divided_otherwise(closed: Sequence[_Closed]) -> Iterator[str]:
+    """Say why tests may be missing, or there twice: the runs collected, chose or divided them in different ways."""
+    groups, splits = _groups(closed)
+    given = [run.ran | run.unfinished for run, _ in closed]
+    is_divided = sum(map(len, given)) == len(_union(given)) and _union(given) >= _union(run.left_out for run, _ in closed)
+    if len({run.collected for run, _ in closed}) > 1:
+        said = _who(closed, lambda run, facts: _count(len(run.collected), "test"))
+        yield (
+            f"the runs collected different tests: {said}; the same paths, libraries and --attn-backends, by name, give all"
+            " hosts the same"
+        )
+    elif len({facts["choice"] for _, facts in closed}) > 1:
+        yield f"the runs chose in different ways: {_who(closed, lambda run, facts: facts['choice'] or 'all tests')}"
+    elif splits and sorted(groups) == [*range(1, splits + 1)] and not is_divided:
+        yield (
+            "pytest-split divided the same tests in different ways; give all groups the same --durations-path and"
+            " --splitting-algorithm"
+        )
 
 
-def numbers(found: Iterable[int]) -> str:
-    """Write numbers of parts: "part 3", "parts 1, 2 and 4 to 8"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(found)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    said = [str(one) for run in runs for one in (run if len(run) < 3 else [f"{run[0]} to {run[-1]}"])]
-    is_one = sum(map(len, runs)) == 1
-    listed = said[0] if len(said) == 1 else f"{', '.join(said[:-1])} and {said[-1]}"
-    return f"part{'' if is_one else 's'} {listed}"
+def _groups(closed: Sequence[_Closed]) -> tuple[list[int], int]:
+    """Return the groups of pytest-split, and of how many these are; 0 where not all runs are of as many."""
+    told = [facts["group"].partition("/") for _, facts in closed]
+    splits = {splits for _, _, splits in told}
+    return ([int(group) for group, _, _ in told], int(splits.pop())) if len(splits) == 1 and "" not in splits else ([], 0)
+
+
+def _differences(closed: Sequence[_Closed]) -> Iterator[str]:
+    """Say which code, options, software or device is not the same in all runs."""
+    values: dict[str, list[tuple[Run, set[str]]]] = {}
+    for run, facts in closed:
+        own = {
+            "the commit": {_short(facts["commit"])},
+            "the choice of options": {facts["options"] or "none"},
+            "pytest-attn's version": {facts["pytest_attn"]},
+            "Python's version": {".".join(facts["python"].split(".")[:2])},
+            "the device": {facts["device"]} - {""},
+        }
+        for what in own.keys() | run.versions.keys():
+            if found := own.get(what, set()) | run.versions.get(what, set()):
+                values.setdefault(what, []).append((run, found))
+    for what, having in sorted(values.items()):
+        if len(_union(found for _, found in having)) > 1:
+            yield f"{what} differs: {_who(having, lambda run, found: ' and '.join(sorted(found)))}"
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+
+
+def _union(sets: Iterable[Collection[str]]) -> set[str]:
+    return {one for found in sets for one in found}
+
+
+def _who(having: Iterable[tuple[Run, _Value]], value_of: Callable[[Run, _Value], str]) -> str:
+    """Say which files have which value, the most common one first."""
+    paths: dict[str, list[str]] = {}
+    for run, value in having:
+        paths.setdefault(value_of(run, value), []).append(run.path)
+    ordered = sorted(paths.items(), key=lambda pair: -len(pair[1]))
+    return "; ".join(f"{value} in {_some(who, _FILES)}" for value, who in ordered)
+
+
+def _some(names: Collection[str], most: int = _SHOWN) -> str:
+    """Return the first of some names, and how many more there are."""
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _short(commit: str) -> str:
+    """Return a commit as it reads in a sentence."""
+    name, plus, changes = commit.partition("+")
+    return f"{name[:10]}{plus}{changes}" or "none"
 
 
 def _count(number: int, noun: str) -> str:

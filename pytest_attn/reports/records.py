@@ -17,8 +17,8 @@ from pytest_attn.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
-#: the field of a line that says of which part of a run the records are, and is not a record itself (reports/parts.py)
-PART = "part"
+#: the field of a line that closes a run, and is not a record itself (reports/runs.py)
+RUN = "run"
 
 
 class Record(TypedDict):
@@ -217,8 +217,8 @@ def to_line(record: Record, with_samples: bool = False) -> str:
 def read_records(*paths: str | Path) -> list[Record]:
     """Return the records of one or more .jsonl files of --attn-output, in their order; fields that a file lacks are empty.
 
-    Lines that say which part of a run this is are left out, and so is the last line of a run that was killed, which may be
-    cut short. Raises ValueError, with file and line, for any other line that is not a record, or is of a newer schema.
+    The closing lines of runs are left out, and so is the last line of a run that was killed, which may be cut short. Raises
+    ValueError, with file and line, for any other line that is not a record, or is of a newer schema.
     """
     found = []
     for path in paths:
@@ -236,7 +236,7 @@ def read_records(*paths: str | Path) -> list[Record]:
 
 
 def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
-    """Return the record of a line; None for the line of a part, and where `is_cut` allows that it is not whole.
+    """Return the record of a line; None for the closing line of a run, and where `is_cut` allows that it is not whole.
 
     where: of the line, for the ValueError that any other line raises.
     """
@@ -252,7 +252,7 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
     if record["schema"] > SCHEMA:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
-    if PART in record and "question" not in record:
+    if RUN in record and "question" not in record:
         return None
     for name, kind, _ in FIELDS:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):

@@ -47,6 +47,11 @@ class Machines:
             self._machines[str(device)] = machine_of(device)
         return self._machines[str(device)]
 
+    @property
+    def known_default(self) -> Machine | None:
+        """The machine of --attn-device, None while nothing has asked for it."""
+        return self._machines.get(str(self._devices.get(self._default)))
+
 
 def require_torch() -> None:
     """Raise NoTorchError, with torch's own words, unless it can be imported."""

@@ -9,16 +9,16 @@ from pytest_attn.session.items import parameter_of
 from pytest_attn.session.session import AttentionSession
 
 
-def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
-    """Deselect the items of backends that cannot run here at all, but the first of each backend and reason.
+def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Deselect, and return, the items of backends that cannot run here at all, but the first of each backend and reason.
 
     What is left is skipped with that reason when it runs. Nothing is deselected where no test runs: under --attn-list and
     --collect-only, which count and show every case.
     """
     if session.settings.list_only or config.option.collectonly or not session.kernels.are_tested:
-        return
+        return []
     told: set[tuple[str, str]] = set()
-    surplus = []
+    surplus: list[pytest.Item] = []
     for item in items:
         reason = _missing_because(session, item)
         if reason in told:
@@ -29,6 +29,7 @@ def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, i
         left_out = set(surplus)
         config.hook.pytest_deselected(items=surplus)
         items[:] = [item for item in items if item not in left_out]
+    return surplus
 
 
 def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str, str] | None:

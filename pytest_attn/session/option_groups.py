@@ -48,9 +48,8 @@ GROUPS = (
             "dtypes": "such as bf16,fp16,fp32",
             "seed": "of the inputs",
             "gpu_per_worker": "one GPU for each xdist worker",
-            "shard": "the I-th of N parts, or auto, on several hosts",
         },
-        ("memory", "shard_durations"),
+        ("memory",),
     ),
     OptionGroup(
         "judge",

@@ -168,20 +168,6 @@ def one_of(*known: str) -> Callable[[str], str]:
     return parse
 
 
-def shard(text: str) -> str:
-    """Return I/N or "auto". Raises ValueError for anything else, and for a part that is not one of 1 to N."""
-    text = text.strip()
-    if text == "auto":
-        return text
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    if not match:
-        raise ValueError(f"must be I/N, such as 3/8 for the third of eight parts, or auto, got {text!r}")
-    number, parts = int(match[1]), int(match[2])
-    if not 1 <= number <= parts:
-        raise ValueError(f"there is no part {number} of {parts}; parts are counted from 1, so the last is {parts}/{parts}")
-    return f"{number}/{parts}"
-
-
 def percent(text: str) -> float | None:
     """Return a share, None for "", which leaves it to the kind of device."""
     if not text:

@@ -14,14 +14,17 @@ from pytest_attn.reports.github import workflow_commands
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.records import Record
 from pytest_attn.session.json_lines import JsonLines
+from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.verdict import Verdict
 
 
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
-    """Have records written to the .jsonl file of --attn-output, unless another process writes it."""
+    """Have records written to the .jsonl file of --attn-output, unless another process writes it, and all tests noted."""
+    session.manifest = Manifest(config, session.settings, session.machines)
+    config.pluginmanager.register(session.manifest, "attn-manifest")
     if session.settings.json is not None and not hasattr(config, "workerinput"):
-        session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples), session.part)
+        session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples), session.manifest)
 
 
 def write_summaries(session: AttentionSession, reporter: Any) -> None:

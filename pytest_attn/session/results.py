@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_attn.reports.records import Record
     from pytest_attn.session.json_lines import JsonLines
-    from pytest_attn.session.part import Part
+    from pytest_attn.session.manifest import Manifest
 
 
 class Results:
@@ -20,17 +20,17 @@ class Results:
         self.records: list[Record] = []
         self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
-        self._part: Part | None = None
+        self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 
-    def write_to(self, lines: JsonLines, part: Part | None = None) -> None:
-        """Also write each record to a .jsonl file, as it comes; first and last what part of a run this is."""
-        self._lines, self._part = lines, part
+    def write_to(self, lines: JsonLines, manifest: Manifest) -> None:
+        """Also write each record to a .jsonl file, as it comes, and last what the run collected and ran."""
+        self._lines, self._manifest = lines, manifest
 
     def pytest_sessionstart(self) -> None:
-        """Begin the file of a part at once: that of an earlier run must not stand for this one if it is killed."""
-        if self._lines is not None and self._part is not None:
-            self._lines.write_lines([self._part.begun()])
+        """Begin the file at once: that of an earlier run must not stand for this one if it is killed."""
+        if self._lines is not None:
+            self._lines.write([])
 
     def replace(self, is_meant: Callable[[Record], bool], changes: Callable[[Record], Mapping[str, Any]]) -> None:
         """Change fields of records, as where what was to be recorded was not."""
@@ -56,8 +56,8 @@ class Results:
         """Finish the .jsonl file of --attn-output."""
         if self._lines is not None:
             self._lines.write(self._held)
-            if self._part is not None:
-                self._lines.write_lines([self._part.ended(int(exitstatus))])
+            if self._manifest is not None:
+                self._lines.write_lines([self._manifest.closing_line(int(exitstatus), len(self.records))])
             self._lines.close()
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)

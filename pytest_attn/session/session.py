@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.references import ReferenceCache
     from pytest_attn.session.deadline import Deadline
     from pytest_attn.session.kernels import SelectedKernels
-    from pytest_attn.session.part import Part
+    from pytest_attn.session.manifest import Manifest
     from pytest_attn.session.progress import Progress
 
 
@@ -44,8 +44,8 @@ class AttentionSession:
         self.cuda = CudaContext()
         #: what a new process got from the one that waits for it, None in all others
         self.child = Child.of_this_process()
-        #: of --attn-shard, None where all tests run here
-        self.part: Part | None = None
+        #: what becomes of each test, None where no .jsonl file asks
+        self.manifest: Manifest | None = None
         if self.settings.timeout:
             self.deadline  # noqa: B018 - made now, while stderr is not captured yet
 

@@ -121,12 +121,6 @@ class Settings:
         "MHZ",
         options.clock,
     )
-    shard_durations: str = option(
-        "For --attn-shard: a file of python -m pytest_attn durations, from rootdir, that says how long tests took (default:"
-        " none, parts are made alike by an estimate)",
-        "",
-        "FILE",
-    )
     list_only: bool = switch(
         "List backends, what they can do, and workloads; what would run and why the rest would not; run nothing", "list"
     )
@@ -168,12 +162,6 @@ class Settings:
         "BACKEND",
         options.one_backend,
         in_child=True,
-    )
-    shard: str | None = action(
-        "Run the I-th of N parts of the selected tests: N runs together run each test once. auto: as Slurm, Kubernetes, a CI"
-        " service or torchrun number them",
-        "I/N",
-        options.shard,
     )
     update_baselines: str | None = action(
         "Record the latencies of all selected cases that are right, in ten new processes, and why",

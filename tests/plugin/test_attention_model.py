@@ -1,8 +1,8 @@
 """The marker attention_model and the fixture attn_model, through pytest itself."""
 
-import json
-
 import pytest
+
+from pytest_attn.reports.records import read_records
 
 MODEL = """
 import pytest
@@ -108,7 +108,7 @@ def test_it(attn_model, model, step):
             "mismatch * mine on Sequential backward: 1 of 2 attention calls of mine are wrong: 1",
         ]
     )
-    (record,) = map(json.loads, (pytester.path / "records.jsonl").read_text().splitlines())
+    (record,) = read_records(pytester.path / "records.jsonl")
     assert [(call["module"], call["passed"]) for call in record["calls"]] == [("0", True), ("1", False)]
     assert record["ratios"]["gradient of 0.qkv.weight"] > 2
     assert (record["workload"], record["subject"], record["verdict"]) == ("Sequential", "mine", "mismatch")
@@ -242,7 +242,7 @@ def test_it(attn_model, causal):
             "E * reproduce * --attn-device=cpu",
         ]
     )
-    found = [json.loads(line) for line in (pytester.path / "records.jsonl").read_text().splitlines()]
+    found = read_records(pytester.path / "records.jsonl")
     assert {(r["question"], r["verdict"], r["reason"], r["model"]) for r in found} == {
         ("invariants", "held", "", "Tokens"),
         ("invariants", "broken", "future", "Tokens"),
@@ -309,7 +309,7 @@ def test_it(attn_model, attn_backend, model, step):
     )
 
     result.assert_outcomes(xfailed=1)
-    (record,) = map(json.loads, (pytester.path / "records.jsonl").read_text().splitlines())
+    (record,) = read_records(pytester.path / "records.jsonl")
     assert (record["verdict"], record["reason"]) == ("known defect", "lib#1: out is a tenth too large")
     assert [call["kernel"] for call in record["calls"]] == ["SDPA flash"] * 2
 

@@ -1,6 +1,5 @@
 """attn.measure as a user sees it. Times come from a clock of the tests, in this process and in the fresh ones."""
 
-import json
 import re
 
 import pytest
@@ -32,7 +31,7 @@ def test_a_case_keeps_its_name_when_its_kernel_moves_to_another_line(project, py
     for moved in (text, "# a comment\n\n" + text):
         pytester.makepyfile(test_mine=moved)
         project("--attn-json=run.jsonl").assert_outcomes(passed=1)
-        records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+        records = read_records(pytester.path / "run.jsonl")
         keys += [record["latency"]["key"] for record in records if record["question"] == "latency"]
     assert keys[0] == keys[1]
     assert "lambda of test_mine.py::test_mine" in keys[0]

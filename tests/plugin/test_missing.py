@@ -1,6 +1,6 @@
 """A missing optional library costs one line and one skipped item, however many cases it would have had."""
 
-import json
+from pytest_attn.reports.records import read_records
 
 TWO_TESTS = """
 @pytest.mark.attention("smoke-full", "smoke-half", device="cpu")
@@ -30,7 +30,7 @@ def test_a_missing_library_is_one_skip_and_one_line(run, kernel_test):
 def test_records_and_the_table_of_support_tell_it(run, kernel_test, pytester):
     two_tests(kernel_test)
     run("--attn-backends=math,natten", "--attn-json=run.jsonl", "--attn-support=support.md")
-    records = [json.loads(line) for line in (pytester.path / "run.jsonl").read_text().splitlines()]
+    records = read_records(pytester.path / "run.jsonl")
     assert [r["reason"] for r in records if r["subject"] == "natten"] == ["natten is not installed; pip install natten"]
     (row,) = [line for line in (pytester.path / "support.md").read_text().splitlines() if line.startswith("| `natten`")]
     assert set(row.strip("| ").split(" | ")[1:]) == {"not here"}

@@ -1,9 +1,10 @@
 """attn_model.measure as a user sees it. Times come from a clock of the tests, in this process and in the fresh ones."""
 
-import json
 from importlib import import_module
 
 import pytest
+
+from pytest_attn.reports.records import read_records
 
 MODEL = """
 import pytest, torch
@@ -57,8 +58,7 @@ def timed(project, pytester):
 
 
 def records(pytester, question):
-    lines = (pytester.path / "run.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["question"] == question]
+    return [record for record in read_records(pytester.path / "run.jsonl") if record["question"] == question]
 
 
 def test_backends_are_checked_timed_and_ranked_in_a_model(timed, pytester):

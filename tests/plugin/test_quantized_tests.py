@@ -1,10 +1,9 @@
 """Quantized tensors, v inside k, and single layers through pytest itself."""
 
-import json
-
 import pytest
 
 from pytest_attn import load_failure
+from pytest_attn.reports.records import read_records
 
 TESTS = """
 import pytest
@@ -84,7 +83,7 @@ def test_a_test_file(pytester):
     result.stdout.fnmatch_lines(
         ["*suggests * it equals attention with the descale of k for v*", "*does not support fp8 tensors*"]
     )
-    records = [json.loads(line) for line in (pytester.path / "run.jsonl").read_text().splitlines()]
+    records = read_records(pytester.path / "run.jsonl")
     judged = [record for record in records if "is_approximate" in record]
     assert sum(bool(record["is_approximate"]) for record in judged) >= 1
     (saved,) = (pytester.path / "saved").rglob("*.safetensors")

@@ -4,12 +4,13 @@ What needs a flash kernel gets one of the tests, in signature and meaning (fakes
 planted on the ranks, and found.
 """
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from pytest_attn.reports.records import read_records
 
 TESTS = Path(__file__).parent.parent
 #: lets CUDA backends run on a CPU, and teaches torch's ring the CPU's kernel; `plant` makes one thing wrong on the ranks
@@ -168,7 +169,7 @@ def test_calls(attn):
         "--attn-ranks-share-gpu=gloo",
     )
     result.assert_outcomes(passed=2)
-    records = [json.loads(line) for line in (pytester.path / "run.jsonl").read_text().splitlines()]
+    records = read_records(pytester.path / "run.jsonl")
     assert {r["machine"]["ranks_share_gpu"] for r in records} == {"gloo"}
 
 

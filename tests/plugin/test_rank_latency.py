@@ -3,7 +3,6 @@
 Ranks load the story's conftest, too: each takes from TIMES how long its calls are, and how much of that is in collectives.
 """
 
-import json
 import re
 
 import pytest
@@ -13,6 +12,7 @@ from fakes.timed import CLOCK
 from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.ranks import clocks, topology
 from pytest_attn.ranks.pools import Pools
+from pytest_attn.reports.records import read_records
 from pytest_attn.timing import ranked_measurement
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -90,7 +90,7 @@ def story(pytester, monkeypatch, clock_of_a_conftest):
 
 
 def latencies(path):
-    records = map(json.loads, path.read_text().splitlines())
+    records = read_records(path)
     return [record["latency"] for record in records if record["question"] == "latency"]
 
 

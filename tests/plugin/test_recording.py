@@ -6,6 +6,8 @@ import os
 import pytest
 from fakes.timed import KERNEL
 
+from pytest_attn.reports.records import read_records
+
 
 def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_processes):
     pytester.makeini("[pytest]\nfilterwarnings = error\n")  # nothing was imported before pytest could rewrite it
@@ -52,7 +54,7 @@ def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkey
     words = "*2 new processes timed it undisturbed, 3 are needed; mostly: hot"
     result.stdout.fnmatch_lines([f"not recorded: {words}", "latency: 1 not recorded*"])
     assert not [*(pytester.path / "baselines").iterdir()]
-    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+    records = read_records(pytester.path / "run.jsonl")
     assert [record["verdict"] for record in records if record["question"] == "latency"] == ["unrecorded"]
     assert "not recorded" in (pytester.path / "run.xml").read_text()
 

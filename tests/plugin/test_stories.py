@@ -1,9 +1,10 @@
 """What users type and what they see when all is well, and when their kernel is wrong."""
 
-import json
 import re
 
 import pytest
+
+from pytest_attn.reports.records import read_records
 
 
 def test_a_right_kernel_passes_and_the_summary_says_so(run, kernel_test):
@@ -273,7 +274,7 @@ def test_two_callables_that_would_be_called_alike_are_numbered(run, kernel_test,
         "right = lambda q, k, v: sdpa(q, k, v)\nattn.check(right)\nattn.check(right)"
     )
     run("--attn-json=run.jsonl").assert_outcomes(passed=1)
-    records = map(json.loads, (pytester.path / "run.jsonl").read_text().splitlines())
+    records = read_records(pytester.path / "run.jsonl")
     first, second, again = (record["subject"] for record in records)
     assert second == again == f"{first} #2"
 
@@ -281,14 +282,14 @@ def test_two_callables_that_would_be_called_alike_are_numbered(run, kernel_test,
 def test_a_callable_that_is_gone_gives_its_number_to_no_other(run, kernel_test, pytester):
     kernel_test("for _ in range(12):\n    attn.check(lambda q, k, v: sdpa(q, k, v))")
     run("--attn-json=run.jsonl").assert_outcomes(passed=1)
-    subjects = [json.loads(line)["subject"] for line in (pytester.path / "run.jsonl").read_text().splitlines()]
+    subjects = [record["subject"] for record in read_records(pytester.path / "run.jsonl")]
     assert len(set(subjects)) == 12
 
 
 def test_a_callable_with_the_name_of_a_backend_is_none(run, kernel_test, pytester):
     kernel_test("attn.check(sdpa, name='math')")
     run("--attn-json=run.jsonl").assert_outcomes(passed=1)
-    record = json.loads((pytester.path / "run.jsonl").read_text())
+    (record,) = read_records(pytester.path / "run.jsonl")
     assert (record["subject"], record["tags"]["family"], record["version"]) == ("math", "callable", "")
 
 

@@ -1,31 +1,33 @@
-"""`python -m pytest_attn merge`: parts of one run as one file, and in plain words why they are not."""
+"""`python -m pytest_attn merge`: files of one run as one, and in plain words why they are not."""
 
 import json
 import os
 import time
 
 import pytest
-from fakes.parts import lines_of_part, write, write_parts
+from fakes.runs import lines_of_run, write, write_runs
 
 from pytest_attn.__main__ import main
 from pytest_attn.reports.html.page import report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.merging import numbers
 from pytest_attn.reports.records import changed, read_records, to_line
+from pytest_attn.reports.runs import grouped, stable_id
 
-PARTS = 8
+COUNT = 8
+FILES = [f"part-{number}.jsonl" for number in range(1, COUNT + 1)]
+OTHERS = ", ".join(file for file in FILES if file != "part-3.jsonl")
 
 
 class Parts:
     """Eight files of ten cases each."""
 
     def __init__(self, folder):
-        self.folder, self.records = folder, write_parts(folder, PARTS, 10)
+        self.folder, self.records = folder, write_runs(folder, COUNT, 10)
+        self.every = [record["test"] for records in self.records for record in records]
 
-    def rewrite(self, number, records=None, **how):
-        write(
-            self.folder, number, lines_of_part(number, PARTS, self.records[number - 1] if records is None else records, **how)
-        )
+    def rewrite(self, number, found=None, **how):
+        found = self.records[number - 1] if found is None else found
+        write(self.folder, number, lines_of_run(found, self.every, **{"group": f"{number}/{COUNT}", **how}))
 
     def text(self, number):
         return (self.folder / f"part-{number}.jsonl").read_text()
@@ -42,7 +44,7 @@ def merge(capsys):
     """Merge files, by default all; return the exit code and the lines that were printed."""
 
     def run(*files, out="all.jsonl", options=()):
-        code = main(["merge", out, *(files or [f"part-{number}.jsonl" for number in range(1, PARTS + 1)]), *options])
+        code = main(["merge", out, *(files or FILES), *options])
         captured = capsys.readouterr()
         return code, (captured.out + captured.err).splitlines()
 
@@ -60,70 +62,62 @@ def refused(merge, *files):
     return [line.removeprefix("merge: ") for line in lines[:-1]]
 
 
-def test_all_parts_are_one_file_with_every_record(parts, merge):
-    assert merge() == (0, ["8 parts, 80 tests, 80 records: written to all.jsonl"])
+def test_all_files_are_one_with_every_line(parts, merge):
+    assert merge() == (0, ["8 runs, 80 tests, 80 records: written to all.jsonl"])
     every = [record for records in parts.records for record in records]
     assert [to_line(one) for one in read_records("all.jsonl")] == [to_line(one) for one in every]
-    assert len((parts.folder / "all.jsonl").read_text().splitlines()) == 80
+    assert (parts.folder / "all.jsonl").read_text() == "".join(parts.text(number) for number in range(1, COUNT + 1))
 
 
-def test_the_order_of_files_does_not_matter(parts, merge):
-    merge()
-    first = (parts.folder / "all.jsonl").read_bytes()
-    assert merge(*(f"part-{number}.jsonl" for number in (5, 3, 8, 1, 2, 7, 6, 4)))[0] == 0
-    assert (parts.folder / "all.jsonl").read_bytes() == first
-
-
-def test_files_put_behind_one_another_are_their_parts(parts, merge):
+def test_files_put_behind_one_another_are_their_runs(parts, merge):
     (parts.folder / "part-some.jsonl").write_text("".join(map(parts.text, (1, 2, 3, 4, 5))))
     assert merge("part-some.jsonl", "part-6.jsonl", "part-7.jsonl", "part-8.jsonl")[0] == 0
     assert len(read_records("all.jsonl")) == 80
 
 
 def test_a_page_and_a_summary_are_of_all_records(parts, merge):
-    records = [record for records in parts.records for record in records]
     assert merge(out="all.md")[0] == 0
-    assert (parts.folder / "all.md").read_text() == markdown_summary(records)
+    assert (parts.folder / "all.md").read_text() == markdown_summary([one for records in parts.records for one in records])
     assert merge(out="all.html")[0] == 0
-    assert (parts.folder / "all.html").read_text() == report_page(read_records(*(f"part-{n}.jsonl" for n in range(1, 9))))
+    assert (parts.folder / "all.html").read_text() == report_page(read_records(*FILES))
 
 
-def test_a_part_without_attention_tests_is_a_part(parts, merge):
-    parts.rewrite(4, records=[], tests=7)
-    assert merge() == (0, ["8 parts, 77 tests, 70 records: written to all.jsonl"])
+def test_a_run_without_attention_tests_is_one(parts, merge):
+    tests = [record["test"] for record in parts.records[3]]
+    parts.rewrite(4, [], tests=tests)
+    assert merge() == (0, ["8 runs, 80 tests, 70 records: written to all.jsonl"])
 
 
-def test_a_missing_part(parts, merge):
-    files = [f"part-{number}.jsonl" for number in range(1, PARTS + 1) if number != 3]
-    assert refused(merge, *files) == [
-        "part 3 of 8 is missing; run it with pytest --attn-shard=3/8 and the options of the others, or name the file"
-    ]
+def test_missing_groups(parts, merge):
+    (said,) = refused(merge, *(file for file in FILES if file != "part-3.jsonl"))
+    assert said == (
+        "10 tests of 80 that were collected ran in none of these files: test_kernel.py::test_it[part3-case0],"
+        " test_kernel.py::test_it[part3-case1], test_kernel.py::test_it[part3-case2] and 7 more; pytest-split's group 3 of 8"
+        " is missing, so run --splits=8 --group=3 with the options of the others, or name the file"
+    )
     (said,) = refused(merge, "part-1.jsonl", "part-6.jsonl")
-    assert said.startswith("parts 2 to 5, 7 and 8 of 8 are missing; run them with pytest --attn-shard=2/8 and ")
+    assert "; pytest-split's groups 2, 3, 4, 5, 7, 8 of 8 are missing, so run --splits=8 --group=2 with" in said
 
 
-def test_a_part_that_is_there_twice(parts, merge):
-    (parts.folder / "part-old.jsonl").write_text(parts.text(2))
-    files = [f"part-{number}.jsonl" for number in range(1, PARTS + 1)]
-    assert refused(merge, *files, "part-old.jsonl") == [
-        "part 2 is there 2 times (part-2.jsonl, part-old.jsonl); leave out all but one"
-    ]
-
-
-def test_a_doubled_case(parts, merge):
-    parts.rewrite(5, [*parts.records[4], changed(parts.records[1][3], seconds=9.0)])
-    test = "test_kernel.py::test_it[part2-case3]"
-    assert refused(merge) == [
-        f"{test} is both in part 2 (part-2.jsonl) and in part 5 (part-5.jsonl);"
-        " run both parts again, with the same tests and options"
-    ]
-
-
-def test_doubled_cases_are_counted_also_where_ids_were_written_otherwise(parts, merge):
-    doubled = [changed(one, test=f"{one['test']}@group") for one in parts.records[1]]
-    parts.rewrite(5, [*parts.records[4], *doubled])
+def test_a_test_that_nobody_ran_is_no_missing_group_where_runs_are_of_different_numbers_of_groups(parts, merge):
+    parts.rewrite(3, group="3/9")
+    parts.rewrite(4, parts.records[3][1:])
     (said,) = refused(merge)
-    assert "test_kernel.py::test_it[part2-case0] and 9 more are both in part 2 (part-2.jsonl) and in part 5" in said
+    assert said == (
+        "1 test of 80 that were collected ran in none of these files: test_kernel.py::test_it[part4-case0];"
+        " run them with the options of the others, or name the files of their runs"
+    )
+
+
+def test_tests_that_ran_twice(parts, merge):
+    parts.rewrite(5, [*parts.records[4], *parts.records[1][:2]])
+    assert refused(merge) == [
+        "2 tests ran both in part-2.jsonl and in part-5.jsonl: test_kernel.py::test_it[part2-case0],"
+        " test_kernel.py::test_it[part2-case1]; leave out one of these files, or run both again with the same tests and"
+        " options",
+        "pytest-split divided the same tests in different ways; give all groups the same --durations-path and"
+        " --splitting-algorithm",
+    ]
 
 
 def test_several_judgments_of_one_test_are_no_double(parts, merge):
@@ -131,89 +125,80 @@ def test_several_judgments_of_one_test_are_no_double(parts, merge):
     assert merge()[0] == 0
 
 
+def test_what_all_runs_chose_not_to_run_need_not_run(parts, merge):
+    left = {"unchosen": grouped(["a.py::left"]), "choice": "-k it", "collected": 81}
+    for number in range(1, COUNT + 1):
+        parts.rewrite(number, **left)
+    assert merge(out="part-all.jsonl")[0] == 0
+    parts.rewrite(3, **{**left, "choice": "-k it2"})
+    missing, chosen = refused(merge)
+    assert missing.startswith("1 test of 81 that were collected ran in none of these files: a.py::left; run them ")
+    assert chosen == f"the runs chose in different ways: -k it in {OTHERS}; -k it2 in part-3.jsonl"
+
+
+AGAIN = "run it again: pytest --group=3"
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"version": "0.2.0"}, "pytest-attn's version differs: 0.1.0 in parts 1, 2 and 4 to 8; 0.1.0 and 0.2.0 in part 3"),
-        ({"commit": "f" * 40}, "the commit differs: 0123456789 in parts 1, 2 and 4 to 8; ffffffffff in part 3"),
-        ({"commit": "0123456789abcdef0123456789abcdef01234567+12ab34cd"}, "the commit differs: 0123456789 in parts 1, 2 and"),
-        ({"commit": ""}, "the commit differs: 0123456789 in parts 1, 2 and 4 to 8; none in part 3"),
+        ({"pytest_attn": "9.2.0"}, "pytest-attn's version differs: "),
+        ({"commit": "f" * 40}, f"the commit differs: 0123456789 in {OTHERS}; ffffffffff in part-3.jsonl"),
+        ({"commit": f"{'0123456789' * 4}+12ab34cd"}, f"the commit differs: 0123456789 in {OTHERS}; 0123456789+12ab34cd in"),
+        ({"commit": ""}, f"the commit differs: 0123456789 in {OTHERS}; none in part-3.jsonl"),
+        ({"options": "--attn-seed=1"}, f"the choice of options differs: none in {OTHERS}; --attn-seed=1 in part-3.jsonl"),
+        ({"python": "3.13.0"}, f"Python's version differs: 3.12 in {OTHERS}; 3.13 in part-3.jsonl"),
+        ({"device": "cpu"}, f"the device differs: NVIDIA H200 in {OTHERS}; cpu in part-3.jsonl"),
+        ({"exit": 3}, "part-3.jsonl ended with pytest's exit code 3; its output says why"),
+        ({"exit": 2, "uncollected": 1}, "part-3.jsonl could not collect 1 file, so tests are missing; its output says why"),
+        ({"records": 11}, f"part-3.jsonl has 10 records, and its run wrote 11; {AGAIN}"),
+        ({"collected": 0}, f"part-3.jsonl does not know which tests it collected, as its workers crashed; {AGAIN}"),
         (
-            {"options": "--attn-seed=1"},
-            "the choice of options differs: none in parts 1, 2 and 4 to 8; --attn-seed=1 in part 3",
+            {"choice": "--lf"},
+            "part-3.jsonl is of --lf, which collects only what failed before; run it without: pytest --group=3",
         ),
-        ({"python": "3.13.0"}, "Python's version differs: 3.12 in parts 1, 2 and 4 to 8; 3.13 in part 3"),
-        (
-            {"ended": {"collection": "d" * 12, "total": 3990}},
-            "the parts are of different tests, so some may be in two parts or in none: 4,000 tests (cccccccccccc) in parts 1,"
-            " 2 and 4 to 8; 3,990 tests (dddddddddddd) in part 3; the same -k, -m, backends",
-        ),
-        (
-            {"ended": {"split": "6" * 12}},
-            "the same tests were divided in different ways, so some are in two parts or in none: 555555555555 in parts 1, 2"
-            " and 4 to 8; 666666666666 in part 3; give all parts the same --attn-shard-durations",
-        ),
-        ({"ended": {"device": "cpu"}}, "the device differs: NVIDIA H200 in parts 1, 2 and 4 to 8; cpu in part 3"),
-        (
-            {"ended": {"ran": 9}},
-            "part 3 (part-3.jsonl) ran 9 of its 10 tests; was it stopped, or run with -x or --lf?; run it",
-        ),
-        ({"ended": {"ran": 9, "exit": 2}}, "part 3 (part-3.jsonl) ran 9 of its 10 tests; run it again"),
-        ({"ended": {"exit": 3}}, "part 3 (part-3.jsonl) ended with pytest's exit code 3; its output says why"),
-        ({"ended": {"uncollected": 1}}, "part 3 (part-3.jsonl) could not collect 1 file, so tests are missing"),
     ],
 )
-def test_a_part_of_another_run_or_not_whole(parts, merge, how, said):
+def test_a_run_that_differs_or_is_not_whole(parts, merge, how, said):
     parts.rewrite(3, **how)
-    assert refused(merge)[0].startswith(said)
+    (found,) = refused(merge)
+    assert found.startswith(said)
 
 
-def test_a_part_that_differs_in_many_ways_is_said_in_full(parts, merge):
-    parts.rewrite(3, version="0.2.0", commit="f" * 40, ended={"ran": 9, "exit": 2})
+def test_a_run_that_differs_in_many_ways_is_said_in_full(parts, merge):
+    parts.rewrite(3, pytest_attn="0.2.0", commit="f" * 40, device="cpu", exit=3)
     assert len(refused(merge)) == 4
 
 
-def test_another_number_of_parts(parts, merge):
-    write(parts.folder, 3, lines_of_part(3, 4, parts.records[2]))
-    (said,) = refused(merge)[:1]
-    assert said == (
-        "these are parts of runs with different N: N = 8 in parts 1, 2 and 4 to 8; N = 4 in part 3;"
-        " run all parts with the same"
-    )
-
-
-def test_a_part_that_collected_nothing(parts, merge):
-    lines = lines_of_part(3, PARTS, [], ended={"total": 0, "uncollected": 1, "exit": 2})
-    ended = json.loads(lines[-1])
-    for name in ("collection", "split"):
-        del ended["part"][name]
-    write(parts.folder, 3, [lines[0], json.dumps(ended, separators=(",", ":"))])
-    assert [said.partition("; ")[0] for said in refused(merge)] == [
-        "part 3 (part-3.jsonl) ended with pytest's exit code 2",
-        "part 3 (part-3.jsonl) could not collect 1 file, so tests are missing",
+def test_a_run_that_did_not_finish(parts, merge):
+    unfinished = grouped([parts.records[2][9]["test"]])
+    parts.rewrite(3, parts.records[2][:9], unfinished=unfinished)
+    assert refused(merge) == [
+        "part-3.jsonl ran 9 of its 10 tests, and not test_kernel.py::test_it[part3-case9]; was it stopped, or run with -x or"
+        " --lf? Run it again: pytest --group=3"
     ]
+
+
+def test_a_run_that_collected_nothing(parts, merge):
+    write(parts.folder, 3, lines_of_run([], [], exit=5, group=""))
+    said = refused(merge)
+    assert said[0] == "part-3.jsonl collected no tests; its command was: pytest --group="
+    assert said[1].startswith("10 tests of 80 that were collected ran in none of these files: ")
+    assert said[2].startswith(f"the runs collected different tests: 80 tests in {OTHERS}; 0 tests in part-3.jsonl; the same")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [
-        ("torch", "2.99.0", "torch's version differs: "),
-        ("name", "NVIDIA A100", "the GPU of some tests differs: NVIDIA H200 in parts 1, 2 and 4 to 8; NVIDIA A100"),
-    ],
+    [("torch", "2.99.0", "torch's version differs: 2.11.0 in "), ("name", "NVIDIA A100", "the GPU of some tests differs: ")],
 )
 def test_another_torch_or_device(parts, merge, field, value, said):
+    machine = {"name": "NVIDIA H200", "kind": "cuda", "torch": "2.11.0", "pytest_attn": "0.1.0"}
     for number, records in enumerate(parts.records, 1):
-        machine = {
-            "name": "NVIDIA H200",
-            "device": f"cuda:{number}",
-            "kind": "cuda",
-            "torch": "2.11.0",
-            "pytest_attn": "0.1.0",
-        }
-        parts.rewrite(number, [changed(one, machine=machine | ({field: value} if number == 3 else {})) for one in records])
+        own = {**machine, "device": f"cuda:{number}", **({field: value} if number == 3 else {})}
+        parts.rewrite(number, [changed(one, machine=own) for one in records])
     (found,) = refused(merge)
     assert found.startswith(said)
-    assert found.endswith(f"{value} in part 3")
+    assert found.endswith(f"{value} in part-3.jsonl")
 
 
 def test_cpus_of_hosted_runners_may_be_of_several_models(parts, merge):
@@ -226,9 +211,8 @@ def test_cpus_of_hosted_runners_may_be_of_several_models(parts, merge):
 def test_another_library_of_a_backend(parts, merge):
     for number, records in enumerate(parts.records, 1):
         version = "2.8.0" if number == 3 else "2.7.4"
-        known = [changed(one, version=version, tags={"backend": "flash2"}) for one in records]
-        parts.rewrite(number, known)
-    assert refused(merge) == ["the library of flash2 differs: 2.7.4 in parts 1, 2 and 4 to 8; 2.8.0 in part 3"]
+        parts.rewrite(number, [changed(one, version=version, tags={"backend": "flash2"}) for one in records])
+    assert refused(merge) == [f"the library of flash2 differs: 2.7.4 in {OTHERS}; 2.8.0 in part-3.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +223,11 @@ def test_another_library_of_a_backend(parts, merge):
         (b'{"schema":99}', "part-3.jsonl, line 5: is of schema 99, this pytest-attn reads 1; install a newer one"),
         (b"\xff\xfe\x00", "part-3.jsonl, line 5: is not UTF-8"),
         (b"[1]", 'part-3.jsonl, line 5: has no "schema"'),
-        (b'{"schema":1,"part":{"state":"ended"}}', "part-3.jsonl, line 5: is not the line of a part (KeyError('number'))"),
+        (
+            b'{"schema":1,"run":{"command":1}}',
+            "part-3.jsonl, line 5: is not the closing line of a run: command must be of type str",
+        ),
+        (b'{"schema":1,"run":[]}', "part-3.jsonl, line 5: is not the closing line of a run: command must"),
     ],
 )
 def test_a_damaged_line(parts, merge, damage, said):
@@ -248,43 +236,39 @@ def test_a_damaged_line(parts, merge, damage, said):
     path.write_bytes(b"\n".join([*lines[:4], damage, *lines[5:]]) + b"\n")
     (found,) = refused(merge)
     assert found.startswith(said)
-    assert found.endswith("; run this part again")
+    assert found.endswith(f"; {AGAIN}")
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.6, 0.999])
-def test_a_part_that_was_killed(parts, merge, keep):
+def test_a_line_that_was_lost(parts, merge):
+    lines = parts.text(3).splitlines(keepends=True)
+    (parts.folder / "part-3.jsonl").write_text("".join([*lines[:4], *lines[5:]]))
+    assert refused(merge) == [f"part-3.jsonl has 9 records, and its run wrote 10; {AGAIN}"]
+
+
+@pytest.mark.parametrize("keep", [0, 0.3, 0.6, 0.999])
+def test_a_run_that_was_killed(parts, merge, keep):
     text = parts.text(3)
     (parts.folder / "part-3.jsonl").write_text(text[: int(len(text) * keep)])
     found = refused(merge)
-    assert any(said.startswith("part 3 (part-3.jsonl) did not end: it has records of ") for said in found)
-
-
-def test_a_part_that_only_began_and_a_file_without_a_part(parts, merge):
-    write(parts.folder, 3, lines_of_part(3, PARTS, [])[:1])
-    write(parts.folder, 4, map(to_line, parts.records[3]))
-    (parts.folder / "part-5.jsonl").write_text("")
-    said = refused(merge)
-    assert said[:2] == [
-        f"part-{number}.jsonl does not say which part it is; pytest --attn-shard=I/N --attn-output=FILE.jsonl does"
-        for number in (4, 5)
-    ]
-    assert said[2].startswith("parts 4 and 5 of 8 are missing; run them with pytest --attn-shard=4/8 and the options of the")
-    assert said[3].startswith(
-        "part 3 (part-3.jsonl) did not end: it has records of 0 tests, and no closing line; run it again"
+    assert any(
+        " and no closing line: its run was killed, is not over, or used an older pytest-attn; run it" in s for s in found
     )
 
 
-def test_an_end_without_its_beginning(parts, merge):
-    (parts.folder / "part-3.jsonl").write_text(parts.text(3).partition("\n")[2])
-    assert any("part 3 of 8 ends without having begun" in said for said in refused(merge))
-
-
-def test_force_writes_what_there_is_and_still_exits_with_1(parts, merge):
-    (parts.folder / "part-5.jsonl").write_text(parts.text(5) + "damaged\n")
-    code, lines = merge(*(f"part-{number}.jsonl" for number in range(1, PARTS)), options=("--force",))
+def test_force_writes_what_there_is_and_it_is_never_taken_for_whole(parts, merge):
+    text = parts.text(5)
+    (parts.folder / "part-5.jsonl").write_text(f"damaged{text[8:]}")
+    code, lines = merge(*FILES[:-1], options=("--force",))
     assert code == 1
-    assert lines[0] == "not whole: 7 parts, 70 tests, 70 records: written to all.jsonl"
-    assert len(read_records("all.jsonl")) == 70
+    assert lines[0] == "not whole: 7 runs, 70 tests, 69 records: written to all.jsonl"
+    assert len(read_records("all.jsonl")) == 69
+    assert merge("all.jsonl", "part-8.jsonl", out="more.jsonl") == (
+        1,
+        [
+            "merge: all.jsonl has 9 records, and its run wrote 10; run it again: pytest --group=5",
+            NOT_WRITTEN.replace("all.jsonl", "more.jsonl"),
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,27 +297,29 @@ def test_what_cannot_be_merged_is_a_usage_error(parts, capsys, arguments, text):
 def test_a_file_that_cannot_be_written_is_left_as_it_was(parts, capsys):
     (parts.folder / "all.jsonl").mkdir()
     with pytest.raises(SystemExit) as exited:
-        main(["merge", "all.jsonl", *(f"part-{number}.jsonl" for number in range(1, 9))])
+        main(["merge", "all.jsonl", *FILES])
     assert exited.value.code == 2
     assert "cannot write all.jsonl: is not a plain file" in capsys.readouterr().err
 
 
-def test_records_are_read_without_the_lines_of_parts(parts):
-    assert len(read_records("part-1.jsonl", "part-2.jsonl")) == 20
-
-
 def test_8_files_of_500_cases_merge_in_5_seconds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_parts(tmp_path, 8, 500)
+    write_runs(tmp_path, 8, 500)
     begun = time.process_time()  # of this process alone: others may keep the machine busy
-    assert main(["merge", "all.jsonl", *(f"part-{number}.jsonl" for number in range(1, 9))]) == 0
+    assert main(["merge", "all.jsonl", *FILES]) == 0
     assert time.process_time() - begun < 5
-    assert capsys.readouterr().out == "8 parts, 4,000 tests, 4,000 records: written to all.jsonl\n"
+    assert capsys.readouterr().out == "8 runs, 4,000 tests, 4,000 records: written to all.jsonl\n"
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
-    [([3], "part 3"), ([1, 2], "parts 1 and 2"), ([1, 2, 3, 5], "parts 1 to 3 and 5"), ([9, 1, 4], "parts 1, 4 and 9")],
+    ("nodeid", "found"),
+    [
+        ("a/test_b.py::Test::test_c[x-[1]]@group", "a/test_b.py::Test::test_c[x-[1]]"),
+        ("a/test_b.py::test_c[mail@home]", "a/test_b.py::test_c[mail@home]"),
+        ("../lib/python3.11/site-packages/pytest_attn/suite/test_d.py::test_e", "pytest_attn/suite/test_d.py::test_e"),
+    ],
 )
-def test_numbers_in_words(found, said):
-    assert numbers(found) == said
+def test_a_test_has_one_id_on_every_host(nodeid, found):
+    assert stable_id(nodeid) == found
+    ((name, (rest,)),) = json.loads(json.dumps(grouped([found]))).items()
+    assert name + rest == found

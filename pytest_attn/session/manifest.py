@@ -1,0 +1,165 @@
+"""Which tests a run has collected, left out and run: the closing line of its .jsonl file, by which merge proves a run whole.
+
+pytest-split, -k of a script, or any other plugin may take tests away to divide them, so all are noted before that. Under xdist
+each worker notes what is collected, and the controller what ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_attn.reports.runs import LAST_FAILED, RunFacts, grouped, stable_id, to_run_line
+from pytest_attn.version import __version__
+
+if TYPE_CHECKING:
+    from pytest_attn.session.machines import Machines
+    from pytest_attn.session.settings import Settings
+
+#: under which a worker of xdist hands over what it has noted
+_NOTED = "attn_manifest"
+#: pytest's own plugins that leave out what a user does not choose: -k and -m, --deselect
+_CHOOSERS = ("mark", "main")
+#: of --lf, once it leaves out what did not fail before while it collects
+_NARROWS = "lfplugin-collskip"
+#: what becomes of a test: it is to run here, one skipped test stands for it, or somebody took it away
+_FATES = ("selected", "absent", "left_out", "unchosen")
+
+
+class Manifest:
+    """A plugin of pytest that notes what becomes of each test."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, machines: Machines) -> None:
+        self._config, self._machines = config, machines
+        self._options = re.sub(r"--attn-device=\S+ ?", "", settings.as_options()).strip()
+        self._commit = "" if hasattr(config, "workerinput") else commit_of(config.rootpath)
+        self._collected: list[pytest.Item] = []
+        self._absent: list[pytest.Item] = []
+        self._noted: dict[str, Any] = {"collected": 0, "device": "", "is_narrowed": False, **{name: [] for name in _FATES}}
+        self._ran: set[str] = set()
+        self._uncollected: set[str] = set()
+
+    def note_collected(self, items: Sequence[pytest.Item]) -> None:
+        """Note all tests, before any is taken away."""
+        self._collected = list(items)
+
+    def note_absent(self, items: Iterable[pytest.Item]) -> None:
+        """Note tests that one skipped test stands for, as this machine lacks their backend."""
+        self._absent = list(items)
+
+    def closing_line(self, exit_code: int, records: int) -> str:
+        """Return what the run says of itself when it is over."""
+        noted = self._noted
+        ran = self._ran.union(noted["absent"])
+        facts: RunFacts = {
+            "command": shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
+            "choice": self._choice(),
+            "group": self._group(),
+            "commit": self._commit,
+            "options": self._options,
+            "pytest_attn": __version__,
+            "python": platform.python_version(),
+            "device": noted["device"],
+            "records": records,
+            "uncollected": len(self._uncollected),
+            "exit": exit_code,
+            "collected": noted["collected"],
+            "ran": grouped(ran),
+            "unfinished": grouped(set(noted["selected"]) - ran),
+            "left_out": grouped(noted["left_out"]),
+            "unchosen": grouped(noted["unchosen"]),
+        }
+        return to_run_line(facts)
+
+    def _choice(self) -> str:
+        option = self._config.option
+        given = {"-k": [option.keyword], "-m": [option.markexpr], "--deselect": option.deselect or []}
+        words = [f"{flag} {shlex.quote(text)}" for flag, texts in given.items() for text in texts if text]
+        return " ".join([*words, *([LAST_FAILED] if self._noted["is_narrowed"] else [])])
+
+    def _group(self) -> str:
+        group, splits = (self._config.getoption(name, None) for name in ("group", "splits"))
+        return f"{group}/{splits}" if group and splits else ""
+
+    # -- hooks -------------------------------------------------------------------------------------------------------------
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which tests are left, and who took the others away."""
+        kept = {stable_id(item.nodeid) for item in (*session.items, *self._absent)}
+        removed = [item for item in self._collected if stable_id(item.nodeid) not in kept]
+        chosen = set(_chosen(self._config, removed))
+        self._noted |= {
+            "is_narrowed": self._config.pluginmanager.has_plugin(_NARROWS),
+            "collected": len({stable_id(item.nodeid) for item in self._collected}),
+            "selected": sorted(kept),
+            "absent": [stable_id(item.nodeid) for item in self._absent],
+            "left_out": [stable_id(item.nodeid) for item in removed if item in chosen],
+            "unchosen": [stable_id(item.nodeid) for item in removed if item not in chosen],
+        }
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count tests that have run to their end, and those that ended their worker."""
+        if report.when not in ("setup", "call"):
+            self._ran.add(stable_id(report.nodeid))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count what could not be collected: nobody knows its tests."""
+        if report.failed:
+            self._uncollected.add(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Note the device, if a test has asked for it; hand over what a worker of xdist knows."""
+        if machine := self._machines.known_default:
+            # the model of a hosted runner's CPU is another each time, and says nothing
+            self._noted["device"] = machine.kind if machine.kind == "cpu" else machine.name
+        if (output := getattr(self._config, "workeroutput", None)) is not None:
+            output[_NOTED] = self._noted
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take over what a worker of xdist has noted; not every worker has asked for the device."""
+        if noted := getattr(node, "workeroutput", {}).get(_NOTED):
+            self._noted = {**noted, "device": noted["device"] or self._noted["device"]}
+
+
+def _chosen(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return those of some tests that -k, -m and --deselect leave in, as pytest's own plugins say."""
+
+    class Asking:
+        """The configuration for these plugins, which report to nobody what they leave out."""
+
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(config, name)
+
+    found = list(items)
+    for name in _CHOOSERS:
+        config.pluginmanager.get_plugin(name).pytest_collection_modifyitems(items=found, config=Asking())  # type: ignore[union-attr]
+    return found
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a repository, and where files differ from it, a mark that says how; "" where git has none."""
+    commit = _git(folder, "rev-parse", "HEAD").decode().strip()
+    changes = _git(folder, "diff", "HEAD") if commit else b""
+    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    """Return what git prints, nothing where it fails or takes too long."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return b"" if done.returncode else done.stdout

@@ -1,0 +1,269 @@
+"""Runs that other plugins divide, pytest-split with and without xdist, and what a merge says of their files."""
+
+import json
+import subprocess
+
+import pytest
+
+from pytest_attn.__main__ import main
+from pytest_attn.reports.records import read_records
+from pytest_attn.session.manifest import commit_of
+
+TESTS = """
+import pytest
+
+@pytest.mark.attention("smoke-full", "smoke-half", "smoke-causal-gqa", device="cpu")
+def test_kernel(attn, attn_backend):
+    attn.check(attn_backend)
+
+@pytest.mark.parametrize("number", range(7))
+def test_plain(number):
+    assert number != 3
+"""
+BACKENDS = "--attn-backends=math,sdpa"
+CASES = 3 * 2 + 7
+
+
+@pytest.fixture
+def run(pytester):
+    """Run the tests in this process and write a .jsonl file."""
+    pytester.makepyfile(test_it=TESTS)
+
+    def run_it(path, *arguments, backends=BACKENDS):
+        return pytester.runpytest_inprocess(backends, f"--attn-output={path}", *arguments)
+
+    return run_it
+
+
+@pytest.fixture
+def merge(capsys):
+    """Merge files into all.jsonl; return the exit code, and what is said."""
+
+    def merge_them(*files):
+        capsys.readouterr()
+        code = main(["merge", "all.jsonl", *files])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return merge_them
+
+
+def group(number, splits=2):
+    return "--splits", str(splits), "--group", str(number)
+
+
+def closing(path):
+    """Return what the last line of a file says of its run."""
+    return json.loads(path.read_text().splitlines()[-1])["run"]
+
+
+def test_the_groups_of_pytest_split_are_one_run(run, merge):
+    results = [run(f"part-{number}.jsonl", *group(number, 3)) for number in (1, 2, 3)]
+    assert sum(result.parseoutcomes().get("passed", 0) for result in results) == CASES - 1
+    assert merge("part-1.jsonl", "part-2.jsonl", "part-3.jsonl") == (
+        *(0, "3 runs, 13 tests, 6 records: written to all.jsonl\n"),
+    )
+    assert len({record["test"] for record in read_records("all.jsonl")}) == 6
+
+
+def test_what_was_merged_can_be_merged_with_what_is_left(run, merge, pytester):
+    for number in (1, 2, 3):
+        run(f"part-{number}.jsonl", *group(number, 3))
+    main(["merge", "some.jsonl", "part-1.jsonl", "part-3.jsonl", "--force"])
+    assert merge("some.jsonl", "part-2.jsonl") == (0, "3 runs, 13 tests, 6 records: written to all.jsonl\n")
+
+
+def test_a_missing_group(run, merge, pytester):
+    run("part-1.jsonl", *group(1))
+    code, said = merge("part-1.jsonl")
+    assert (code, (pytester.path / "all.jsonl").exists()) == (1, False)
+    assert "merge: 6 tests of 13 that were collected ran in none of these files: test_it.py::test_plain[1], " in said
+    assert "pytest-split's group 2 of 2 is missing, so run --splits=2 --group=2 with the options of the others" in said
+
+
+def test_a_group_that_ran_twice(run, merge):
+    for path, number in (("part-1.jsonl", 1), ("part-2.jsonl", 2), ("again.jsonl", 2)):
+        run(path, *group(number))
+    code, said = merge("part-1.jsonl", "part-2.jsonl", "again.jsonl")
+    assert code == 1
+    assert said.startswith("merge: 6 tests ran both in part-2.jsonl and in again.jsonl: test_it.py::test_plain[1], ")
+    assert "; leave out one of these files, or run both again with the same tests and options\n" in said
+    assert said.count("merge: ") == 2
+
+
+@pytest.mark.parametrize("changes", [(), ("--splitting-algorithm=least_duration",)])
+def test_groups_that_were_divided_in_different_ways(run, merge, changes):
+    run("part-1.jsonl", *group(1))
+    run("part-2.jsonl", *group(2), *changes)
+    code, said = merge("part-1.jsonl", "part-2.jsonl")
+    assert code == bool(changes)
+    assert ("pytest-split divided the same tests in different ways; give all groups the same --durations-path" in said) == code
+
+
+@pytest.mark.slow
+@pytest.mark.twice
+@pytest.mark.parametrize("dist", ["load", "loadgroup", "each"])
+def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
+    for number in (1, 2):
+        run(f"part-{number}.jsonl", *group(number))
+    arguments = BACKENDS, "--attn-output=other-2.jsonl", *group(2), "-n", "2", "--dist", dist
+    pytester.runpytest_subprocess(*arguments)
+    straight, spread = closing(pytester.path / "part-2.jsonl"), closing(pytester.path / "other-2.jsonl")
+    assert {name for name in straight if straight[name] != spread[name]} == {"command"}
+    assert len(straight["ran"]["test_it.py::test_plain"]) == 6
+    assert merge("part-1.jsonl", "other-2.jsonl")[0] == 0
+
+
+@pytest.mark.slow
+def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
+    pytester.makepyfile(test_it="import os\ndef test_one(): pass\ndef test_two(): os._exit(1)\ndef test_three(): pass\n")
+    pytester.runpytest_subprocess("--attn-output=run.jsonl", "-n", "1", "--max-worker-restart=0")
+    code, said = merge("run.jsonl")
+    assert code == 1
+    assert "merge: run.jsonl does not know which tests it collected, as its workers crashed; run it again: pytest " in said
+
+
+def test_what_k_and_m_leave_out_of_all_files_need_not_run(run, merge, pytester):
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                if "sdpa" in item.name:
+                    item.add_marker("slow")
+        """
+    )
+    pytester.makeini("[pytest]\nmarkers = slow")
+    choice = "-m", "not slow", "-k", "not gqa", "--deselect=test_it.py::test_plain[0]"
+    for number in (1, 2):
+        run(f"part-{number}.jsonl", *group(number), *choice)
+    assert merge("part-1.jsonl", "part-2.jsonl") == (0, "2 runs, 8 tests, 2 records: written to all.jsonl\n")
+    assert closing(pytester.path / "part-1.jsonl")["choice"] == (
+        "-k 'not gqa' -m 'not slow' --deselect 'test_it.py::test_plain[0]'"
+    )
+    code, said = merge("part-1.jsonl")
+    assert (code, "merge: 4 tests of 13 that were collected ran in none" in said) == (1, True)
+
+
+def test_k_may_divide_a_run(run, merge):
+    run("plain.jsonl", "-k", "plain")
+    run("kernel.jsonl", "-k", "not plain")
+    assert merge("plain.jsonl", "kernel.jsonl")[0] == 0
+    run("some.jsonl", "-k", "kernel and not gqa")
+    code, said = merge("plain.jsonl", "some.jsonl")
+    assert code == 1
+    assert "merge: 2 tests of 13 that were collected ran in none of these files: test_it.py::test_kernel[smoke-causal" in said
+    assert "merge: the runs chose in different ways: -k plain in plain.jsonl; -k 'kernel and not gqa' in some.jsonl\n" in said
+
+
+def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
+    """As pytest-shard does: before -k is asked, and with no options that anybody else knows."""
+    pytester.makeconftest(
+        """
+        import os
+
+        def pytest_collection_modifyitems(items):
+            items[:] = [item for number, item in enumerate(items) if number % 2 == int(os.environ["HALF"])]
+        """
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for half in "01":
+            patch.setenv("HALF", half)
+            run(f"half-{half}.jsonl", "-k", "not 5")
+    assert merge("half-0.jsonl", "half-1.jsonl") == (0, "2 runs, 12 tests, 6 records: written to all.jsonl\n")
+    code, said = merge("half-0.jsonl")
+    assert code == 1
+    assert "run them with the options of the others, or name the files of their runs\n" in said
+
+
+def test_whole_runs_of_different_files_are_one(run, merge, pytester):
+    pytester.makepyfile(test_other="def test_one(): pass\n")
+    run("it.jsonl", "test_it.py")
+    run("other.jsonl", "test_other.py")
+    assert merge("it.jsonl", "other.jsonl") == (0, "2 runs, 14 tests, 6 records: written to all.jsonl\n")
+
+
+def test_a_run_of_what_failed_before_is_not_whole(run, merge):
+    run("run.jsonl")
+    run("again.jsonl", "--lf")
+    assert merge("run.jsonl")[0] == 0
+    code, said = merge("again.jsonl")
+    assert code == 1
+    assert "merge: again.jsonl is of --lf, which collects only what failed before; run it without: pytest --attn-" in said
+
+
+def test_a_run_that_stops_early_is_not_whole(run, merge):
+    run("run.jsonl", "-x")
+    code, said = merge("run.jsonl")
+    assert code == 1
+    assert (
+        "merge: run.jsonl ran 10 of its 13 tests, and not test_it.py::test_plain[4], test_it.py::test_plain[5],"
+        " test_it.py::test_plain[6]; was it stopped, or run with -x or --lf? Run it again: pytest --attn-backends=math,sdpa "
+    ) in said
+
+
+def test_a_run_that_is_killed_is_not_whole_even_if_it_leaves_an_earlier_file(run, merge, pytester):
+    run("run.jsonl")
+    pytester.makepyfile(test_it="import os\ndef test_it(): os._exit(9)\n" + TESTS)
+    pytester.runpytest_subprocess(BACKENDS, "--attn-output=run.jsonl")
+    assert merge("run.jsonl") == (
+        1,
+        "merge: run.jsonl has 0 records and no closing line: its run was killed, is not over, or used an older pytest-attn;"
+        " run it again\nmerge: not one whole run, so all.jsonl was not written; --force writes it all the same\n",
+    )
+
+
+def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pytester):
+    pytester.makepyfile(test_other="def test_one(): pass\ndef test_two(): pass\n")
+    run("part-1.jsonl", *group(1))
+    pytester.makepyfile(test_other="import no_such_library\ndef test_one(): pass\ndef test_two(): pass\n")
+    run("part-2.jsonl", *group(2), "--continue-on-collection-errors")
+    code, said = merge("part-1.jsonl", "part-2.jsonl")
+    assert code == 1
+    assert "merge: part-2.jsonl could not collect 1 file, so tests are missing; its output says why" in said
+    assert "ran in none of these files: test_other.py::test_one, test_other.py::test_two; run them " in said
+    assert "merge: the runs collected different tests: 15 tests in part-1.jsonl; 13 tests in part-2.jsonl; the same " in said
+
+
+def test_hosts_with_other_backends_are_seen(run, merge):
+    run("part-1.jsonl", *group(1))
+    run("part-2.jsonl", *group(2), backends="--attn-backends=math")
+    code, said = merge("part-1.jsonl", "part-2.jsonl")
+    assert code == 1
+    assert "merge: the runs collected different tests: 13 tests in part-1.jsonl; 10 tests in part-2.jsonl; the same " in said
+    assert "merge: the choice of options differs: --attn-backends=math,sdpa in part-1.jsonl; --attn-backends=math in " in said
+
+
+def test_one_skipped_test_stands_for_a_backend_that_is_not_here(run, merge):
+    backends = "--attn-backends=math,natten"
+    result = run("run.jsonl", "-k", "kernel", backends=backends)
+    result.assert_outcomes(passed=3, skipped=1, deselected=7 + 2)
+    assert merge("run.jsonl") == (0, "1 run, 6 tests, 4 records: written to all.jsonl\n")
+
+
+def test_a_group_without_tests_is_part_of_a_whole_run(pytester, merge):
+    pytester.makepyfile("def test_only(): pass")
+    for number in (1, 2):
+        pytester.runpytest_inprocess(f"--attn-output=part-{number}.jsonl", *group(number))
+    assert merge("part-1.jsonl", "part-2.jsonl") == (0, "2 runs, 1 test, 0 records: written to all.jsonl\n")
+
+
+def test_the_commit_has_a_mark_of_what_is_not_committed(tmp_path):
+    assert commit_of(tmp_path / "nowhere") == ""
+
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "file").write_text("one\n")
+    git("add", "file")
+    git("commit", "-m", "one")
+    clean = commit_of(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("two\n")
+    changed = commit_of(tmp_path)
+    assert changed.startswith(f"{clean}+")
+    (tmp_path / "file").write_text("three\n")
+    assert commit_of(tmp_path) != changed
