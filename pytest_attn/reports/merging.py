@@ -160,8 +160,8 @@ def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
                 f" --group={absent[0]} with the options of the others, or name the file"
             )
         yield (
-            f"{_count(len(missing), 'test')} of {len(collected):,} that were collected ran in none of these files:"
-            f" {_some(missing)}; {remedy}"
+            f"{_count(len(missing), 'test')} of {len(collected):,} that were collected ran in none of these files;"
+            f" {remedy}. Not run: {_some(missing)}"
         )
 
 

@@ -77,8 +77,9 @@ def test_a_missing_group(run, merge, pytester):
     run("part-1.jsonl", *group(1))
     code, said = merge("part-1.jsonl")
     assert (code, (pytester.path / "all.jsonl").exists()) == (1, False)
-    assert "merge: 6 tests of 13 that were collected ran in none of these files: test_it.py::test_plain[1], " in said
+    assert "merge: 6 tests of 13 that were collected ran in none of these files; " in said
     assert "pytest-split's group 2 of 2 is missing, so run --splits=2 --group=2 with the options of the others" in said
+    assert "Not run: test_it.py::test_plain[1], test_it.py::test_plain[2], test_it.py::test_plain[3] and 3 more\n" in said
 
 
 def test_a_group_that_ran_twice(run, merge):
@@ -153,7 +154,7 @@ def test_k_may_divide_a_run(run, merge):
     run("some.jsonl", "-k", "kernel and not gqa")
     code, said = merge("plain.jsonl", "some.jsonl")
     assert code == 1
-    assert "merge: 2 tests of 13 that were collected ran in none of these files: test_it.py::test_kernel[smoke-causal" in said
+    assert "merge: 2 tests of 13 that were collected ran in none of these files; run them " in said
     assert "merge: the runs chose in different ways: -k plain in plain.jsonl; -k 'kernel and not gqa' in some.jsonl\n" in said
 
 
@@ -174,7 +175,7 @@ def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
     assert merge("half-0.jsonl", "half-1.jsonl") == (0, "2 runs, 12 tests, 6 records: written to all.jsonl\n")
     code, said = merge("half-0.jsonl")
     assert code == 1
-    assert "run them with the options of the others, or name the files of their runs\n" in said
+    assert "run them with the options of the others, or name the files of their runs. Not run: test_it" in said
 
 
 def test_whole_runs_of_different_files_are_one(run, merge, pytester):
@@ -222,7 +223,7 @@ def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pyteste
     code, said = merge("part-1.jsonl", "part-2.jsonl")
     assert code == 1
     assert "merge: part-2.jsonl could not collect 1 file, so tests are missing; its output says why" in said
-    assert "ran in none of these files: test_other.py::test_one, test_other.py::test_two; run them " in said
+    assert "Not run: test_other.py::test_one, test_other.py::test_two\n" in said
     assert "merge: the runs collected different tests: 15 tests in part-1.jsonl; 13 tests in part-2.jsonl; the same " in said
 
 

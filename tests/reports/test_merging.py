@@ -91,9 +91,9 @@ def test_a_run_without_attention_tests_is_one(parts, merge):
 def test_missing_groups(parts, merge):
     (said,) = refused(merge, *(file for file in FILES if file != "part-3.jsonl"))
     assert said == (
-        "10 tests of 80 that were collected ran in none of these files: test_kernel.py::test_it[part3-case0],"
-        " test_kernel.py::test_it[part3-case1], test_kernel.py::test_it[part3-case2] and 7 more; pytest-split's group 3 of 8"
-        " is missing, so run --splits=8 --group=3 with the options of the others, or name the file"
+        "10 tests of 80 that were collected ran in none of these files; pytest-split's group 3 of 8 is missing, so run"
+        " --splits=8 --group=3 with the options of the others, or name the file. Not run: test_kernel.py::test_it[part3-case0],"
+        " test_kernel.py::test_it[part3-case1], test_kernel.py::test_it[part3-case2] and 7 more"
     )
     (said,) = refused(merge, "part-1.jsonl", "part-6.jsonl")
     assert "; pytest-split's groups 2, 3, 4, 5, 7, 8 of 8 are missing, so run --splits=8 --group=2 with" in said
@@ -104,8 +104,8 @@ def test_a_test_that_nobody_ran_is_no_missing_group_where_runs_are_of_different_
     parts.rewrite(4, parts.records[3][1:])
     (said,) = refused(merge)
     assert said == (
-        "1 test of 80 that were collected ran in none of these files: test_kernel.py::test_it[part4-case0];"
-        " run them with the options of the others, or name the files of their runs"
+        "1 test of 80 that were collected ran in none of these files; run them with the options of the others, or name"
+        " the files of their runs. Not run: test_kernel.py::test_it[part4-case0]"
     )
 
 
@@ -132,7 +132,8 @@ def test_what_all_runs_chose_not_to_run_need_not_run(parts, merge):
     assert merge(out="part-all.jsonl")[0] == 0
     parts.rewrite(3, **{**left, "choice": "-k it2"})
     missing, chosen = refused(merge)
-    assert missing.startswith("1 test of 81 that were collected ran in none of these files: a.py::left; run them ")
+    assert missing.startswith("1 test of 81 that were collected ran in none of these files; run them with ")
+    assert missing.endswith("Not run: a.py::left")
     assert chosen == f"the runs chose in different ways: -k it in {OTHERS}; -k it2 in part-3.jsonl"
 
 
@@ -183,7 +184,7 @@ def test_a_run_that_collected_nothing(parts, merge):
     write(parts.folder, 3, lines_of_run([], [], exit=5, group=""))
     said = refused(merge)
     assert said[0] == "part-3.jsonl collected no tests; its command was: pytest --group="
-    assert said[1].startswith("10 tests of 80 that were collected ran in none of these files: ")
+    assert said[1].startswith("10 tests of 80 that were collected ran in none of these files; ")
     assert said[2].startswith(f"the runs collected different tests: 80 tests in {OTHERS}; 0 tests in part-3.jsonl; the same")
 
 
