@@ -92,8 +92,9 @@ def test_missing_groups(parts, merge):
     (said,) = refused(merge, *(file for file in FILES if file != "part-3.jsonl"))
     assert said == (
         "10 tests of 80 that were collected ran in none of these files; pytest-split's group 3 of 8 is missing, so run"
-        " --splits=8 --group=3 with the options of the others, or name the file. Not run: test_kernel.py::test_it[part3-case0],"
-        " test_kernel.py::test_it[part3-case1], test_kernel.py::test_it[part3-case2] and 7 more"
+        " --splits=8 --group=3 with the options of the others, or name the file. Not run:"
+        " test_kernel.py::test_it[part3-case0], test_kernel.py::test_it[part3-case1],"
+        " test_kernel.py::test_it[part3-case2] and 7 more"
     )
     (said,) = refused(merge, "part-1.jsonl", "part-6.jsonl")
     assert "; pytest-split's groups 2, 3, 4, 5, 7, 8 of 8 are missing, so run --splits=8 --group=2 with" in said
