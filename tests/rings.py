@@ -11,8 +11,8 @@ import torch
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.sharding import Sharding
-from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import sequence_lengths
 
 
@@ -37,7 +37,7 @@ class Problem:
             seen = torch.ones(q_len, kv_len, dtype=torch.bool)
             if w.plain_mask:
                 zero = torch.zeros(1, 1, dtype=torch.int64)
-                mod = bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, torch.device("cpu"))
+                mod = w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, torch.device("cpu")))
                 seen = mod(zero, zero, torch.arange(q_len)[:, None], torch.arange(kv_len)[None]).expand(q_len, kv_len)
             blocks.append(seen)
         return cls(sharding, torch.block_diag(*blocks).bool()[None, None], None)

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from pytest_attn.workloads.fields import DTYPES, short_dtype
 from pytest_attn.workloads.heads import is_interleaved
-from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
+from pytest_attn.workloads.masks.registry import capability_words
 from pytest_attn.workloads.workload import Workload
 
-#: What a mask argument may mean, in the order of the table. "top-left" and "bottom-right" are causal alignments; "any" is
-#: an arbitrary boolean tensor or mask_mod, which can express every other.
-MASKS = ("top-left", "bottom-right", "window", "documents", "neighborhood", "any")
 #: Changes of the score, options of the softmax, layouts and results, in the words of `Workload`.
 FEATURES = (
     "softcap",
@@ -47,7 +44,8 @@ class Capabilities:
     """The limits of one backend's interface.
 
     Args:
-        masks: parts of MASKS; no mask at all is always taken.
+        masks: words out of `capability_words` ("top-left", "bottom-right", "window", ...; "any": an arbitrary tensor or
+            mask_mod); no mask at all is always taken.
         features: parts of FEATURES.
         dtypes: full names of the dtypes that it takes.
         head_dim: the largest; None for no limit.
@@ -69,7 +67,7 @@ class Capabilities:
     quantized: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        unknown = (self.masks - set(MASKS)) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
+        unknown = (self.masks - set(capability_words())) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
         unknown |= self.quantized - set(QUANTIZED)
         assert not unknown, f"unknown capabilities: {unknown}"
 
@@ -80,16 +78,17 @@ class Capabilities:
             reasons.append(f"takes {_listed(self.dtypes)} only, not {w.out_dtype}")
         reasons += self.quantized_refusals(w)
         reasons += self._dimension_refusals(w)
-        mask = _mask_words(w)
-        if mask is not None and "any" not in self.masks:
-            needed, text = mask
-            if not needed & self.masks:
-                reasons.append(f"has no {text}")
+        mask = w.plain_mask if "any" not in self.masks else None
+        if mask is not None:
+            is_aligned = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len and w.kv_lens is None
+            needed = mask.needs(is_aligned)
+            if not needed.words & self.masks:
+                reasons.append(f"has no {needed.text}")
             elif self.square and w.q_len != w.kv_len:
-                reasons.append(f"takes a {text} for q_len == kv_len only")
+                reasons.append(f"takes a {needed.text} for q_len == kv_len only")
         reasons += [text for feature, text in _features_of(w, backward) if feature not in self.features]
-        if isinstance(w.mask, Document) and w.kv_lens is not None and "any" not in self.masks:
-            reasons.append("takes documents or padded keys, not both")
+        if mask is not None and mask.refused_beside_padding and w.kv_lens is not None:
+            reasons.append(mask.refused_beside_padding)
         return reasons
 
     def quantized_refusals(self, w: Workload) -> list[str]:
@@ -119,38 +118,19 @@ class Capabilities:
         return []
 
     def row(self) -> tuple[str, ...]:
-        """Return the table's cells under COLUMNS, in the order of MASKS and FEATURES."""
+        """Return the table's cells under COLUMNS, in the order of `capability_words` and FEATURES."""
         if self.head_dims is not None:
             dims = "/".join(map(str, self.head_dims))
         else:
             dims = "any" if self.head_dim is None else f"<={self.head_dim}"
             dims += f" %{self.head_dim_step}" if self.head_dim_step > 1 else ""
         dims += ", v differs" if self.v_head_dim else ""
-        masks = ["all"] if "any" in self.masks else [mask for mask in MASKS if mask in self.masks]
+        masks = ["all"] if "any" in self.masks else [mask for mask in capability_words() if mask in self.masks]
         masks += ["if q_len == kv_len"] if self.square else []
         features = [feature for feature in FEATURES if feature in self.features]
         if self.quantized:
             features.append("quantized: " + " ".join(word for word in QUANTIZED if word in self.quantized))
         return (" ".join(DTYPES[d][0] for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
-
-
-def _mask_words(w: Workload) -> tuple[frozenset[str], str] | None:
-    """Return which of MASKS would express the workload's mask, and what to call it; None where there is no mask."""
-    mask = w.plain_mask
-    if mask is None:
-        return None
-    if isinstance(mask, Causal):
-        if w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len and w.kv_lens is None:
-            return frozenset(("top-left", "bottom-right")), "causal mask"
-        alignment = "bottom-right" if mask.bottom_right else "top-left"
-        return frozenset((alignment,)), f"causal mask aligned {alignment}"
-    if isinstance(mask, Window):
-        return frozenset(("window",)), "sliding window"
-    if isinstance(mask, Document):
-        return frozenset(("documents",)), "mask of documents"
-    if isinstance(mask, Neighborhood):
-        return frozenset(("neighborhood",)), "neighborhood mask"
-    return frozenset(("any",)), "mask given as a tensor or function"
 
 
 def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_attn.backends.dense import is_plain_causal, needs_dense_mask
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.workloads.visibility import interval
+from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Mask
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import Mask, Sequences
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 def is_plain_causal(w: Workload) -> bool:
     """Whether a flag is_causal (top-left aligned) says all that the mask says."""
-    if not isinstance(w.mask, Causal) or w.kv_lens is not None or w.bias or w.alibi:
+    if w.plain_mask is None or not w.plain_mask.is_causal or w.kv_lens is not None or w.bias or w.alibi:
         return False
-    return not w.mask.bottom_right or w.q_len == w.kv_len
+    return w.band is not None and (w.band.top_left or w.q_len == w.kv_len)
 
 
 def needs_dense_mask(w: Workload) -> bool:
@@ -28,22 +27,13 @@ def needs_dense_mask(w: Workload) -> bool:
 
 def index_tensors(w: Workload, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return b, h, q_idx and kv_idx, each along its own of four dimensions."""
-    return _indices((w.batch, w.heads, w.q_len, w.kv_len), device)
-
-
-def _indices(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    import torch
-
-    return tuple(
-        torch.arange(size, device=device).view([-1 if axis == dim else 1 for axis in range(4)])
-        for dim, size in enumerate(sizes)
-    )
+    return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device).index()
 
 
 def dense(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
     """Return a mask as a boolean tensor, (1, 1, q_len, kv_len) or with more dimensions where it varies over them."""
-    batch, heads, q_len, kv_len = shape
-    return bind(mask, batch, heads, q_len, kv_len, kv_len, device)(*_indices(shape, device)).expand(-1, -1, q_len, kv_len)
+    over = Sequences(*shape, device)
+    return mask.bind(over)(*over.index()).expand(-1, -1, over.q_len, over.kv_len)
 
 
 def boolean_mask(inputs: Inputs) -> torch.Tensor | None:

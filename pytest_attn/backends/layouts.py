@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Mask, Window
+from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int
     w = inputs.workload
     if inputs.cu_seqlens is not None and inputs.cu_seqlens_kv is not None:
         return inputs.cu_seqlens, inputs.cu_seqlens_kv, w.q_len, w.kv_len
-    if isinstance(w.mask, Document):
-        lengths = torch.tensor([0, *(w.mask.lengths * w.batch)]).cumsum(0).to(inputs.device, torch.int32)
-        return lengths, lengths, max(w.mask.lengths), max(w.mask.lengths)
+    if w.documents:
+        lengths = torch.tensor([0, *(w.documents * w.batch)]).cumsum(0).to(inputs.device, torch.int32)
+        return lengths, lengths, max(w.documents), max(w.documents)
     steps = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32)
     return steps * w.q_len, steps * w.kv_len, w.q_len, w.kv_len
 
@@ -64,17 +64,13 @@ def bottom_right_window(w: Workload) -> tuple[int, int] | None:
 
     A causal mask is (-1, 0). A document mask's own boundaries are not part of it, only whether it is causal.
     """
-    mask = w.plain_mask
-    if mask is None:
-        return (-1, -1)
-    if isinstance(mask, Causal):
-        square = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len
-        return (-1, 0) if mask.bottom_right or square else None
-    if isinstance(mask, Document):
-        return (-1, 0) if mask.causal else (-1, -1)
-    if isinstance(mask, Window):
-        return (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
-    return None
+    if w.documents:
+        return (-1, 0) if w.mask.is_causal else (-1, -1)
+    square = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len
+    if w.band is None or (w.band.top_left and not square):
+        return None
+    left, right, _ = w.band
+    return (-1 if left is None else left, -1 if right is None else right)
 
 
 def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask | None:
@@ -132,9 +128,9 @@ MOST_DECODING_STEPS = 512
 def not_decoding_because(w: Workload) -> list[str]:
     """List why a workload cannot be decoded token by token with a growing cache; empty where it can."""
     reasons = []
-    aligned = isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len)
-    windowed = isinstance(w.mask, Window) and w.mask.right == 0
-    if not (aligned or windowed) or w.q_len > w.kv_len:
+    band = w.band
+    is_aligned = band is not None and band.right == 0 and (not band.top_left or w.q_len == w.kv_len)
+    if not is_aligned or w.q_len > w.kv_len:
         reasons.append("decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len")
     if w.q_len > MOST_DECODING_STEPS:
         reasons.append(f"decodes token by token: at most {MOST_DECODING_STEPS}, not {w.q_len}")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.heads import grouped_order
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import MaskMod
+from pytest_attn.workloads.masks import MaskMod, interval
 from pytest_attn.workloads.positions import LONG_KEYS, TILE
-from pytest_attn.workloads.visibility import has_intervals, interval
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def _visible_keys(segment: Segment, rows: torch.Tensor) -> slice:
 def _tells_its_keys(segment: Segment) -> bool:
     mask = segment.workload.plain_mask
     has_own_lengths = segment.inputs.kv_lens is not None
-    return mask is not None and has_intervals(mask) and not has_own_lengths and segment.lengths[1] >= 2 * TILE
+    return mask is not None and mask.has_intervals and not has_own_lengths and segment.lengths[1] >= 2 * TILE
 
 
 def _span_of(segment: Segment, first_row: int, last_row: int) -> slice:

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import MaskMod
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import MaskMod, Sequences
 from pytest_attn.workloads.workload import sequence_lengths
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def rows_without_keys(inputs: Inputs) -> Tensor:
         return _rows_without_keys(inputs.mask_mod(), (w.batch, w.heads, w.q_len, w.kv_len), device)
     parts = []
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
-        mask_mod = bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, device) if w.plain_mask else None
+        mask_mod = w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, device)) if w.plain_mask else None
         parts.append(_rows_without_keys(mask_mod, (1, w.heads, q_len, kv_len), device, batch)[0])
     return torch.cat(parts, -1)
 

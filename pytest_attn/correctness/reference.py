@@ -19,8 +19,8 @@ from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_o
 from pytest_attn.correctness.passes import compute_block
 from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
-from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def segments_of(
             k=k[:, :, kv_part],
             v=v[:, :, kv_part],
             dout=dout[:, :, q_part],
-            mask_mod=bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, device) if w.plain_mask else None,
+            mask_mod=w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, device)) if w.plain_mask else None,
             first_batch=batch,
             q_start=q_start,
             kv_start=kv_start,

@@ -18,7 +18,6 @@ from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, FaultHypothesis, Prediction, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
-from pytest_attn.workloads.masks import Causal, Window
 
 _SPLITS = (2, 3, 4, 8)
 
@@ -181,7 +180,9 @@ class _Splits(NamedTuple):
 def _split_of_keys(part: RegionScores, tile: int, number: int) -> torch.Tensor:
     """Return which split each key is in, (1, 1, rows, keys): whole tiles of those visited, as many in each but the last."""
     tiles = part.at // tile
-    first, last = _visited(part, tile) if isinstance(part.workload.mask, Causal | Window) else (tiles[:1], tiles[-1:])
+    first, last = (
+        _visited(part, tile) if part.workload.mask is not None and part.workload.band is not None else (tiles[:1], tiles[-1:])
+    )
     size = -(-(last - first + 1).clamp(min=1) // number)
     return ((tiles - first.unsqueeze(-1)) // size.unsqueeze(-1)).clamp(0, number - 1).expand(1, 1, *part.scores.shape[2:])
 

@@ -13,7 +13,7 @@ from pytest_attn.correctness.mask_mistakes import seen_by
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, ScoreMod
+from pytest_attn.workloads.masks import ScoreMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
@@ -44,9 +44,6 @@ def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
         yield "score-mod-ignored", "without score_mod", {"score_mod": None}
     if w.mask is not None:
         yield "mask-ignored", "without the mask", {"mask": None}
-    if isinstance(w.mask, Causal) and any(q_len != kv_len for q_len, kv_len in sequence_lengths(w)):
-        other = "causal" if w.mask.bottom_right else "causal-bottom-right"
-        yield "causal-other-alignment", f"with the other causal alignment ({other})", {"mask": other}
     if w.mask is None:
         yield "causal-not-asked-for", "with a causal mask that nobody asked for", {"mask": "causal"}
 

@@ -17,7 +17,6 @@ from pytest_attn.diagnosis.faults import PRECISION
 from pytest_attn.diagnosis.hypothesis import AttentionFault, explains, of_workload
 from pytest_attn.diagnosis.out import RowsOfOut, on_rows, spread_rows
 from pytest_attn.workloads.heads import is_interleaved, key_heads
-from pytest_attn.workloads.masks import BooleanMask, MaskModMask
 
 #: scores of a workload above which its exact attention takes long
 _AGAIN_ELEMENTS = 1 << 26
@@ -115,7 +114,7 @@ def _takes_too_long_again(case: Case) -> bool:
 def _fails_on_one_head(profile: Precision, name: str, case: Case) -> bool:
     """Whether the worst head alone fails under a profile: as much as costs little to find out, where heads are alike."""
     w, row = case.workload, next((row for row in case.rows if row.name == name and not row.passed), None)
-    has_tensors = w.bias or w.alibi or w.sinks or w.score_mod or isinstance(w.mask, BooleanMask | MaskModMask)
+    has_tensors = w.bias or w.alibi or w.sinks or w.score_mod or not w.has_positional_mask
     is_alone = w.batch * w.kv_heads == 1
     if row is None or is_alone or has_tensors or w.is_packed or w.kv_lens or case.returned[0].reference.is_sampled:
         return False

@@ -15,7 +15,7 @@ from pytest_attn.correctness.mask_mistakes import TILES, seen_by
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, MaskMod, Window
+from pytest_attn.workloads.masks import MaskMod
 from pytest_attn.workloads.quantized import dequantized, factors_of
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -46,7 +46,7 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         words = "with kv_lens one too short: the newest key is not seen"
         one_less = of_tensors(w, _lens(lambda lens: (lens - 1).clamp(min=0)))
         yield AttentionFault("newest-key-missing", words, one_less)
-    if w.is_packed or w.kv_pages or not (w.mask is None or isinstance(w.mask, Causal | Window)):
+    if w.is_packed or w.kv_pages or w.band is None:
         return
     ends = [kv_len for _, kv_len in sequence_lengths(w)]
     tried: set[tuple[int, ...]] = set()

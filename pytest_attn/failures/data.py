@@ -10,9 +10,8 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.parameters import PARAMETERS
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.failures.encoding import mask_is_function
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.quantized import Descales
 from pytest_attn.workloads.workload import Workload
 
@@ -61,15 +60,10 @@ def tensors_of(data: FailureData) -> dict[str, torch.Tensor]:
 
 
 def _mask_of(inputs: Inputs) -> torch.Tensor | None:
-    from pytest_attn.backends.dense import index_tensors
-
     w = inputs.workload
-    if not mask_is_function(w) or w.is_packed or w.batch * w.heads * w.q_len * w.kv_len > _LARGEST_MASK:
+    if w.plain_mask is None or w.is_packed or w.batch * w.heads * w.q_len * w.kv_len > _LARGEST_MASK:
         return None
-    if isinstance(w.mask, BooleanMask):
-        return w.mask.factory(w.batch, w.heads, w.q_len, w.kv_len, inputs.device)
-    made: torch.Tensor = w.mask.fn(*index_tensors(w, inputs.device))
-    return made
+    return w.plain_mask.tensor(Sequences(w.batch, w.heads, w.q_len, w.kv_len, inputs.device))
 
 
 def _reference_tensors(reference: Reference, backward: bool) -> dict[str, torch.Tensor]:

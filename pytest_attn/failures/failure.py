@@ -24,11 +24,12 @@ from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.failures.data import inputs_from, reference_from
-from pytest_attn.failures.encoding import UnknownFunctionError, decode_precision, decode_workload
+from pytest_attn.failures.encoding import decode_precision, decode_workload
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.messages.lines import LABEL_WIDTH, labeled
+from pytest_attn.workloads.functions import UnknownFunctionError
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 

@@ -14,7 +14,6 @@ from pytest_attn.invariants.variations import TOO_LONG
 from pytest_attn.workloads.arithmetic import times
 from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload
 
 
@@ -96,13 +95,13 @@ def _is_merged(probe: Probe) -> str:
 
 def _heads_are_alike(w: Workload) -> bool:
     told_apart = w.alibi or w.sinks or w.descales in ("head", "token") or w.score_mod is not None or "h" in (w.bias or "")
-    return not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
+    return not told_apart and w.has_positional_mask
 
 
 def _entries_are_alike(w: Workload) -> bool:
     told_apart = w.kv_lens is not None or w.score_mod is not None or "b" in (w.bias or "")
     told_apart = told_apart or w.alibi == "batch" or w.descales in ("head", "token")
-    return w.batch > 1 and not told_apart and isinstance(w.plain_mask, Causal | Window | Document | Neighborhood | None)
+    return w.batch > 1 and not told_apart and w.has_positional_mask
 
 
 def _keys_are_alike(w: Workload) -> bool:

@@ -13,7 +13,7 @@ from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe, Results, at_first, difference
 from pytest_attn.workloads.arithmetic import exchanged
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.workload import sequence_lengths
 
 #: Relative error of a probability read through the kernel: it is rounded up to four times.
@@ -157,7 +157,7 @@ def _fully_masked_rows(inputs: Inputs) -> Tensor:
         seen = late[start : start + kv_len].expand(w.heads, q_len, kv_len)
         if w.plain_mask is not None:
             b, h, rows, keys = _indices(w.heads, q_len, kv_len, inputs.device)
-            seen = seen & bind(w.plain_mask, 1, w.heads, q_len, kv_len, kv_len, inputs.device)(b + batch, h, rows, keys)
+            seen = seen & w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, inputs.device))(b + batch, h, rows, keys)
         parts.append(~seen.any(-1))
         start += kv_len
     return torch.cat(parts, -1)[None]

@@ -14,7 +14,7 @@ from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicab
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import BooleanMask, Causal, Mask, MaskModMask, Window
+from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 TOO_LONG = "exact attention on further inputs would take too long"
@@ -132,25 +132,11 @@ def _mask(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _other_masks(mask: Mask) -> Iterator[tuple[str, Mask | None]]:
-    if isinstance(mask, Window):
-        yield "a window of another size", dataclasses.replace(mask, left=7 if mask.left is None else mask.left + 3)
-    if isinstance(mask, BooleanMask):
-        yield "a boolean mask that is lower triangular", BooleanMask(_triangle)
-    if isinstance(mask, MaskModMask):
-        yield "a mask function that hides every third key", MaskModMask(_two_of_three)
-    if isinstance(mask, Causal):
-        yield "no mask", None
+    if (other := mask.another()) is not None:
+        yield other
+    yield "no mask", None
+    if mask.band is not None and mask.is_causal:
         yield "a causal window of 8 keys", Window(7, 0)
-    else:
-        yield "no mask", None
-
-
-def _triangle(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril()
-
-
-def _two_of_three(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return kv_idx % 3 != 1
 
 
 def _scale(inputs: Inputs) -> Iterator[Variation]:
@@ -194,7 +180,7 @@ class Equivalence(Derived):
 def _alone(inputs: Inputs) -> Iterator[Variation]:
     """One sequence of a packed, padded or paged batch, dense and without padding: the shortest, then the last."""
     w = inputs.workload
-    if w.kv_lens is None or w.bias or inputs.descales is not None or not isinstance(w.plain_mask, Causal | Window | None):
+    if w.kv_lens is None or w.bias or inputs.descales is not None or w.band is None:
         return
     lengths = sequence_lengths(w)
     whole = [batch for batch, (q_len, kv_len) in enumerate(lengths) if q_len and kv_len]
@@ -242,24 +228,22 @@ def _pages_elsewhere(inputs: Inputs) -> Iterator[Variation]:
 def _mask_written_otherwise(inputs: Inputs) -> Iterator[Variation]:
     """A causal mask as a window, a window as a window of more keys than there are, a mask as a function."""
     w = inputs.workload
-    if isinstance(w.mask, Causal) and (w.mask.bottom_right or w.q_len == w.kv_len) and w.kv_lens is None:
-        yield replaced(inputs, "causal as a window without a left end", mask=Window(None, 0))
-        yield replaced(inputs, "causal as a mask function", mask=_causal(w.kv_len - w.q_len))
-    if w.mask is None and not w.is_packed:
+    mask = w.plain_mask
+    if mask is None and not w.is_packed:
         yield replaced(inputs, "no mask as a window of all keys", mask=Window(w.q_len + w.kv_len, w.q_len + w.kv_len))
-    if isinstance(w.mask, Window) and w.kv_lens is None:
-        yield replaced(inputs, "a window as a mask function", mask=_window(w.mask, w.kv_len - w.q_len))
+    if mask is None or mask.band is None or w.kv_lens is not None or not _ends_together(w):
+        return
+    if mask.is_causal:
+        yield replaced(inputs, "causal as a window without a left end", mask=Window(None, 0))
+    words, (left, right, _) = "causal" if mask.is_causal else "a window", mask.band
+    yield replaced(inputs, f"{words} as a mask function", mask=_window(left, right, w.kv_len - w.q_len))
 
 
-def _causal(offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    return lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset
-
-
-def _window(mask: Window, offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _window(left: int | None, right: int | None, offset: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         at = q_idx + offset
-        left = kv_idx >= 0 if mask.left is None else kv_idx >= at - mask.left
-        return left if mask.right is None else left & (kv_idx <= at + mask.right)
+        after = kv_idx >= 0 if left is None else kv_idx >= at - left
+        return after if right is None else after & (kv_idx <= at + right)
 
     return seen
 
@@ -278,18 +262,18 @@ def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
 def _last_row(inputs: Inputs) -> Iterator[Variation]:
     """The last row alone, as in decoding."""
     w = inputs.workload
-    is_aligned = w.mask is None or isinstance(w.mask, Window) or (isinstance(w.mask, Causal) and _ends_together(w))
-    if w.is_packed or w.q_len == 1 or not is_aligned or w.score_mod is not None or w.bias or inputs.descales is not None:
+    is_one = w.is_packed or w.q_len == 1
+    if is_one or not _ends_together(w) or w.score_mod is not None or w.bias or inputs.descales is not None:
         return
-    mask = Causal(bottom_right=True) if isinstance(w.mask, Causal) else w.mask
+    mask = Causal(bottom_right=True) if w.band is not None and w.band.top_left else w.mask
     q, dout = (t[:, :, -1:].contiguous() for t in (inputs.q, inputs.dout))
     changed = w.replace(q_len=1, kv_len=w.kv_len, mask=mask)
     yield Variation("the last row alone, as in decoding", dataclasses.replace(inputs, workload=changed, q=q, dout=dout))
 
 
 def _ends_together(w: Workload) -> bool:
-    """Whether the last row of a causal mask stands at the last key."""
-    return w.mask.bottom_right or (w.q_len == w.kv_len and w.kv_lens is None)
+    """Whether the mask is a band, or none, whose last row stands at the last key."""
+    return w.band is not None and (not w.band.top_left or (w.q_len == w.kv_len and w.kv_lens is None))
 
 
 _SAID_OTHERWISE: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (
@@ -317,7 +301,7 @@ class Batch(Invariant):
             return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are asked about under equivalence"
         if w.is_quantized:
             return "descales belong to the entries of the whole batch"
-        if isinstance(w.plain_mask, BooleanMask | MaskModMask) or w.score_mod is not None:
+        if not w.has_positional_mask or w.score_mod is not None:
             return "a function of the mask or score may depend on the entry's number"
         return None if probe.is_short else TOO_LONG
 
@@ -351,7 +335,7 @@ class Shapes(Invariant):
         if not probe.is_backend:
             return CLOSED_OVER
         w = probe.workload
-        if w.v_in_k or w.is_packed or w.kv_lens is not None or not isinstance(w.plain_mask, Causal | Window | None):
+        if w.v_in_k or w.is_packed or w.kv_lens is not None or w.band is None:
             return "the mask or the lengths belong to this shape"
         return None
 

@@ -22,7 +22,7 @@ from pytest_attn.models.autograd_graph import in_checkpoint, nodes_behind
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask, Causal, MaskModMask
+from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload
 
 
@@ -412,12 +412,9 @@ def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
         counts[written] += 1
         if call.module not in makers.setdefault(written, []):
             makers[written].append(call.module)
-        if (
-            hasattr(call.workload.mask, "left")
-            or hasattr(call.workload.mask, "lengths")
-            or hasattr(call.workload.mask, "kernel")
-        ):
-            names.add(type(call.workload.mask).__name__)
+        mask = call.workload.plain_mask
+        if mask is not None and mask.function is None and not mask.strings:
+            names.add(type(mask).__name__)
     lines = [f"from pytest_attn import {', '.join(sorted(names))}", "", "WORKLOADS = ["]
     for written, count in counts.most_common():
         code, _, missing = written.partition("  # ")
@@ -435,7 +432,7 @@ def workload_as_code(workload: Workload) -> str:
         value = getattr(workload, name)
         if name == "q_len" or _is_settled(workload, name, value):
             continue
-        if isinstance(value, BooleanMask | MaskModMask) or name == "score_mod":
+        if (isinstance(value, Mask) and value.function is not None) or name == "score_mod":
             missing.append(f"its {name} is the model's own")
             continue
         given.append(f"{name}={_written(value)}")
@@ -457,6 +454,6 @@ def _is_settled(workload: Workload, name: str, value: Any) -> bool:
 
 
 def _written(value: object) -> str:
-    if isinstance(value, Causal):
-        return '"causal-bottom-right"' if value.bottom_right else '"causal"'
+    if isinstance(value, Mask):
+        return value.source(str)
     return f'"{value}"' if isinstance(value, str) else repr(value)

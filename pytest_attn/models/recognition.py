@@ -16,25 +16,11 @@ from pytest_attn.backends.attention_args import AttentionArguments, UnreadableEr
 from pytest_attn.backends.dense import dense
 from pytest_attn.workloads.fields import DTYPES
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskModMask, Window
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, Sequences, StoredMask, Window
 from pytest_attn.workloads.workload import Workload
 
 #: more documents than this are taken for a pattern
 _MOST_DOCUMENTS = 4096
-
-
-class StoredMask:
-    """A mask's tensor as the factory of a BooleanMask; the same for every call."""
-
-    __name__ = "captured"
-
-    def __init__(self, visible: torch.Tensor) -> None:
-        self.visible = visible
-
-    def __call__(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-        """Return the tensor."""
-        return self.visible.to(device)
 
 
 def asks_the_same(one: Workload, other: Workload) -> bool:
@@ -47,11 +33,9 @@ def asks_the_same(one: Workload, other: Workload) -> bool:
     if not _does_the_same(one.score_mod, other.score_mod):
         return False
     here, there = one.mask, other.mask
-    if isinstance(here, BooleanMask) and isinstance(there, BooleanMask):
-        return _makes_the_same(here.factory, there.factory)
-    if isinstance(here, MaskModMask) and isinstance(there, MaskModMask):
-        return _does_the_same(here.fn, there.fn)
-    return bool(here == there)
+    if here is None or there is None or here.function is None or here.kind != there.kind:
+        return bool(here == there)
+    return _makes_the_same(here.function, there.function) or _does_the_same(here.function, there.function)
 
 
 def _makes_the_same(one: Any, other: Any) -> bool:
@@ -169,7 +153,7 @@ def _is(visible: torch.Tensor, mask: Mask) -> bool:
 def _dense(mask: Mask, q_len: int, kv_len: int, like: torch.Tensor) -> torch.Tensor:
     q, kv = torch.arange(q_len, device=like.device)[:, None], torch.arange(kv_len, device=like.device)
     zero = q.new_zeros(())
-    return bind(mask, 1, 1, q_len, kv_len, kv_len, like.device)(zero, zero, q, kv).expand(q_len, kv_len)
+    return mask.bind(Sequences(1, 1, q_len, kv_len, like.device))(zero, zero, q, kv).expand(q_len, kv_len)
 
 
 # -- from arguments to a workload ----------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from pytest_attn.models.capture import capture
 from pytest_attn.models.interception import is_of_transformers
 from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.step import named_tensors, untouched
-from pytest_attn.workloads.masks import Causal, Window
 
 #: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
 _RUNS, _ULPS = 4, {"bfloat16": 1.0, "float16": 1.0, "float32": 4.0, "float64": 4.0}
@@ -153,12 +152,12 @@ def wrong_masks(of: TokenModel, config: Any) -> str:
     for call in capture(lambda: of.rows(of.ids), of.model):
         layer = re.search(r"layers\.(\d+)(?:\.|$)", call.module)
         mask = call.workload.mask
-        if layer is None or int(layer[1]) >= len(windows) or not isinstance(mask, Causal | Window):
+        if layer is None or int(layer[1]) >= len(windows) or mask is None or mask.band is None:
             continue
         window = windows[int(layer[1])]
         wanted = "Causal" if window is None or window >= tokens else f"a window of {window}"
-        asked = "Causal" if isinstance(mask, Causal) or mask.left is None else f"a window of {mask.left + 1}"
-        if isinstance(mask, Window) and mask.left is not None and mask.right not in (0, None):
+        asked = "Causal" if mask.band.left is None else f"a window of {mask.band.left + 1}"
+        if mask.band.left is not None and mask.band.right not in (0, None):
             continue  # a window to both sides, which the configuration counts in another way
         if asked != wanted:
             return f"{call.module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (

@@ -25,8 +25,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.cached import appended
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Mask, MaskMod, Window
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import Band, Mask, MaskMod, Sequences
 from pytest_attn.workloads.workload import Workload
 
 #: a position, or a tensor of positions
@@ -60,7 +59,7 @@ class Call:
         """Return a mask as a predicate of (b, h, q_idx, kv_idx), made once."""
         w = self.workload
         if mask not in self._bound:
-            self._bound[mask] = bind(mask, w.batch, w.heads, w.q_len, w.kv_len, w.kv_len, self.inputs.device)
+            self._bound[mask] = mask.bind(Sequences(w.batch, w.heads, w.q_len, w.kv_len, self.inputs.device))
         return self._bound[mask]
 
 
@@ -171,42 +170,46 @@ class Masks:
         mask = self.mask(tile.seq)
         if mask is None:
             return tile.key_index >= 0
-        if isinstance(mask, Causal | Window):
+        if mask.band is not None:
             return self.in_band(tile)
-        return self.in_document(tile, mask) if isinstance(mask, Document) else self.in_custom_mask(tile, mask)
+        return self.in_document(tile, mask) if mask.documents else self.in_custom_mask(tile, mask)
 
     def in_band(self, tile: Tile) -> Tensor:
         """Evaluate a causal mask or window."""
         rows, keys = tile.row_index, tile.key_index
         return (keys >= self.first_key(tile.seq, rows)) & (keys <= self.last_key(tile.seq, rows))
 
+    def band(self, seq: Sequence) -> Band:
+        """Return the causal mask or window to apply as a band."""
+        mask = self.mask(seq)
+        assert mask is not None
+        assert mask.band is not None
+        return mask.band
+
     def diagonal(self, seq: Sequence, row: Index) -> Index:
         """Return the key at which a query row stands."""
-        mask = self.mask(seq)
-        is_top_left = isinstance(mask, Causal) and not mask.bottom_right
-        return row if is_top_left else row + (seq.kv_len - seq.q_len)
+        return row if self.band(seq).top_left else row + (seq.kv_len - seq.q_len)
 
     def first_key(self, seq: Sequence, row: Index) -> Index:
         """Return the first key that a causal mask or window lets a row see; it may lie before the sequence."""
-        mask = self.mask(seq)
-        return self.diagonal(seq, row) - mask.left if isinstance(mask, Window) and mask.left is not None else 0
+        left = self.band(seq).left
+        return 0 if left is None else self.diagonal(seq, row) - left
 
     def last_key(self, seq: Sequence, row: Index) -> Index:
         """Return the last key that a causal mask or window lets a row see; it may lie past the sequence."""
-        mask = self.mask(seq)
-        right = mask.right if isinstance(mask, Window) else 0
+        right = self.band(seq).right
         return seq.kv_len - 1 if right is None else self.diagonal(seq, row) + right
 
-    def in_document(self, tile: Tile, mask: Document) -> Tensor:
+    def in_document(self, tile: Tile, mask: Mask) -> Tensor:
         """Evaluate a document mask."""
         _, _, q_idx, kv_idx = tile.index
         document = self.document_of(mask, tile.seq.call.q)
         seen = document[q_idx] == document[kv_idx]
-        return seen & (kv_idx <= q_idx) if mask.causal else seen
+        return seen & (kv_idx <= q_idx) if mask.is_causal else seen
 
-    def document_of(self, mask: Document, like: Tensor) -> Tensor:
+    def document_of(self, mask: Mask, like: Tensor) -> Tensor:
         """Return the number of each token's document, (tokens,)."""
-        return torch.repeat_interleave(torch.tensor(mask.lengths)).to(like.device)
+        return torch.repeat_interleave(torch.tensor(mask.documents)).to(like.device)
 
     def in_custom_mask(self, tile: Tile, mask: Mask) -> Tensor:
         """Evaluate a mask that only its own predicate knows: a neighborhood, a tensor or a function."""
@@ -415,7 +418,8 @@ class Forward(Memory, Scores):
 
     def key_range(self, seq: Sequence, rows: range) -> range:
         """Return the keys that any of these rows may see, where the mask is a band; all keys otherwise."""
-        if not isinstance(self.mask(seq), Causal | Window):
+        mask = self.mask(seq)
+        if mask is None or mask.band is None:
             return range(seq.kv_len)
         first, last = int(self.first_key(seq, rows[0])), int(self.last_key(seq, rows[-1]))
         return range(max(first, 0), min(last + 1, seq.kv_len))

@@ -11,7 +11,6 @@ from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequen
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.mutants.reach_tiles import has_odd_tiles
-from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 LENGTHS = Defects("lengths")
@@ -91,7 +90,7 @@ class _SequencesNotSeparated(Kernel):
 
 def _tail_is_followed(w: Workload, _backward: bool) -> bool:
     """Whether a packed sequence with a tail that no mask hides is followed by another."""
-    is_top_left = isinstance(w.mask, Causal) and not w.mask.bottom_right
+    is_top_left = w.band is not None and w.band.top_left
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
 
@@ -109,7 +108,7 @@ class _TailReadsNextSequence(Kernel):
 
 def _aligns_to_its_end(w: Workload, backward: bool) -> bool:
     """Whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
-    if not is_band(w, backward) or (isinstance(w.mask, Causal) and not w.mask.bottom_right):
+    if not is_band(w, backward) or w.mask.band.top_left:
         return False
     return any(kv_len - q_len != w.kv_len - w.q_len for q_len, kv_len in sequence_lengths(w))
 

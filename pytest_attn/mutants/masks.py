@@ -17,6 +17,7 @@ from pytest_attn.mutants.reach import (
     is_document,
     is_grouped,
     is_top_left,
+    is_window,
 )
 from pytest_attn.mutants.reach_tiles import (
     has_edge_before_last_tile,
@@ -30,7 +31,7 @@ from pytest_attn.mutants.reach_tiles import (
     has_unaligned_left_edge,
     shows_tail,
 )
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, MaskMod, Neighborhood, Window
+from pytest_attn.workloads.masks import Mask, MaskMod, Neighborhood
 
 MASKS = Defects("masks")
 
@@ -64,8 +65,7 @@ class _LeftEdgeOneKeyLate(Kernel):
     """A window is one key too narrow: its size counts the row's own key."""
 
     def first_key(self, seq: Sequence, row: Index) -> Index:
-        mask = self.mask(seq)
-        return super().first_key(seq, row) + (1 if isinstance(mask, Window) and mask.left else 0)
+        return super().first_key(seq, row) + (1 if self.band(seq).left else 0)
 
 
 @MASKS("bottom-right-taken-for-top-left", "SageAttention#372", "SageAttention#131", "FA#2463", applies=is_bottom_right)
@@ -102,12 +102,12 @@ class _MaskOnLastTileOnly(Kernel):
         return super().in_band(tile) if is_last else tile.key_index >= 0
 
 
-@MASKS("window-right-edge-open", "vllm#51257", applies=all_of(has_right_edge, lambda w, _: isinstance(w.mask, Window)))
+@MASKS("window-right-edge-open", "vllm#51257", applies=all_of(has_right_edge, is_window))
 class _WindowRightEdgeOpen(Kernel):
     """A window hides the past but not the future."""
 
     def last_key(self, seq: Sequence, row: Index) -> Index:
-        return seq.kv_len - 1 if isinstance(self.mask(seq), Window) else super().last_key(seq, row)
+        return super().last_key(seq, row) if self.band(seq).is_causal else seq.kv_len - 1
 
 
 @MASKS("window-first-tile-skipped", "zml#763", applies=has_unaligned_left_edge)
@@ -144,13 +144,13 @@ class _TileOfOneKeyLost(Kernel):
         return range(span.start, max(span.start, span.stop - 1))
 
 
-@MASKS("mask-inverted", "rasbt/LLMs-from-scratch#1062", applies=lambda w, _: isinstance(w.mask, BooleanMask))
+@MASKS("mask-inverted", "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w, _: w.mask.kind == "boolean"))
 class _MaskInverted(Kernel):
     """True in a boolean mask is taken for hidden."""
 
     def in_custom_mask(self, tile: Tile, mask: Mask) -> Tensor:
         seen = super().in_custom_mask(tile, mask)
-        return ~seen if isinstance(mask, BooleanMask) else seen
+        return ~seen if mask.kind == "boolean" else seen
 
 
 @MASKS("mask-dropped", "PT#107884", "transformers#30652", applies=is_custom)
@@ -159,7 +159,7 @@ class _MaskDropped(Kernel):
 
     def mask(self, seq: Sequence) -> Mask | None:
         mask = super().mask(seq)
-        return mask if isinstance(mask, Causal | Window | Document) else None
+        return mask if mask is not None and (mask.band or mask.documents) else None
 
 
 @MASKS("mask-of-key-head", "xf#952", "xf#854", applies=all_of(is_grouped, is_custom))
@@ -175,15 +175,15 @@ class _MaskOfKeyHead(Kernel):
 class _DocumentBeginsOneTokenLate(Kernel):
     """The first token of each document belongs to the one before."""
 
-    def document_of(self, mask: Document, like: Tensor) -> Tensor:
-        return super().document_of(mask, like)[[0, *range(sum(mask.lengths) - 1)]]
+    def document_of(self, mask: Mask, like: Tensor) -> Tensor:
+        return super().document_of(mask, like)[[0, *range(mask.tokens - 1)]]
 
 
 @MASKS("documents-not-separated", "mosaicml/llm-foundry#1464", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_document)
 class _DocumentsNotSeparated(Kernel):
     """Documents in one sequence see each other; only causality is left."""
 
-    def document_of(self, mask: Document, like: Tensor) -> Tensor:
+    def document_of(self, mask: Mask, like: Tensor) -> Tensor:
         return super().document_of(mask, like) * 0
 
 

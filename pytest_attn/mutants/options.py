@@ -7,11 +7,11 @@ import math
 
 from torch import Tensor
 
-from pytest_attn.mutants.kernel import Call, Kernel, Sequence, Softmax, SplitKernel, Tile
+from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, has_other_lengths, has_several_row_tiles, is_band
+from pytest_attn.mutants.reach import all_of, always, has_other_lengths, has_several_row_tiles, is_band, is_causal
 from pytest_attn.mutants.reach_tiles import has_left_edge, has_right_edge
-from pytest_attn.workloads.masks import Causal, Mask, Window
+from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload
 
 OPTIONS = Defects("options")
@@ -77,22 +77,21 @@ class _ScaleWithLog2e(Kernel):
         return super().scaled(tile, s) / math.log(2)
 
 
-@OPTIONS("causal-ignored", "transformers#30652", applies=all_of(has_right_edge, lambda w, _: isinstance(w.mask, Causal)))
+@OPTIONS("causal-ignored", "transformers#30652", applies=all_of(has_right_edge, is_causal))
 class _CausalIgnored(Kernel):
     """A causal mask is dropped."""
 
     def mask(self, seq: Sequence) -> Mask | None:
         mask = super().mask(seq)
-        return None if isinstance(mask, Causal) else mask
+        return None if mask is not None and mask.band is not None and mask.is_causal else mask
 
 
 @OPTIONS("window-ignored", "zml#763", "sglang#34093", applies=has_left_edge)
 class _WindowIgnored(Kernel):
     """The left end of a window is ignored: what is left is a causal mask."""
 
-    def mask(self, seq: Sequence) -> Mask | None:
-        mask = super().mask(seq)
-        return dataclasses.replace(mask, left=None) if isinstance(mask, Window) else mask
+    def first_key(self, seq: Sequence, row: Index) -> Index:
+        return 0
 
 
 @OPTIONS("softcap-ignored", "sglang#33915", "sglang#34093", applies=_has_softcap)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pytest_attn.mutants.kernel import TILE
 from pytest_attn.mutants.mutant import Applies
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Neighborhood, Window
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
@@ -99,25 +98,34 @@ def is_half(w: Workload, backward: bool) -> bool:
 
 def is_band(w: Workload, backward: bool) -> bool:
     """A causal mask or a window."""
-    return isinstance(w.mask, Causal | Window)
+    return w.mask is not None and w.band is not None
 
 
 def is_custom(w: Workload, backward: bool) -> bool:
     """A mask that only its own predicate knows."""
-    return isinstance(w.mask, BooleanMask | MaskModMask | Neighborhood)
+    return w.band is None and not w.documents
+
+
+def is_causal(w: Workload, backward: bool) -> bool:
+    """A causal mask."""
+    return is_band(w, backward) and w.mask.is_causal
+
+
+def is_window(w: Workload, backward: bool) -> bool:
+    """A sliding window."""
+    return is_band(w, backward) and not w.mask.is_causal
 
 
 def is_document(w: Workload, backward: bool) -> bool:
     """Several documents in one sequence."""
-    return isinstance(w.mask, Document) and len(w.mask.lengths) > 1
+    return len(w.documents) > 1
 
 
 def is_top_left(w: Workload, backward: bool) -> bool:
     """A causal mask aligned to the first key, where that makes a difference."""
-    return isinstance(w.mask, Causal) and not w.mask.bottom_right and has_other_lengths(w, backward)
+    return w.band is not None and w.band.top_left and has_other_lengths(w, backward)
 
 
 def is_bottom_right(w: Workload, backward: bool) -> bool:
     """A causal mask or window aligned to the last key, where that makes a difference."""
-    is_aligned = isinstance(w.mask, Window) or (isinstance(w.mask, Causal) and w.mask.bottom_right)
-    return is_aligned and has_other_lengths(w, backward)
+    return is_band(w, backward) and not is_top_left(w, backward) and has_other_lengths(w, backward)

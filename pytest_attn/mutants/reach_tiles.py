@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from pytest_attn.mutants.kernel import TILE
-from pytest_attn.mutants.reach import has_several_key_tiles, is_band, is_custom, is_document, is_top_left
-from pytest_attn.workloads.masks import Causal, Window
-from pytest_attn.workloads.visibility import interval
+from pytest_attn.mutants.reach import (
+    has_several_key_tiles,
+    is_band,
+    is_causal,
+    is_custom,
+    is_document,
+    is_top_left,
+    is_window,
+)
+from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
@@ -105,9 +112,9 @@ def has_unaligned_left_edge(w: Workload, backward: bool) -> bool:
 
 def shows_tail(w: Workload, backward: bool) -> bool:
     """A last tile of keys that is not full, and that only the sequence's end cuts."""
-    if isinstance(w.mask, Window) and not w.mask.right:
+    if is_window(w, backward) and not w.mask.right:
         return False
-    if isinstance(w.mask, Causal):
+    if is_causal(w, backward):
         return is_top_left(w, backward) and any(q_len > kv_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
     return has_key_tail(w, backward)
 

@@ -12,7 +12,7 @@ from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.mutants.strides import read_with_strides
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Mask, MaskMod, Window
+from pytest_attn.workloads.masks import Mask, MaskMod
 
 STATE = Defects("state")
 
@@ -55,7 +55,7 @@ class _CausalFlagOfFirstCall(Kernel):
 
     def mask(self, seq: Sequence) -> Mask | None:
         mask = super().mask(seq)
-        if not (mask is None or isinstance(mask, Causal | Window)):
+        if mask is not None and mask.band is None:
             return mask
         first: Mask | None = self.kept.setdefault(("mask", *_compiled_for(seq.call)), mask)
         return first

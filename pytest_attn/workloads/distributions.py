@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.workloads.generator import Draw
 from pytest_attn.workloads.heads import key_heads
+from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.needles import LongNeedles
 from pytest_attn.workloads.positions import is_long
-from pytest_attn.workloads.visibility import interval
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:

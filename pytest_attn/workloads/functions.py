@@ -1,12 +1,14 @@
-"""Functions that users give: what they are called, how they must be callable, and what they returned instead."""
+"""Functions that users give: what they are called, how they must be callable, and how they are written down and imported."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import types
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 
 def function_name(fn: object) -> str:
@@ -61,3 +63,34 @@ def describe(value: object) -> str:
     if shape is None or not hasattr(value, "dtype"):
         return f"{type(value).__name__}"
     return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(shape)}"
+
+
+class UnknownFunctionError(ValueError):
+    """A function of a workload cannot be imported here."""
+
+
+def encode_function(function: Callable[..., Any]) -> dict[str, str]:
+    """Return where a function can be imported from, and its label."""
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", None) or ""
+    return {"module": module, "name": name, "label": function_label(function)}
+
+
+def decode_function(encoded: dict[str, str]) -> Callable[..., Any]:
+    """Import the function of `encode_function`; raise UnknownFunctionError for anything else of the same name."""
+    module, name, label = encoded["module"], encoded["name"], encoded["label"]
+    found: Any = None if "<" in name else _module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, types.FunctionType) or function_label(found) != label:
+        raise UnknownFunctionError(f"{label} of {module or 'an unknown module'} cannot be imported here")
+    return found
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """Import a module, None where that fails: a test module may even end with pytest's own kind of exception."""
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return None

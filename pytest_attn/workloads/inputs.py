@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.distributions import distribution_names, draw_qkv
 from pytest_attn.workloads.generator import Draw
-from pytest_attn.workloads.masks import MaskMod
+from pytest_attn.workloads.masks import MaskMod, Sequences
 from pytest_attn.workloads.pool import descales_in_pool, pool_of
 from pytest_attn.workloads.quantized import Descales, dense_descales, dequantized, dtype_of, factors_of, quantized
 from pytest_attn.workloads.serving import pages_in_use, pages_per_sequence
-from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ class Inputs:
         q_len: how many queries the sequence has of which it is asked, where packed queries have keys in pages.
         """
         w, q_len = self.workload, self.workload.q_len if q_len is None else q_len
-        lens = self.kv_lens if self.kv_lens is not None else w.kv_len
-        inner = None if w.plain_mask is None else bind(w.plain_mask, w.batch, w.heads, q_len, w.kv_len, lens, self.device)
+        over = Sequences(w.batch, w.heads, q_len, w.kv_len, self.device, kv_lens=self.kv_lens)
+        inner = None if w.plain_mask is None else w.plain_mask.bind(over)
         if self.kv_lens is None:
             return inner
         kv_lens = self.kv_lens

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_attn.workloads.masks import intervals
 from pytest_attn.workloads.positions import borders, far_positions, sampled_positions
-from pytest_attn.workloads.visibility import intervals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,15 +24,16 @@ from pytest_attn.workloads.fields import (
     short_dtype,
 )
 from pytest_attn.workloads.functions import require_parameters
-from pytest_attn.workloads.heads import HEAD_GROUPS
+from pytest_attn.workloads.heads import HEAD_GROUPS, key_heads
 from pytest_attn.workloads.labels import shape_id
-from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, ScoreMod, as_mask
+from pytest_attn.workloads.masks import Band, Mask, ScoreMod, Sequences, visible_pairs
+from pytest_attn.workloads.masks.registry import as_mask, mask_kinds
 from pytest_attn.workloads.nearest import suggests_fields
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.serving import LENGTHS, check_padding, no_gradient_because, settle_cached, settle_pages
-from pytest_attn.workloads.visibility import visible_pairs
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -197,20 +198,12 @@ class Workload:
             require_parameters("score_mod", self.score_mod, ("score", "b", "h", "q_idx", "kv_idx"))
 
     def _check_mask(self) -> None:
-        mask = self.mask
-        if isinstance(mask, Document) and not sum(mask.lengths) == self.q_len == self.kv_len:
-            raise ValueError(
-                f"Workload: Document lengths sum to {sum(mask.lengths)}, but q_len is {self.q_len} and kv_len {self.kv_len}"
-            )
-        if isinstance(mask, Neighborhood) and not math.prod(mask.shape) == self.q_len == self.kv_len:
-            raise ValueError(
-                f"Workload: Neighborhood shape {mask.shape} holds {math.prod(mask.shape)} tokens,"
-                f" but q_len is {self.q_len} and kv_len {self.kv_len}"
-            )
-        if self.is_packed and (isinstance(mask, Document | Neighborhood | BooleanMask) or self.bias):
-            raise ValueError(
-                "Workload: q_lens (packed sequences) cannot be combined with Document, Neighborhood, BooleanMask or bias"
-            )
+        mask = self.plain_mask
+        if mask is not None:
+            mask.require_lengths(self.q_len, self.kv_len)
+        if self.is_packed and (self.bias or not (mask is None or mask.is_packable)):
+            unpacked = ", ".join(kind.__name__ for kind in mask_kinds() if not kind.is_packable)
+            raise ValueError(f"Workload: q_lens (packed sequences) cannot be combined with {unpacked} or bias")
         if self.is_packed and self.descales == "token":
             raise ValueError('Workload: q_lens (packed sequences) take descales per "tensor" or "head", not per "token"')
         if self.v_in_k and self.v_head_dim > self.head_dim:
@@ -262,6 +255,21 @@ class Workload:
         """The mask, typed."""
         mask: Mask | None = self.mask
         return mask
+
+    @property
+    def band(self) -> Band | None:
+        """The mask as a band, open on both sides where there is no mask; None for a mask that is no band."""
+        return Band(None, None, top_left=False) if self.plain_mask is None else self.plain_mask.band
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """The lengths of the documents in each sequence; empty where the mask knows none."""
+        return () if self.plain_mask is None else self.plain_mask.documents
+
+    @property
+    def has_positional_mask(self) -> bool:
+        """Whether what is seen depends on positions alone, not on the batch entry and the head: so it is without a mask."""
+        return self.plain_mask is None or self.plain_mask.is_positional
 
     def replace(self, **changes: object) -> Self:
         """Return a copy with other fields; fields that were equal to a changed one follow it.
@@ -342,3 +350,12 @@ def sequence_lengths(w: Workload) -> list[tuple[int, int]]:
     q_lens = w.q_lens or (w.q_len,) * w.batch
     kv_lens = w.kv_lens or (w.kv_len,) * w.batch
     return list(zip(q_lens, kv_lens, strict=True))
+
+
+def sequences_of(w: Workload, device: torch.device) -> Sequences:
+    """Return what the workload's mask is laid over, each sequence with its own lengths."""
+    import torch
+
+    lengths = sequence_lengths(w)
+    q_lens, kv_lens = torch.tensor(lengths, device=device).unbind(1)
+    return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device, q_lens, kv_lens, tuple(lengths), tuple(key_heads(w)))

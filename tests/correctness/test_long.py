@@ -23,8 +23,8 @@ from pytest_attn.workloads import needles, positions
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import _needle_target
 from pytest_attn.workloads.long import LONG_GROUPS
+from pytest_attn.workloads.masks import interval, intervals, visible_pairs
 from pytest_attn.workloads.needles import LongNeedles
-from pytest_attn.workloads.visibility import interval, intervals, visible_pairs
 
 CPU = torch.device("cpu")
 S = 768

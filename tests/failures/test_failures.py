@@ -24,7 +24,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures import failure as failure_module
 from pytest_attn.failures import folder as folder_module
 from pytest_attn.failures.data import FailureData, tensors_of
-from pytest_attn.failures.encoding import UnknownFunctionError, decode_workload, encode_workload
+from pytest_attn.failures.encoding import decode_workload, encode_workload
 from pytest_attn.failures.failure import ENVIRONMENT, TENSORS, load_failure, write_tensors
 from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
 from pytest_attn.failures.script import import_root, kernel_of, named_backend, script
@@ -33,6 +33,7 @@ from pytest_attn.reports.records import new_record
 from pytest_attn.session.machines import Machines
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.functions import UnknownFunctionError
 
 CPU = torch.device("cpu")
 CATALOG = [entry.workload for entry in builtin_catalog()]

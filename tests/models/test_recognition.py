@@ -5,8 +5,7 @@ import torch
 
 from pytest_attn.backends.dense import split_additive
 from pytest_attn.models.recognition import StoredMask, asks_the_same, recognize
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Window
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Sequences, Window
 from pytest_attn.workloads.workload import Workload
 
 STRUCTURED = [
@@ -24,7 +23,7 @@ STRUCTURED = [
 def tensor_of(mask, q_len, kv_len):
     q, kv = torch.arange(q_len)[:, None], torch.arange(kv_len)
     zero = torch.zeros((), dtype=torch.long)
-    return bind(mask, 1, 1, q_len, kv_len, kv_len, torch.device("cpu"))(zero, zero, q, kv)[None, None]
+    return mask.bind(Sequences(1, 1, q_len, kv_len, torch.device("cpu")))(zero, zero, q, kv)[None, None]
 
 
 @pytest.mark.parametrize(("mask", "q_len", "kv_len"), STRUCTURED, ids=str)

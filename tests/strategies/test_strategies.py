@@ -10,8 +10,7 @@ from traits import features, layout, mask_kind
 from pytest_attn import Document, Pages, Window, Workload, check
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
-from pytest_attn.strategies import workloads
-from pytest_attn.strategies.scope import FEATURES, LAYOUT_KINDS, MASK_KINDS
+from pytest_attn.strategies import FEATURES, LAYOUT_KINDS, MASK_KINDS, workloads
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import sequence_lengths

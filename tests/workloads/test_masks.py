@@ -5,8 +5,7 @@ import torch
 
 from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.dense import boolean_mask
-from pytest_attn.workloads.masks import as_mask
-from pytest_attn.workloads.visibility import interval, visible_pairs
+from pytest_attn.workloads.masks import as_mask, interval, visible_pairs
 
 
 def visible(workload):

@@ -15,7 +15,6 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload
 
 _SOURCE = Library(("nvidia-cudnn-frontend",), "cudnn", "pip install nvidia-cudnn-frontend")
@@ -272,11 +271,10 @@ def _options(graph: Graph, w: Workload) -> dict[str, Any]:
             "seq_len_kv": graph.tensors["kv_lens"],
         }
     mask = w.plain_mask
-    if not isinstance(mask, Causal | Window):
+    if mask is None or mask.band is None:
         return options
-    left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
-    square = w.q_len == w.kv_len and w.kv_lens is None
-    top_left = square or (isinstance(mask, Causal) and not mask.bottom_right)
+    left, right, top_left = mask.band
+    top_left = top_left or (w.q_len == w.kv_len and w.kv_lens is None)
     alignments = graph.cudnn.diagonal_alignment
     return options | {
         "diagonal_alignment": alignments.TOP_LEFT if top_left else alignments.BOTTOM_RIGHT,

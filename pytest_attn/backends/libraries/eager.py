@@ -7,7 +7,7 @@ import math
 import torch
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.capabilities import FEATURES, MASKS, Capabilities
+from pytest_attn.backends.capabilities import FEATURES, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
 from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
 from pytest_attn.backends.sizes import scores_bytes
@@ -25,7 +25,7 @@ class Eager(Backend):
     variants = ("compile", "max_autotune", "graph")
     needs = "any device"
     capabilities = Capabilities(
-        masks=frozenset(MASKS),
+        masks=frozenset(("any",)),
         features=frozenset(FEATURES) - {"packed", "packed pages", "cached"},
         dtypes=("bfloat16", "float16", "float32"),
         head_dim=None,

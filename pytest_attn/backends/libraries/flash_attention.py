@@ -44,7 +44,7 @@ from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Document, Window
+from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
@@ -73,7 +73,7 @@ class FlashAttention(LibraryBackend):
             return self._packed_pages(inputs)
         if w.kv_pages:
             return self._paged(inputs)
-        if w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document):
+        if w.is_packed or w.kv_lens is not None or w.documents:
             return self._packed(inputs)
         function, options = self.source.load().flash_attn_func, self.options(inputs)
         return in_bshd(lambda q, k, v: without_lse(function(q, k, v, **options)))
@@ -307,7 +307,7 @@ class Flash3(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse pairs of head dimensions without a kernel, then what this build was made without, in its own words."""
-        if workload.is_quantized and (workload.kv_lens is not None or isinstance(workload.mask, Document)):
+        if workload.is_quantized and (workload.kv_lens is not None or workload.documents):
             return [
                 "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
             ]
@@ -331,7 +331,7 @@ def _smallest_like(w: Workload) -> Workload:
     lengths: dict[str, Any] = {"q_len": 8}
     if w.kv_pages:
         lengths["kv_pages"] = w.kv_pages
-    elif w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document):
+    elif w.is_packed or w.kv_lens is not None or w.documents:
         lengths = {"q_lens": (8,)}
     return Workload(
         **lengths,
@@ -340,7 +340,7 @@ def _smallest_like(w: Workload) -> Workload:
         head_dim=w.head_dim,
         v_head_dim=w.v_head_dim,
         dtype=w.dtype,
-        mask=Window(1, 1) if isinstance(w.mask, Window) else None,
+        mask=Window(1, 1) if w.mask is not None and w.mask.kind == "window" else None,
         softcap=w.softcap,
     )
 

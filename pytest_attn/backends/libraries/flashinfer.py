@@ -27,9 +27,8 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.page_lists import page_lists
-from pytest_attn.workloads.visibility import bind
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 _FEATURES = frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "packed pages", "page layouts"))
@@ -175,9 +174,9 @@ def _options(inputs: Inputs) -> dict[str, Any]:
 def _needs_custom_mask(w: Workload) -> bool:
     """Whether causal (aligned to the last key) and window_left cannot say the mask."""
     padded = w.kv_lens is not None and not w.packs_keys
-    if isinstance(w.mask, Document):
+    if w.documents:
         return padded
-    if isinstance(w.mask, Causal) and not w.mask.bottom_right and padded:
+    if w.band is not None and w.band.top_left and padded:
         return True
     window = bottom_right_window(w)
     return window is None or not (window == (-1, -1) or window[1] == 0)
@@ -194,7 +193,7 @@ def _custom_mask(inputs: Inputs) -> torch.Tensor:
     assert w.plain_mask is not None
     parts = []
     for sequence, (rows, keys) in enumerate(sequence_lengths(w)):
-        mask_mod = bind(w.plain_mask, w.batch, w.heads, rows, keys, keys, inputs.device)
+        mask_mod = w.plain_mask.bind(Sequences(w.batch, w.heads, rows, keys, inputs.device))
         b, h = torch.tensor([[sequence], [0]], device=inputs.device)
         q, kv = torch.arange(rows, device=inputs.device)[:, None], torch.arange(keys, device=inputs.device)
         parts.append(mask_mod(b, h, q, kv).expand(rows, keys).flatten())
@@ -230,11 +229,11 @@ def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
 def _varies_over_heads(w: Workload, machine: Machine) -> bool:
     """Whether a mask given as a tensor or function differs between heads, head by head to save memory."""
     mask = w.plain_mask
-    if not isinstance(mask, BooleanMask | MaskModMask):
+    if mask is None or mask.is_positional:
         return False
     device = torch.device(machine.device)
     b, h, q, kv = index_tensors(w, device)
-    mask_mod = bind(mask, w.batch, w.heads, w.q_len, w.kv_len, w.kv_len, device)
+    mask_mod = mask.bind(Sequences(w.batch, w.heads, w.q_len, w.kv_len, device))
     first = mask_mod(b, h[:, :1], q, kv)
     return not all(torch.equal(first, mask_mod(b, head, q, kv)) for head in torch.split(h[:, 1:], 1, 1))
 

@@ -19,7 +19,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, needs_cuda
-from pytest_attn.backends.capabilities import FEATURES, MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.capabilities import FEATURES, NO_CACHE, NO_LEFT_PADDING, Capabilities
 from pytest_attn.backends.compiled import compilation_of, compile_kernel
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
@@ -30,15 +30,14 @@ from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.versions import release
 from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask, Mask, MaskMod, MaskModMask, ScoreMod
-from pytest_attn.workloads.visibility import bind
+from pytest_attn.workloads.masks import Mask, MaskMod, MaskModMask, ScoreMod, Sequences
 from pytest_attn.workloads.workload import Workload
 
 #: Rows and keys of one block of a block mask.
 BLOCK = 128
 
 _ALL_BUT_PAGES = Capabilities(
-    masks=frozenset(MASKS),
+    masks=frozenset(("any",)),
     features=frozenset(FEATURES) - {"paged", "packed pages", "page layouts", "cached", "left-padded"},
     dtypes=("bfloat16", "float16", "float32"),
     head_dim=None,
@@ -337,7 +336,7 @@ def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
 
 def _is_structural(w: Workload) -> bool:
     """Whether the mask depends on positions only, not on batch and head, so that one block mask serves all."""
-    return not isinstance(w.mask, BooleanMask | MaskModMask)
+    return w.has_positional_mask
 
 
 def _packed_mask(inputs: Inputs) -> MaskMod:
@@ -351,7 +350,7 @@ def _packed_mask(inputs: Inputs) -> MaskMod:
     sequence_kv = torch.repeat_interleave(lengths_kv)
     inner = None
     if w.plain_mask is not None:
-        inner = bind(w.plain_mask, w.batch, w.heads, 0, 0, lengths_kv - lengths_q, inputs.device)
+        inner = w.plain_mask.bind(Sequences(w.batch, w.heads, 0, 0, inputs.device, kv_lens=lengths_kv - lengths_q))
 
     def same_sequence(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         mine, theirs = sequence_q[q], sequence_kv[kv]

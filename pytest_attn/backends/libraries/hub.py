@@ -20,7 +20,6 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Document, Window
 from pytest_attn.workloads.workload import Workload
 
 #: Both are flash-attention's; a kernel needs one of them.
@@ -155,13 +154,13 @@ class HubKernel(LibraryBackend):
 
 
 def _goes_packed(w: Workload) -> bool:
-    return w.is_packed or w.kv_lens is not None or isinstance(w.mask, Document)
+    return w.is_packed or w.kv_lens is not None or bool(w.documents)
 
 
 def _needed_parameters(w: Workload) -> list[str]:
     needed = {
         "causal": bottom_right_window(w) == (-1, 0),
-        "window_size": isinstance(w.mask, Window) and bottom_right_window(w) != (-1, 0),
+        "window_size": w.mask is not None and not w.documents and bottom_right_window(w) not in (None, (-1, 0)),
         "softmax_scale": w.scale is not None,
         "softcap": w.softcap is not None,
         "alibi_slopes": w.alibi,

@@ -19,7 +19,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
-from pytest_attn.backends.capabilities import MASKS, NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.capabilities import NO_CACHE, NO_LEFT_PADDING, Capabilities
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
@@ -47,12 +47,12 @@ from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Window
+from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
 #: what SDPA's signature can say, with a mask as a tensor
 _MASK_TENSOR = Capabilities(
-    masks=frozenset(MASKS),
+    masks=frozenset(("any",)),
     features=frozenset(
         ("bias", "alibi", "scale", "grouped heads", "padded", "backward", "interleaved heads", "ALiBi per batch entry")
     ),
@@ -465,7 +465,7 @@ class KvCache(Backend):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Fill the cache with the prompt, all keys before the first query's own."""
         w = inputs.workload
-        visible = boolean_mask(inputs) if isinstance(w.mask, Window) else None
+        visible = None if w.mask.is_causal else boolean_mask(inputs)
         prompt = w.kv_len - w.q_len
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

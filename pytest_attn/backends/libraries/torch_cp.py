@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pytest_attn.backends.capabilities import MASKS, Capabilities
+from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.compiled import unlimited_recompiles
 from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK
 from pytest_attn.backends.known_defect import KnownDefect
@@ -109,7 +109,7 @@ class TorchCpFlex(_OfTorch):
     name = "torch_cp_flex"
     needs = "torch >= 2.10, ranks; a GPU for gradients"
     capabilities = Capabilities(
-        masks=frozenset(MASKS),
+        masks=frozenset(("any",)),
         features=frozenset(("scale", "grouped heads", "padded", "backward")),
         dtypes=("bfloat16", "float16", "float32"),
         head_dim=None,

@@ -46,7 +46,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Causal, Document, Mask, Window
+from pytest_attn.workloads.masks import Causal, Mask
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
@@ -80,14 +80,14 @@ TRANSFORMER_ENGINE = Library(
 
 def needs_tensor(w: Workload) -> bool:
     """Whether no type of mask says it: a mask given as a tensor or function, or what sequences end to end cannot have."""
-    if isinstance(w.mask, Document):
+    if w.documents:
         return w.kv_lens is not None or w.bias is not None
-    return not isinstance(w.mask, Causal | Window | None) or bool(w.bias and w.kv_lens)
+    return w.band is None or bool(w.bias and w.kv_lens)
 
 
 def goes_in_sequence(w: Workload) -> bool:
     """Whether the tokens go in end to end: packed sequences, documents, and padded keys with the padding left out."""
-    return not needs_tensor(w) and (w.kv_lens is not None or isinstance(w.mask, Document))
+    return not needs_tensor(w) and (w.kv_lens is not None or bool(w.documents))
 
 
 def module_options(w: Workload) -> dict[str, Any]:
@@ -133,17 +133,14 @@ def call_options(inputs: Inputs, in_sequence: bool) -> dict[str, Any]:
 
 def _mask_type(w: Workload) -> tuple[str, tuple[int, int]]:
     """Return the mask's type, as of one sequence, and its window, which is aligned to the last key; -1 is open."""
-    mask = w.plain_mask
     if needs_tensor(w):
         return "arbitrary", (-1, -1)
-    if mask == Causal() or (isinstance(mask, Document) and mask.causal):
-        return "causal", (-1, 0)
-    if isinstance(mask, Causal):
-        return "causal_bottom_right", (-1, 0)
-    if not isinstance(mask, Window):
-        return "no_mask", (-1, -1)
-    left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    return ("causal_bottom_right" if right == 0 else "no_mask"), (left, right)
+    if w.documents:
+        return ("causal", (-1, 0)) if w.mask.is_causal else ("no_mask", (-1, -1))
+    assert w.band is not None
+    left, right = (-1 if side is None else side for side in (w.band.left, w.band.right))
+    causal = "causal" if w.band.top_left else "causal_bottom_right"
+    return (causal if right == 0 else "no_mask"), (left, right)
 
 
 def fully_masked_rows_refused(w: Workload, device: str) -> list[str]:
@@ -158,8 +155,8 @@ def fully_masked_rows_refused(w: Workload, device: str) -> list[str]:
 
 def half_open_window_refused(w: Workload) -> list[str]:
     """Refuse a window that its pair of numbers cannot say."""
-    is_half_open = isinstance(w.mask, Window) and (w.mask.left is None) != (w.mask.right is None)
-    return ["takes no window that is open on one side"] if is_half_open and w.mask != Window(None, 0) else []
+    is_half_open = w.band is not None and (w.band.left is None) != (w.band.right is None) and not w.band.is_causal
+    return ["takes no window that is open on one side"] if is_half_open else []
 
 
 # -- its globals ------------------------------------------------------------------------------------------------------
@@ -498,7 +495,7 @@ class TeCp(RankBackend):
         """Refuse what the library's cp_comm_type does not know."""
         w = sharding.workload
         reasons = half_open_window_refused(w)
-        if isinstance(w.mask, Window) and self._comm == "p2p":
+        if w.mask is not None and w.mask.kind == "window" and self._comm == "p2p":
             reasons.append("has sliding windows with comm=all_gather and comm=a2a only")
         if w.is_packed and self._comm == "all_gather":
             reasons.append("has packed sequences with comm=p2p and comm=a2a only")

@@ -25,7 +25,7 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Mask, Window
+from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
 
 _SINKS_FROM_ROUNDED_LSE = KnownDefect(
@@ -158,9 +158,8 @@ def _beyond_flash(w: Workload) -> list[str]:
         return ["pads values up to head_dim: takes no larger v_head_dim"]
     if w.kv_lens is not None and not w.is_packed and w.q_len > 1:
         return ["drops queries along with padded keys: takes padded keys for q_len == 1 only"]
-    mask = w.mask
-    if isinstance(mask, Window) and mask.right != 0 and mask != Window():
-        if mask.left is None or mask.left != mask.right:
+    if w.band is not None and w.band.right != 0 and not w.band.is_open:
+        if w.band.left is None or w.band.left != w.band.right:
             return ["takes windows (left, 0) and (n, n) only"]
         if w.q_len > w.kv_len or (w.is_packed and w.q_lens != w.kv_lens):
             return ["leaves out a window as long as the keys: takes (n, n) for q_len <= kv_len only"]
@@ -178,7 +177,7 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
         "softcap": w.softcap,
         "s_aux": inputs.sinks,
     }
-    if w.is_packed or isinstance(w.mask, Document):
+    if w.is_packed or w.documents:
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         arguments.update(zip(names, sequence_boundaries(inputs), strict=True))
     return arguments

@@ -30,7 +30,7 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.fields import element_bytes
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Document, Window
+from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
 #: What is used of xformers.ops.fmha; where mslk is missing, newer releases leave it an empty module.
@@ -199,15 +199,15 @@ _BIAS_STEP = 8
 
 def needs_tensor(w: Workload) -> bool:
     """Whether no class of masks says it all: a bias, ALiBi, a mask of another kind, or documents within padding."""
-    if isinstance(w.mask, Document):
+    if w.documents:
         return bool(w.bias or w.alibi or w.kv_lens is not None)
-    return bool(w.bias or w.alibi or not isinstance(w.mask, Causal | Window | None))
+    return bool(w.bias or w.alibi or w.band is None)
 
 
 def sequences_of(w: Workload) -> tuple[list[int], list[int]] | None:
     """Return the lengths of queries and keys where the workload is a row of sequences; None for a plain batch."""
-    if isinstance(w.mask, Document):
-        return list(w.mask.lengths * w.batch), list(w.mask.lengths * w.batch)
+    if w.documents:
+        return list(w.documents * w.batch), list(w.documents * w.batch)
     if w.kv_lens is None:
         return None
     return list(w.q_lens or (w.q_len,) * w.batch), list(w.kv_lens)
@@ -220,7 +220,7 @@ def unsaid(w: Workload) -> list[str]:
         reasons.append("takes neither ALiBi nor a mask of its own for packed sequences")
     if w.alibi and w.dtype != "float32":
         reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_bias")
-    if isinstance(w.mask, Window) and not needs_tensor(w) and w.mask != Window() and w.kv_lens and w.mask.right != 0:
+    if w.band is not None and not needs_tensor(w) and not w.band.is_open and w.kv_lens and w.band.right != 0:
         reasons.append("has no window to the right of a query for packed or padded sequences")
     return reasons
 
@@ -230,14 +230,13 @@ def mask_of(fmha: ModuleType, w: Workload, device: torch.device | str) -> Any:
     masks, lengths = fmha.attn_bias, sequences_of(w)
     if lengths is not None:
         return _blocks(masks.BlockDiagonalMask.from_seqlens(*lengths, device=_torch_device(device)), w)
-    if isinstance(w.mask, Causal) and not w.mask.bottom_right:
-        return masks.LowerTriangularMask()
-    if isinstance(w.mask, Causal) or w.mask == Window(None, 0):
-        return masks.LowerTriangularFromBottomRightMask()
-    if w.mask is None or w.mask == Window():
+    band = w.band
+    if band is None or band.is_open:
         return None
+    if band.is_causal:
+        return masks.LowerTriangularMask() if band.top_left else masks.LowerTriangularFromBottomRightMask()
     beyond = w.q_len + w.kv_len  # as far as an open side can reach
-    left, right = (beyond if side is None else side for side in (w.mask.left, w.mask.right))
+    left, right = (beyond if side is None else side for side in (band.left, band.right))
     if right == 0:  # its size counts the query's own key
         return masks.LowerTriangularFromBottomRightLocalAttentionMask(left + 1)
     return masks.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
@@ -245,14 +244,14 @@ def mask_of(fmha: ModuleType, w: Workload, device: torch.device | str) -> Any:
 
 def _blocks(blocks: Any, w: Workload) -> Any:
     """Return what makes each block's own mask of blocks on the diagonal."""
-    mask = w.plain_mask
-    if mask is None or mask == Window() or (isinstance(mask, Document) and not mask.causal):
+    if w.documents:
+        return blocks.make_causal() if w.mask.is_causal else blocks
+    band = w.band
+    if band is None or band.is_open:
         return blocks
-    if isinstance(mask, Document) or mask == Causal():
-        return blocks.make_causal()
-    if isinstance(mask, Window) and mask.left is not None:
-        return blocks.make_local_attention_from_bottomright(mask.left + 1)
-    return blocks.make_causal_from_bottomright()
+    if band.left is not None:
+        return blocks.make_local_attention_from_bottomright(band.left + 1)
+    return blocks.make_causal() if band.top_left else blocks.make_causal_from_bottomright()
 
 
 def tensor_bias(inputs: Inputs) -> torch.Tensor:

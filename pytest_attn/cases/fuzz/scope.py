@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.workloads.masks import Causal, Document, Neighborhood, Window
+from pytest_attn.workloads.masks.registry import kind_of_words
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
 def _kind(workload: Workload) -> object:
     """Return the mask's kind; a mask of the user's own is a kind for itself."""
     mask = workload.plain_mask
-    if isinstance(mask, Causal):
-        return "causal-bottom-right" if mask.bottom_right else "causal"
-    kinds = ((Window, "window"), (Document, "documents"), (Neighborhood, "neighborhood"))
-    return next((name for kind, name in kinds if isinstance(mask, kind)), mask)
+    return mask if mask is None or mask.function is not None else mask.kind
 
 
 def _layout(workload: Workload) -> str:
@@ -92,19 +89,14 @@ def _layout(workload: Workload) -> str:
 
 def _within(limits: Capabilities) -> dict[str, Any]:
     """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
-    from pytest_attn.strategies.scope import FEATURES, HEAD_DIMS, LAYOUT_KINDS, MASK_KINDS
+    from pytest_attn.strategies import FEATURES, HEAD_DIMS, LAYOUT_KINDS
 
-    words: dict[object, set[str]] = {
-        None: {"none"},
-        "causal": {"top-left", "bottom-right"},
-        "causal-bottom-right": {"top-left", "bottom-right"},
-    }
-    spoken = {*limits.masks, "none"}
+    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & limits.masks]
     always = {"fewer queries", "fewer keys", "empty sequences"}
     able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
     probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
     return {
-        "masks": [kind for kind in MASK_KINDS if "any" in spoken or spoken & words.get(kind, {str(kind)})],
+        "masks": [None, *masks],
         "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
         "features": [feature for feature in FEATURES if feature in able],
         "dtypes": limits.dtypes,

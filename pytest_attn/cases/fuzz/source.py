@@ -16,7 +16,7 @@ import pytest
 from pytest_attn.backends.precision import Precision
 from pytest_attn.cases.fuzz.names import imports_for
 from pytest_attn.workloads.functions import function_label
-from pytest_attn.workloads.masks import BooleanMask, Causal, MaskModMask
+from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload
 
 
@@ -110,20 +110,17 @@ def _makes(fields: dict[str, Any], workload: Workload) -> bool:
 
 def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
     """Write a field's value, and note what must be imported for it."""
-    if isinstance(value, Causal):
-        return '"causal-bottom-right"' if value.bottom_right else '"causal"'
     if isinstance(value, str):
         return f'"{value}"'
-    if isinstance(value, MaskModMask):
-        return _write_function(value.fn, home, imports)
-    if isinstance(value, BooleanMask):
-        imports.add(("pytest_attn", "BooleanMask"))
-        return f"BooleanMask({_write_function(value.factory, home, imports)})"
     if callable(value):
         return _write_function(value, home, imports)
-    if type(value).__module__.startswith("pytest_attn."):
-        imports.add(("pytest_attn", type(value).__name__))
-    return repr(value)
+    kind = type(value)
+    text = value.source(lambda function: _write_function(function, home, imports)) if isinstance(value, Mask) else repr(value)
+    if text.startswith(kind.__name__):
+        module = "pytest_attn" if kind.__module__.startswith("pytest_attn.") else kind.__module__
+        if module not in (home, "builtins"):
+            imports.add((module, kind.__name__))
+    return text
 
 
 def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:

@@ -1,0 +1,158 @@
+"""Masks given as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_attn.workloads.functions import (
+    UnknownFunctionError,
+    decode_function,
+    describe,
+    encode_function,
+    function_label,
+    require_parameters,
+)
+from pytest_attn.workloads.masks.mask import Choices, Mask, MaskMod, NearMiss, Sequences
+from pytest_attn.workloads.nearest import suggests_fields
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+
+class FunctionMask(Mask):
+    """A mask that a function of the user's shows."""
+
+    capabilities: ClassVar[tuple[str, ...]] = ("any",)
+    words: ClassVar[str] = "mask given as a tensor or function"
+    is_positional: ClassVar[bool] = False
+
+    @property
+    def function(self) -> Callable[..., torch.Tensor]:
+        """The function."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The mask's part of a workload's id."""
+        return f"mask-{function_label(self.function)}"
+
+    def tensor(self, over: Sequences) -> torch.Tensor:
+        """Return what the function shows, boolean, broadcastable to (batch, heads, q_len, kv_len)."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the function by its name."""
+        return {"function": encode_function(self.function)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], tensor: torch.Tensor | None = None) -> Mask:
+        """Import the function; raise UnknownFunctionError where that cannot be done and there is no tensor for it."""
+        try:
+            return cls(decode_function(fields["function"]))  # type: ignore[call-arg]
+        except UnknownFunctionError:
+            if tensor is None:
+                raise
+            return BooleanMask(StoredMask(tensor, fields["function"]["label"]))
+
+    def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
+        """Yield the mask inverted, and that of another head."""
+        seen, key_heads = self.bind(over), over.key_heads
+        inverted = "with the mask inverted: True taken for hidden"
+        yield NearMiss("mask-inverted", inverted, lambda *index: ~seen(*index))
+        if len(set(key_heads)) < over.heads:
+            words = "with the mask of the key head, not of the query head"
+            yield NearMiss("mask-of-key-head", words, lambda b, h, q, kv: seen(b, h.new_tensor(key_heads)[h], q, kv))
+
+
+@suggests_fields
+@dataclass(frozen=True)
+class BooleanMask(FunctionMask):
+    """A mask given as a tensor, True = visible.
+
+    Args:
+        factory: factory(batch, heads, q_len, kv_len, device) returns a boolean tensor that broadcasts to (batch, heads,
+            q_len, kv_len), with the same values on every call.
+
+    Raises:
+        ValueError: the factory takes other arguments.
+    """
+
+    factory: Callable[[int, int, int, int, torch.device], torch.Tensor]
+
+    kinds: ClassVar[tuple[str, ...]] = ("boolean",)
+    is_packable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ValueError(f"BooleanMask: factory must be a function, got {self.factory!r}")
+        require_parameters("BooleanMask", self.factory, ("batch", "heads", "q_len", "kv_len", "device"))
+
+    @property
+    def function(self) -> Callable[..., torch.Tensor]:
+        """The factory."""
+        return self.factory
+
+    def tensor(self, over: Sequences) -> torch.Tensor:
+        """Call the factory."""
+        return self.factory(over.batch, over.heads, over.q_len, over.kv_len, over.device)
+
+    def bind(self, over: Sequences) -> MaskMod:
+        """Look the tensor's values up; raise ValueError where it has another dtype or shape than it should."""
+        import torch
+
+        shape, made, name = (over.batch, over.heads, over.q_len, over.kv_len), self.tensor(over), function_label(self.factory)
+        if not isinstance(made, torch.Tensor) or made.dtype != torch.bool:
+            raise ValueError(f"BooleanMask: {name} must return a boolean tensor (True = visible), got {describe(made)}")
+        try:
+            dense = made.to(over.device).expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"BooleanMask: {name} must return a tensor that broadcasts to {shape}, got {describe(made)}"
+            ) from None
+
+        def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return dense[b, h, q, kv]
+
+        return looked_up
+
+    def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
+        """Return the class with its factory."""
+        return f"BooleanMask({write_function(self.factory)})"
+
+    def another(self) -> tuple[str, Mask]:
+        """Return a triangle."""
+        return "a boolean mask that is lower triangular", BooleanMask(_triangle)
+
+    @classmethod
+    def draw(cls, kind: str, choices: Choices) -> Self:
+        """Take blocks on the diagonal."""
+        return cls(blocks_by_head)
+
+
+class StoredMask:
+    """A mask's tensor as the factory of a BooleanMask; the same for every call."""
+
+    def __init__(self, visible: torch.Tensor, name: str = "captured") -> None:
+        self.__name__, self.visible = name, visible
+
+    def __call__(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+        """Return the tensor."""
+        return self.visible.to(device)
+
+
+def blocks_by_head(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """A factory of a boolean mask: blocks on the diagonal, larger for each head; rows beyond the keys see none."""
+    import torch
+
+    size = 8 * (1 + torch.arange(heads, device=device)[:, None, None])
+    rows, keys = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)[None, :]
+    return (rows // size == keys // size)[None]
+
+
+def _triangle(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril()
