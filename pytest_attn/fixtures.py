@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,9 +44,7 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     `attn.check_invariants(fn)` asks what needs no tolerance. `attn.measure(fn)` checks fn, times it, and raises AssertionError
     where its p50 is slower than the baseline of this machine.
     """
-    from pytest_attn.cases.setup import make_case
-
-    case: AttentionCase = make_case(request, _attn_parameter)
+    case: AttentionCase = resolve_name(_attn_parameter.maker)(request, _attn_parameter)
     return case
 
 

@@ -26,7 +26,7 @@ _APART_ON = frozenset(("cuda",))
 def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[list[str], list[str]]:
     """Return which of the chosen invariants are asked here, and which in another process: none if these are all."""
     wanted = chosen(only, skip, run.session.settings.thorough)
-    may_be_apart = run.has_processes_to_lose and spec.device.type in _APART_ON
+    may_be_apart = not run.executor.is_expendable and spec.device.type in _APART_ON
     apart = [one.name for one in wanted if may_be_apart and one.may_end_cuda]
     here = [one.name for one in wanted if one.name not in apart]
     return (here, apart) if here else (apart, [])

@@ -2,29 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import torch
 
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.cases.apart import divided, findings_apart, judge_apart
+from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
+from pytest_attn.cases.latency import Measuring
+from pytest_attn.cases.launches import LaunchEvaluator, profiles_of
+from pytest_attn.cases.model import ModelEvaluator
+from pytest_attn.cases.on_rank import RankCase
+from pytest_attn.cases.on_ranks import OnRanks
+from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.tensors import CaseTensors
-from pytest_attn.session.items import CaseParameter
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.judge import judge, judge_output
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.invariants.check import Names, judge_invariants
+from pytest_attn.invariants.report import Finding, InvariantReport
+from pytest_attn.latency.peak import measured_peak
+from pytest_attn.latency.profiler import Profile
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.work import direction_of
+from pytest_attn.messages import invariants, mismatch
+from pytest_attn.models.check import Target, module_step
+from pytest_attn.models.comparison import ModelComparison
+from pytest_attn.ranks.worker import rank_of
+from pytest_attn.session.items import CaseParameter, test_of
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.session import session_of
+from pytest_attn.timing.measurement import Measurement
+from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.workloads.sharding import Sharding
 
-if TYPE_CHECKING:
-    import torch
+if TYPE_CHECKING:  # not every torch has them
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.subject import Dequantizer, Subject
-    from pytest_attn.cases.measuring import Measuring
-    from pytest_attn.correctness.comparison import Comparison
-    from pytest_attn.invariants.report import InvariantReport
-    from pytest_attn.latency.profiler import Profile
-    from pytest_attn.latency.result import Latency
-    from pytest_attn.models.check import Target
-    from pytest_attn.models.comparison import ModelComparison
+
+def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase | RankCase:
+    """Make the case of a kernel's test; skips the test where it cannot run, or need not any more.
+
+    On a rank it is the rank's part, in the process that judges what the ranks compute one whose callables run there.
+    """
+    __tracebackhide__ = True
+    item: pytest.Item = request.node
+    session = session_of(item.config)
+    marker = item.get_closest_marker("attention")
+    assert marker is not None
+    mark = AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+    if rank := rank_of(request.config):
+        return RankCase(rank, parameter, mark, session)
+    if parameter.ranks and session.kernels.are_tested:
+        executor: Executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
+    else:
+        executor = Executor(Sharding(parameter.workload, "contiguous", 1))
+        if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
+            pytest.skip(session.cuda.lost_because)
+    if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
+        pytest.skip(reason)
+    request.addfinalizer(executor.finish)
+    run = CaseRun(request, parameter, mark, session, executor)
+    if reason := executor.skip_reason():
+        run.skip(None, reason)
+    run.skip_unless_runnable(run.backend)
+    return AttentionCase(run)
 
 
 class AttentionCase(CaseTensors):
@@ -34,14 +86,12 @@ class AttentionCase(CaseTensors):
     draws every distribution anew and hands each callable its own copy.
     """
 
-    def __init__(
-        self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
-    ) -> None:
-        super().__init__(parameter.workload, mark, session)
-        self._run = CaseRun(request, parameter, mark, session)
+    def __init__(self, run: CaseRun) -> None:
+        super().__init__(run.workload, run.mark, run.session)
+        self._run, self._executor = run, run.executor
         self._checked: Subject | None = None
         self._comparison: Comparison | None = None
-        self._measuring: Measuring | None = None
+        self._measuring = Measuring(self._run)
         self._has_asserted = False
 
     @property
@@ -51,9 +101,34 @@ class AttentionCase(CaseTensors):
         return self._run.backend
 
     @property
+    def rank(self) -> int:
+        """The number of this process among the ranks; 0 in the process that judges."""
+        return self._executor.rank
+
+    @property
     def ranks(self) -> int:
         """How many ranks compute the case together; 1 in a test without ranks=."""
-        return 1
+        return self._executor.ranks
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of all ranks; None in the process that judges, where no callable over ranks is called."""
+        return self._executor.group
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a DeviceMesh of one dimension; None in the process that judges."""
+        return self._executor.mesh
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its query rows; int64, on the CPU."""
+        return self._executor.sharding.rows
+
+    @property
+    def kv_shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its keys."""
+        return self._executor.sharding.keys
 
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
@@ -78,7 +153,12 @@ class AttentionCase(CaseTensors):
             ValueError: no backend has the name.
         """
         __tracebackhide__ = True
-        return self._check(self._run.subject(fn, name, self._spec, dequantized=dequantized), self._mark.backward)
+        run = self._run
+        subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
+        self._checked, self._comparison = subject, None
+        self._comparison = run.conclude(KernelEvaluator(run, subject, self._spec))
+        run.executor.leave(self._comparison)
+        return self._comparison
 
     def check_invariants(
         self,
@@ -108,10 +188,11 @@ class AttentionCase(CaseTensors):
             ValueError: no invariant has the name, or none is left.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.checking import check_invariants
-
-        subject = self._run.subject(fn, name, self._spec, dequantized=dequantized)
-        return check_invariants(self._run, subject, self._spec, only, skip)
+        run = self._run
+        subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
+        report = run.conclude(InvariantEvaluator(run, subject, self._spec, only, skip))
+        run.executor.leave(report)
+        return report
 
     def check_module(
         self,
@@ -127,12 +208,9 @@ class AttentionCase(CaseTensors):
         Hidden states that are drawn have the workload's batch and q_len; heads, mask and dtype are the module's own.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.modeling import check_model
-        from pytest_attn.models.check import module_step
-
         self._has_asserted = True
         step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
-        return check_model(self._run, module, step, backend, functions, scatter)
+        return self._run.conclude(ModelEvaluator(self._run, module, step, backend, functions, scatter))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
@@ -155,19 +233,18 @@ class AttentionCase(CaseTensors):
             ValueError: `backward` is none of the three.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.measuring import Measuring
-        from pytest_attn.latency.work import direction_of
-        from pytest_attn.timing.measurement import Measurement
-
         direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
-        measuring = self._measuring = self._measuring or Measuring(self._run)
-        subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
-        measuring.expect(self._spec.device)
-        if measuring.timekeeper.checks_first and not self._is_checked(subject, needs_gradients):
-            self._check(subject, needs_gradients)
-        run = self._run
-        measurement = Measurement(run.session, run.item, self._spec, subject, direction, self._comparison, number=1)
-        return measuring.measure(measuring.number(measurement))
+        run, measuring = self._run, self._measuring
+        subject = run.subject(fn, name, self._spec, backward=bool(backward))
+        measuring.prepare(self._spec.device)
+        subject = run.place(subject)
+        if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
+            self._checked, self._comparison = subject, None
+            self._comparison = run.conclude(KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients)))
+        known = run.session, run.item, self._spec, subject, direction, self._comparison
+        latency = measuring.measure(Measurement(*known, number=1, place=run.executor.timing))
+        run.executor.leave(latency)
+        return latency
 
     def assert_close(self, out: torch.Tensor) -> None:
         """Compare an output that the test computed from attn.q, attn.k and attn.v with the reference.
@@ -179,10 +256,12 @@ class AttentionCase(CaseTensors):
             AssertionError: out is wrong; the text is the diagnosis.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.checking import check_output
-
+        if not self._executor.is_here:
+            raise ValueError(
+                "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
+            )
         self._has_asserted = True
-        check_output(self._run, out, self._spec, self._reference)
+        self._run.conclude(OutputEvaluator(self._run, out, self._spec, self._reference))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
         """Assert that `fn` launches a kernel that answers to all of `words`; copies and elementwise kernels do not count.
@@ -199,8 +278,6 @@ class AttentionCase(CaseTensors):
             ValueError: no word was given, or nothing was checked yet.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.launches import assert_launched
-
         if not self._session.kernels.are_tested:
             return []
         if not words or not all(isinstance(word, str) and word.strip() for word in words):
@@ -209,7 +286,7 @@ class AttentionCase(CaseTensors):
         if subject is None:
             raise ValueError("assert_launched needs a callable: call attn.check(fn) first, or say fn=...")
         self._has_asserted = True
-        return assert_launched(self._run, subject, self._spec, words)
+        return self._run.conclude(LaunchEvaluator(self._run, subject, self._spec, words))
 
     @property
     def is_judged(self) -> bool:
@@ -217,19 +294,6 @@ class AttentionCase(CaseTensors):
         return self._run.asked is not None or self._has_asserted
 
     # -- details -------------------------------------------------------------------------------------------------------
-
-    def _check(self, subject: Subject, backward: bool) -> Comparison:
-        """Check a subject with or without gradients, and keep what came of it."""
-        __tracebackhide__ = True
-        from pytest_attn.cases.checking import check, spec_with
-
-        self._checked, self._comparison = subject, None
-        self._comparison = check(self._run, subject, spec_with(self._spec, backward))
-        if self._session.settings.profile:
-            from pytest_attn.cases.launches import add_profiles
-
-            add_profiles(self._run, subject, self._spec)
-        return self._comparison
 
     def _is_checked(self, subject: Subject, backward: bool) -> bool:
         """Whether the test has just checked the same subject, with gradients if they are needed."""
@@ -243,3 +307,147 @@ def backend_of(case: AttentionCase) -> Backend:
     backend = run.backend if run else case.backend  # a rank has no run
     assert backend is not None
     return backend
+
+
+# -- how a kernel is judged ----------------------------------------------------------------------------------------------
+
+
+class KernelEvaluator(Evaluator[Comparison]):
+    """Holds a subject against exact attention on every input distribution."""
+
+    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec) -> None:
+        self.subject: Subject = subject
+        self._run, self._spec, self.workload = run, spec, run.workload
+        self.doing, self.on = f"checking {subject.name}", run.workload.id
+
+    def judge(self) -> Judgment[Comparison]:
+        """Compare, and look for the known defects that explain what is wrong."""
+        __tracebackhide__ = True
+        run, subject, spec = self._run, self.subject, self._spec
+        with measured_peak(spec.device) as peak:
+            comparison = judge(subject, spec, run.session.references, run.deadline(subject))
+        fields, properties = {**figures_of(comparison), "memory": peak.bytes}, z_property(comparison, subject)
+        defects = _shown_by_checks(run.defects_of(subject), spec)
+        if comparison.passed and run.session.settings.profile:
+            try:
+                fields["profiles"] = tuple(one.to_dict() for one in profiles_of(run, subject, spec, with_ceilings=True))
+            except Exception as error:
+                reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
+                return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
+        if comparison.passed:
+            unshown = "; ".join(f"{defect.issue} did not show: {defect.summary}" for defect in defects)
+            fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
+            return Judgment(Verdict.PASSED, comparison, unshown, fields=fields, properties=properties)
+        known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
+        if not known:
+            keeps = run.saves_failures or not run.executor.is_here  # which locates what is wrong
+            comparison = run.executor.locate(diagnose(comparison, spec.diagnosis_timeout, keep_evidence=keeps))
+        return Judgment(
+            Verdict.MISMATCH,
+            reason=mismatch.headline(comparison),
+            text=mismatch.describe(comparison),
+            known_defects=known,
+            fields=fields,
+            properties=properties,
+            evidence=replace(self.evidence, comparison=comparison),
+        )
+
+    @property
+    def evidence(self) -> Evidence:
+        """The inputs."""
+        return Evidence(self._spec, self.subject)
+
+
+class OutputEvaluator(Evaluator[None]):
+    """Holds one output that a test computed itself against the reference."""
+
+    subject, doing = "out", "comparing out"
+
+    def __init__(self, run: CaseRun, out: torch.Tensor, spec: CheckSpec, reference: Reference) -> None:
+        self._run, self._out, self._spec, self._reference = run, out, spec, reference
+        self.workload, self.on = run.workload, run.workload.id
+
+    def judge(self) -> Judgment[None]:
+        """Compare."""
+        comparison = judge_output(self._out, self._spec, self._reference)
+        facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
+        if comparison.passed:
+            return Judgment(Verdict.PASSED, **facts)
+        comparison = diagnose(comparison, self._spec.diagnosis_timeout, keep_evidence=self._run.saves_failures)
+        text, evidence = mismatch.describe(comparison), replace(self.evidence, comparison=comparison)
+        return Judgment(Verdict.MISMATCH, reason=mismatch.headline(comparison), text=text, evidence=evidence, **facts)
+
+    @property
+    def evidence(self) -> Evidence:
+        """The inputs."""
+        return Evidence(self._spec, None)
+
+
+class InvariantEvaluator(Evaluator[InvariantReport]):
+    """Tries what must hold of a subject without a tolerance; some of it in another process, which CUDA may be lost in."""
+
+    question, wrong = "invariants", Verdict.BROKEN
+
+    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, only: Names, skip: Names) -> None:
+        self.subject: Subject = subject
+        self._run, self._spec, self.workload = run, spec, run.workload
+        self._here, self._apart = divided(run, spec, only, skip)
+        self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
+
+    def judge(self) -> Judgment[InvariantReport]:
+        """Try each, and look for the known defects that explain those that are broken."""
+        __tracebackhide__ = True
+        child = self._run.session.child
+        if child is not None and child.asked:  # the process that waits for this one concludes
+            return Judgment(Verdict.HELD, judge_apart(child, self.subject, self._tried), is_recorded=False)
+        report = self._tried(self._here)
+        report = replace(report, findings=(*report.findings, *findings_apart(self._run, self.subject, self._apart)))
+        if not report.applied:
+            reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
+            return Judgment.refused(self.subject, f"no invariant that was asked for applies: {reasons}")
+        if report.passed:
+            return Judgment(Verdict.HELD, report, "; ".join(report.notes))
+        broken = tuple(sorted({finding.invariant for finding in report.broken}))
+        return Judgment(
+            Verdict.BROKEN,
+            reason=", ".join(broken),
+            text=invariants.describe(report),
+            known_defects=_described(_breaking(self._run.defects_of(self.subject), report.broken)),
+            evidence=replace(self.evidence, broken=broken),
+            width=invariants.LABEL_WIDTH,
+        )
+
+    def _tried(self, names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:
+        __tracebackhide__ = True
+        run, subject = self._run, self.subject
+        references, thorough, deadline = run.session.references, run.session.settings.thorough, run.deadline(subject)
+        return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begin)
+
+    @property
+    def evidence(self) -> Evidence:
+        """The inputs."""
+        return Evidence(self._spec, self.subject)
+
+
+def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:
+    """Return the spec with or without gradients."""
+    return spec if spec.backward == backward else replace(spec, backward=backward)
+
+
+# -- known defects -------------------------------------------------------------------------------------------------------
+
+
+def _shown_by_checks(defects: Iterable[KnownDefect], spec: CheckSpec) -> list[KnownDefect]:
+    """List those that a check may show: not what takes the other calls of an invariant."""
+    shown = (d for d in defects if (d.tensors or d.changes_input) and not d.invariants)
+    return [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
+
+
+def _breaking(defects: Sequence[KnownDefect], broken: Iterable[Finding]) -> list[KnownDefect]:
+    """List those that together explain every broken invariant; none, where one is left."""
+    explaining = [[d for d in defects if d.breaks(one.invariant, one.evidence)] for one in broken]
+    return [d for d in defects if any(d in some for some in explaining)] if all(explaining) else []
+
+
+def _described(defects: Iterable[KnownDefect]) -> str:
+    return "; ".join(f"{defect.issue}: {defect.summary}" for defect in defects)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import pytest
+import torch
 
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.judgment import Evaluator, Judgment, Refusal
+from pytest_attn.cases.latency import Measuring
+from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.run import CaseRun
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.latency.result import Latency
+from pytest_attn.messages import invariants
+from pytest_attn.models.check import Target, judge_model, module_step
+from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.compiled import is_compiled
+from pytest_attn.models.message import headline
+from pytest_attn.models.replacement import ModelAttention, replacement
+from pytest_attn.models.token_invariants import Names, judge_model_invariants
+from pytest_attn.models.user_functions import as_functions
 from pytest_attn.session.items import ModelParameter
 from pytest_attn.session.marks import model_mark
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.session import session_of
+from pytest_attn.timing.model_measurement import ModelMeasurement
+from pytest_attn.verdict import Verdict
+from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
 
-if TYPE_CHECKING:
-    import torch
-
-    from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.precision import Precision
-    from pytest_attn.cases.modeling import Excuse, ModelMeasuring
-    from pytest_attn.invariants.report import InvariantReport
-    from pytest_attn.latency.result import Latency
-    from pytest_attn.models.check import Target
-    from pytest_attn.models.comparison import ModelComparison
+#: what need not fail the test of a model
+Excuse: TypeAlias = Literal["refusals", "known defects"]
 
 
 class AttentionModel:
@@ -29,7 +45,9 @@ class AttentionModel:
 
     def __init__(self, run: CaseRun) -> None:
         self._run = run
-        self._measuring: ModelMeasuring | None = None
+        self._measuring = Measuring(run)
+        self._checked: tuple[object, ...] = ()  # the model, step and backend that were right, and what was found
+        self._comparison: ModelComparison | None = None
         self.is_judged = False
 
     @property
@@ -67,12 +85,10 @@ class AttentionModel:
         left as it was.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.modeling import check_model
-
         self.is_judged = True
         options: Any = {"precision": precision, "excused": tuple(excused)}
-        found = check_model(self._run, model, step, backend, functions, scatter, **options)
-        self._timed.note((model, step, backend), found)
+        found = self._run.conclude(ModelEvaluator(self._run, model, step, backend, functions, scatter, **options))
+        self._checked, self._comparison = (model, step, backend), found
         return found
 
     def measure(
@@ -95,10 +111,21 @@ class AttentionModel:
         optimizer are left as they were.
         """
         __tracebackhide__ = True
-        from pytest_attn.models.user_functions import as_functions
-
         self.is_judged = True
-        return self._timed.measure(model, step, backend, optimizer, as_functions(functions))
+        run, functions = self._run, as_functions(functions)
+        subject = ModelAttention() if backend is None else replacement(backend, run.session.registrations.registry)
+        if optimizer is not None and not run.mark.backward:
+            raise ValueError("attn_model.measure: an optimizer needs gradients; leave out backward=False of the marker")
+        self._measuring.prepare(self.device)
+        if self._measuring.mode.checks_first and self._checked != (model, step, backend):
+            # not yet compiled, so that the first call is timed with what the compiler takes
+            evaluator = ModelEvaluator(run, model, step, backend, functions, scatter=0, compiled=False)
+            self._checked, self._comparison = (model, step, backend), run.conclude(evaluator)
+        found = self._comparison
+        if backend is not None and is_compiled(model):
+            reason = "a model that torch.compile made is timed as it is; give measure the model before it is compiled"
+            run.conclude(Refusal(_workload_of(type(model).__name__, found), subject, reason, question="latency"))
+        return self._measuring.measure(self._measurement(model, step, subject, optimizer, functions))
 
     def check_invariants(
         self,
@@ -119,18 +146,8 @@ class AttentionModel:
         ValueError for a mixture of experts. Skips where no invariant applies. The model is left as it was.
         """
         __tracebackhide__ = True
-        from pytest_attn.cases.modeling import check_invariants
-
         self.is_judged = True
-        return check_invariants(self._run, model, batch, only, skip, causal)
-
-    @property
-    def _timed(self) -> ModelMeasuring:
-        from pytest_attn.cases.modeling import ModelMeasuring
-
-        if self._measuring is None:
-            self._measuring = ModelMeasuring(self._run)
-        return self._measuring
+        return self._run.conclude(ModelInvariantEvaluator(model, batch, only, skip, causal))
 
     def check_module(
         self,
@@ -148,20 +165,165 @@ class AttentionModel:
         `pytest_attn.check_module` says. Raises ValueError where none can be drawn.
         """
         __tracebackhide__ = True
-        from pytest_attn.models.check import module_step
-
         step = module_step(module, inputs)
         return self.check(module, step, backend, functions=functions, scatter=scatter, precision=precision)
 
+    def _measurement(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[], Any],
+        subject: Subject,
+        optimizer: torch.optim.Optimizer | None,
+        functions: tuple[Callable[..., Any] | str, ...],
+    ) -> ModelMeasurement:
+        run, found = self._run, self._comparison
+        worst = found.worst if found else None
+        return ModelMeasurement(
+            session=run.session,
+            item=run.item,
+            spec=CheckSpec(_workload_of(type(model).__name__, found), self.device, backward=run.mark.backward),
+            subject=subject,
+            direction="forward+backward" if run.mark.backward else "forward",
+            comparison=worst.comparison if worst else None,
+            number=1,
+            model=model,
+            step=step,
+            optimizer=optimizer,
+            functions=functions,
+            asks=tuple(call.workload.id for call in found.calls) if found else (),
+        )
 
-def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter, session: AttentionSession) -> AttentionModel:
+
+def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter) -> AttentionModel:
     """Make the case of a model's test; skips the test where its device or backend is not there."""
     item: pytest.Item = request.node
+    session = session_of(item.config)
     marker = item.get_closest_marker("attention_model")
     assert marker is not None
-    run = CaseRun(request, parameter, model_mark(marker, session.registrations.registry), session)
+    mark = model_mark(marker, session.registrations.registry)
+    run = CaseRun(request, parameter, mark, session, Executor(Sharding(parameter.workload, "contiguous", 1)))
     if session.cuda.lost_because and session.machines.device(run.mark.device).type == "cuda":
         pytest.skip(session.cuda.lost_because)
     if run.backend is not None and (reason := run.backend.unavailable_because(run.machine) or run.backend.broken_because()):
-        run.outcome.skip(run.backend, reason)
+        run.skip(run.backend, reason)
     return AttentionModel(run)
+
+
+# -- how a model is judged -----------------------------------------------------------------------------------------------
+
+
+class ModelEvaluator(Evaluator[ModelComparison]):
+    """Holds every attention call of a step against exact attention.
+
+    target: what computes the calls, None for the model itself. Raises ValueError for an excuse that is none.
+    """
+
+    def __init__(
+        self,
+        run: CaseRun,
+        model: torch.nn.Module,
+        step: Callable[[], Any],
+        target: Target | None,
+        functions: Iterable[Callable[..., Any] | str],
+        scatter: int,
+        precision: str | Precision | None = None,
+        compiled: bool = True,
+        excused: tuple[Excuse, ...] = (),
+    ) -> None:
+        if unknown := sorted(set(excused) - set(get_args(Excuse))):
+            raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
+        self._run, self._model, self._step, self._excused = run, model, step, excused
+        self._options: Any = {"functions": functions, "scatter": scatter, "precision": precision, "compiled": compiled}
+        self._replaced = None if target is None else replacement(target, run.session.registrations.registry, precision)
+        self.subject: Subject | str = self._replaced or "model"
+        self._name = self.on = type(model).__name__
+        self._who = self._replaced.name if self._replaced else "the attention"
+        self.doing, self.workload = f"checking {self._who}", _workload_of(self._name, None)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The model's name."""
+        return {"model": self._name}
+
+    def judge(self) -> Judgment[ModelComparison]:
+        """Run the step, and look for refusals and known defects that explain what is wrong."""
+        __tracebackhide__ = True
+        run, subject = self._run, self._replaced
+        case = f"{self._who} of {self._name}, {run.item.nodeid}"
+        options = {
+            **self._options,
+            "limits": run.session.settings.limits,
+            "deadline": lambda: run.session.deadline.around(case),
+        }
+        found = judge_model(self._model, self._step, subject, run.mark.backward, **options)
+        workload = _workload_of(self._name, found)
+        if subject is not None and found.refused and self._is_refused(found):
+            reasons = "; ".join(dict.fromkeys(refused.reason for refused in found.refused))
+            return Judgment.refused(subject, reasons, workload=workload)
+        comparison = found.worst.comparison if found.worst else None
+        fields = {
+            **figures_of(comparison),
+            "calls": [_facts(call) for call in found.calls],
+            "ratios": dict(found.ratios),
+            "notes": list(found.notes),
+            "compiled": found.compiled.to_dict() if found.compiled else None,
+        }
+        facts: Any = {"workload": workload, "fields": fields, "properties": z_property(comparison, self.subject)}
+        if found.passed:
+            return Judgment(Verdict.PASSED, found, **facts)
+        is_excused = subject is not None or "known defects" in self._excused
+        known = "; ".join(found.known_defects) if is_excused else ""
+        return Judgment(Verdict.MISMATCH, reason=headline(found), text=found.message, known_defects=known, **facts)
+
+    def _is_refused(self, found: ModelComparison) -> bool:
+        """Whether all calls were refused, or some, where that is excused and the others are right."""
+        refuses_all = not any(call.is_replaced for call in found.calls)
+        return refuses_all or ("refusals" in self._excused and found.lacks_refused_only)
+
+
+class ModelInvariantEvaluator(Evaluator[InvariantReport]):
+    """Tries what must hold of a model of tokens whatever its weights."""
+
+    question, wrong, subject = "invariants", Verdict.BROKEN, "model"
+
+    def __init__(self, model: torch.nn.Module, batch: Any, only: Names, skip: Names, causal: bool | None) -> None:
+        self._asked = model, batch, only, skip, causal
+        self.doing, self.on = "trying the invariants of", type(model).__name__
+        self.workload = _workload_of(self.on, None)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The model's name."""
+        return {"model": self.on}
+
+    def judge(self) -> Judgment[InvariantReport]:
+        """Try each."""
+        __tracebackhide__ = True
+        report = judge_model_invariants(*self._asked)
+        if not report.applied:
+            reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
+            return Judgment.refused(None, f"no invariant that was asked for applies: {reasons}")
+        reason = ", ".join(finding.invariant for finding in report.broken)
+        verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, invariants.LABEL_WIDTH
+        return Judgment(verdict, report, reason, text=invariants.describe(report), width=width)
+
+
+def _workload_of(name: str, found: ModelComparison | None) -> Workload:
+    """Return what stands for a model in records: what its first call asks, whoever computes it, under the model's name."""
+    return replace(found.calls[0].workload if found and found.calls else Workload(1), name=name)
+
+
+def _facts(call: CallComparison) -> dict[str, Any]:
+    """Return what a record says of one call, as builtin types."""
+    worst = call.comparison.worst if call.comparison else None
+    return {
+        "module": call.label,
+        "function": call.function,
+        "kernel": call.kernel,
+        "workload": call.workload.id,
+        "passed": call.passed,
+        "backward": call.has_gradients,
+        "tensor": worst.name if worst else "",
+        **{name: getattr(worst, name) if worst else None for name in ("z_element", "z_row", "z_head")},
+        "reason": call.fault,
+    }

@@ -17,7 +17,7 @@ from pytest_attn.ranks.paged import RankCache, parts_of, whole_of
 from pytest_attn.ranks.rank import Rank
 from pytest_attn.ranks.serving import RankServer
 from pytest_attn.ranks.timing import RankTiming
-from pytest_attn.session.items import RankedParameter
+from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.page_lists import PageLists, page_lists
@@ -45,7 +45,7 @@ class RankCase(CaseTensors):
 
     is_judged = True  # which the other process finds out
 
-    def __init__(self, rank: Rank, parameter: RankedParameter, mark: AttentionMark, session: AttentionSession) -> None:
+    def __init__(self, rank: Rank, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession) -> None:
         super().__init__(parameter.workload, mark, session)
         self._rank = rank
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)

@@ -57,6 +57,14 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
     }
 
 
+def z_property(comparison: Comparison | None, subject: Subject | str) -> dict[str, str]:
+    """Return what the report of a test says of a comparison, by the name of who was compared."""
+    if comparison is None:
+        return {}
+    worst, name = comparison.worst, subject if isinstance(subject, str) else subject.name
+    return {f"attn_z_{name}": f"{worst.z_element:.4g} ({worst.name})"}
+
+
 def facts_of(session: AttentionSession, workload: Workload, subject: Subject | str, device: str | None) -> dict[str, Any]:
     """Return the fields of a record that say what was judged, and where. device: the one that a marker names."""
     return {

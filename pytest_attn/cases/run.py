@@ -1,61 +1,117 @@
-"""One case in a run: whose test it is, what it asks, and what every judgment of it has in common."""
+"""One case in a run: whose test it is, and how each of its judgments ends."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from pytest_attn.cases.outcome import Outcome
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
+from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment, Refusal, Result
+from pytest_attn.cases.records import facts_of, leave_record
+from pytest_attn.cases.saving import FailureSaver
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.parameters import parameters_of
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.lines import labeled
+from pytest_attn.ranks.team import RankRaisedError
+from pytest_attn.reports.records import new_record
+from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.items import CaseParameter, typed_name
+from pytest_attn.session.kernels import Target
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.verdict import Cause, Verdict
 
-if TYPE_CHECKING:
-    from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.known_defect import KnownDefect
-    from pytest_attn.backends.machine import Machine
-    from pytest_attn.backends.subject import Dequantizer, Subject
-    from pytest_attn.cases.saving import FailureSaver
-    from pytest_attn.correctness.contract import ContractError
-    from pytest_attn.correctness.spec import CheckSpec
-    from pytest_attn.session.kernels import Target
-
-_Judged = TypeVar("_Judged")
-
 
 class CaseRun:
-    """One workload in one test, with one backend where the test takes one. asked: what was judged last."""
+    """One workload in one test, with one backend where the test takes one. asked: what was judged last.
+
+    executor: where what the test hands over runs.
+    """
 
     def __init__(
-        self, request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
+        self,
+        request: pytest.FixtureRequest,
+        parameter: CaseParameter,
+        mark: AttentionMark,
+        session: AttentionSession,
+        executor: Executor,
     ) -> None:
-        self.request, self.mark, self.session = request, mark, session
+        self.request, self.mark, self.session, self.executor = request, mark, session, executor
         self.item: pytest.Item = request.node
-        self.workload, name = parameter
+        self.workload, name = parameter.workload, parameter.backend
         self.backend: Backend | None = session.kernels.backend_named(name) if name else None
         self.asked: Subject | None = None
         self._callables: dict[str, list[Callable[..., object]]] = {}
 
-    @property
-    def has_processes_to_lose(self) -> bool:
-        """Whether invariants that may end CUDA are asked in a process of their own."""
-        return True
+    # -- the end of a judgment -----------------------------------------------------------------------------------------
+
+    def conclude(self, evaluator: Evaluator[Result]) -> Result:
+        """Have an evaluator judge; return the result of what passed, and end the test of anything else.
+
+        Every judgment ends here, whatever is judged and wherever it runs: a terminal says what takes long, a record is left,
+        and the test goes on, is skipped, fails as expected (xfail), or fails with its text and the command that repeats it.
+        """
+        __tracebackhide__ = True
+        self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
+        try:
+            with self.session.progress.during(evaluator.doing, evaluator.on):
+                found = evaluator.judge()
+        except (ContractError, DeadlineError, RefusedError, RankRaisedError) as error:
+            found = evaluator.ended(error)
+        if found.is_recorded:
+            self._leave_record(evaluator, found)
+        if found.skip:
+            pytest.skip(found.skip)
+        if found.known_defects:
+            pytest.xfail(f"known defect {found.known_defects}")
+        if found.error is not None:
+            raise found.error
+        if found.text:
+            reproduce = [labeled("reproduce", self.command, found.width)] if found.says_command else []
+            text = "\n".join([found.text, *reproduce, *found.remedies])
+            raise AssertionError("\n".join([text, *self._saved(text, found)]))
+        return cast(Result, found.result)
+
+    def _leave_record(self, evaluator: Evaluator[Any], found: Judgment[Any]) -> None:
+        subject, backward = evaluator.subject, self.mark.backward
+        is_known = bool(found.known_defects)
+        fields = {
+            "question": evaluator.question,
+            "direction": "forward+backward" if backward else "forward",
+            "backward": backward,
+            "verdict": (Verdict.KNOWN_DEFECT if is_known else found.verdict).value,
+            "reason": found.known_defects or found.reason,
+            "test": self.item.nodeid,
+            "command": self.command,
+        }
+        facts = facts_of(self.session, found.workload or evaluator.workload, subject, self.mark.device)
+        leave_record(self.item, new_record(**{**facts, **fields, **evaluator.fields, **found.fields}))
+        self.item.user_properties += found.properties.items()
+
+    def _saved(self, message: str, found: Judgment[Any]) -> list[str]:
+        """Save a failure where --attn-save-failures asks for it; return a line that says where, or why not."""
+        folder = self.session.settings.save_failures
+        if folder is None or not self.saves_failures or not found.evidence:
+            return []
+        if not isinstance(found.evidence, Evidence):
+            return [labeled("not saved", found.evidence, found.width)]
+        spec, subject, unnamed = found.evidence.spec, found.evidence.subject, self.executor.unnamed_because
+        saver = FailureSaver(folder, self.session, self.item, spec, subject, self.command, unnamed)
+        return [saver.save(message, found.evidence.comparison, found.evidence.broken, found.width)]
 
     @property
-    def machine(self) -> Machine:
-        """The device, described."""
-        return self.session.machines.machine(self.mark.device)
-
-    @property
-    def outcome(self) -> Outcome:
-        """What ends a judgment."""
-        mark = self.mark
-        return Outcome(self.session, self.item, self.workload, mark.device, mark.backward, self.command)
+    def saves_failures(self) -> bool:
+        """Whether what a judgment saw is saved where it fails."""
+        return self.session.settings.save_failures is not None and self.session.kernels.are_tested
 
     @property
     def command(self) -> str:
@@ -69,6 +125,13 @@ class CaseRun:
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         options = [f"--attn-{stem}={shlex.quote(text)}" for stem, text in given.items()]
         return " ".join(["pytest", shlex.quote(typed_name(self.item)), *options])
+
+    # -- what is judged ------------------------------------------------------------------------------------------------
+
+    @property
+    def machine(self) -> Machine:
+        """The device, described."""
+        return self.session.machines.machine(self.mark.device)
 
     def subject(
         self,
@@ -90,13 +153,16 @@ class CaseRun:
             self.skip_unless_runnable(subject, backward)
         return subject
 
+    def place(self, subject: Subject) -> Subject:
+        """Return what computes a subject where the case runs."""
+        __tracebackhide__ = True
+        return self.executor.place(subject, self.conclude)
+
     def _told_apart(self, subject: Subject) -> Subject:
         """Number the callables of a test that reports would call alike, unless the test itself has named them so."""
         function = subject.user_function
         if function is None or subject.given_name:
             return subject
-        from pytest_attn.backends.subject import identity_of
-
         # kept alive: another callable may get the identity of a deleted one
         alike = self._callables.setdefault(subject.name, [])
         if identity_of(function) not in map(identity_of, alike):
@@ -108,63 +174,26 @@ class CaseRun:
 
     def skip_unless_runnable(self, subject: Subject | None, backward: bool = False) -> None:
         """Skip the test, with the reason, where the device or the subject cannot take the case."""
-        from pytest_attn.backends.subject import obstacle_of_any
-        from pytest_attn.correctness.parameters import parameters_of
-
-        wanted = parameters_of(self.workload, self.mark.parameters)
-        if subject is not None and subject.is_backend and wanted:
-            named = ", ".join(wanted)
-            self.outcome.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
+        subject = self.executor.asked(subject)
+        parameters = parameters_of(self.workload, self.mark.parameters)
+        if subject is not None and subject.is_backend and parameters:
+            named = ", ".join(parameters)
+            self.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
         obstacle = subject.obstacle if subject else obstacle_of_any
         if reason := obstacle(self.workload, self.machine, backward or self.mark.backward):
             is_missing = subject is not None and subject.unavailable_because(self.machine) == reason
-            self.outcome.skip(subject, reason, cause=Cause.NOT_HERE.value if is_missing else "")
+            self.skip(subject, reason, cause=Cause.NOT_HERE.value if is_missing else "")
 
-    def judged(self, doing: str, subject: Subject, spec: CheckSpec, question: str, judge: Callable[[], _Judged]) -> _Judged:
-        """Return what `judge` returns; a broken contract or a late end fails the test, a late refusal skips it.
-
-        doing: what a terminal says meanwhile.
-        """
+    def skip(self, subject: Subject | None, reason: str, **fields: Any) -> NoReturn:
+        """Skip the test, with a record. subject: None where the reason is none of its own. fields: more of the record."""
         __tracebackhide__ = True
-        from pytest_attn.backends.subject import RefusedError
-        from pytest_attn.correctness.contract import ContractError
-        from pytest_attn.session.deadline import DeadlineError
-
-        self.asked = subject
-        try:
-            with self.session.progress.during(f"{doing} {subject.name}", self.workload.id):
-                return judge()
-        except (ContractError, DeadlineError, RefusedError) as error:
-            ended = error
-        if isinstance(ended, RefusedError):
-            self.outcome.skip(subject, str(ended), question)
-        verdict = Verdict.BROKEN if question == "invariants" else Verdict.MISMATCH
-        if isinstance(ended, DeadlineError):
-            verdict = Verdict.NO_RESULT
-        self.outcome.record(subject, verdict, question=question, reason=str(ended).splitlines()[0].rstrip(":"))
-        if isinstance(ended, ContractError):
-            self.fail_of_contract(ended, subject, spec)
-        raise AssertionError(str(ended))
-
-    def fail_of_contract(self, error: ContractError, subject: Subject | None, spec: CheckSpec) -> NoReturn:
-        """Fail the test, as what a kernel returned cannot be compared."""
-        __tracebackhide__ = True
-        from pytest_attn.messages.mismatch import describe_contract
-
-        saver = self.saver(subject, spec)
-        self.outcome.fail(describe_contract(error), saver.save if saver else None)
-
-    def saver(self, subject: Subject | None, spec: CheckSpec) -> FailureSaver | None:
-        """Return what saves a failure, None where failures are not saved."""
-        folder = self.session.settings.save_failures
-        if folder is None or not self.session.kernels.are_tested:
-            return None
-        from pytest_attn.cases.saving import FailureSaver
-
-        return FailureSaver(folder, self.session, self.item, spec, subject, self.command)
+        self.conclude(Refusal(self.workload, subject, reason, **fields))
+        raise AssertionError("a refusal skips its test")
 
     def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[object]]:
         """Return what makes the context of one call, which must end in time."""
+        if self.executor.has_deadline:
+            return nullcontext
         return lambda: self.session.deadline.around(f"{subject.name} on {self.workload.id}, {self.item.nodeid}")
 
     def defects_of(self, subject: Subject) -> list[KnownDefect]:

@@ -38,7 +38,10 @@ from pytest_attn.verdict import Verdict
 
 
 class FailureSaver:
-    """Saves the failure of one judgment in a folder. subject: None where only its output is known."""
+    """Saves the failure of one judgment in a folder.
+
+    subject: None where only its output is known. unnamed_because: why the script cannot name the callable, "" where it can.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class FailureSaver:
         spec: CheckSpec,
         subject: Subject | None,
         command: str,
+        unnamed_because: str = "",
     ) -> None:
+        self._unnamed_because = unnamed_because
         self.folder, self._session, self._item = folder, session, item
         self._spec, self._subject, self._command = spec, subject, command
 
@@ -149,6 +154,9 @@ class FailureSaver:
     def _kernel(self, folder: str) -> KernelSource:
         """Return how the script in `folder` gets at the kernel."""
         subject, name = self._subject, self._name
+        if self._unnamed_because:
+            missing = f"a callable of (q, k, v) in one process; {self._case} {self._unnamed_because}"
+            return KernelSource("my_kernel", missing=missing)
         if subject is None:
             return KernelSource("my_kernel", missing=f"a callable of (q, k, v) that returns what {self._case} compared")
         if subject.user_function is not None:

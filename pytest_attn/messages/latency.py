@@ -10,6 +10,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.messages.durations import duration
 from pytest_attn.messages.lines import labeled
 from pytest_attn.messages.ranks import describe_ranks
+from pytest_attn.verdict import Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
 ACCEPT = '--attn-update-baselines "why it is slower"'
@@ -39,9 +40,18 @@ def describe_unconfirmed(name: str, decision: Decision) -> str:
     return f"looks slower: {name}: {describe_change(decision)}\n{labeled('but', decision.reason)}"
 
 
-def describe_undecided(name: str, decision: Decision) -> str:
-    """Return the text of a case over which nothing can be said, where that fails its test."""
-    return f"{decision.verdict}: {name}: {decision.reason}"
+def describe_undecided(name: str, decision: Decision, command: str) -> str:
+    """Return the text of a case over which nothing can be said, where that fails its test. command: what repeats the case."""
+    is_inconclusive = decision.verdict == Verdict.INCONCLUSIVE
+    is_disturbed = is_inconclusive and decision.change is None  # what was recorded is good, and not to be replaced
+    remedy = "" if is_disturbed else RECORD if is_inconclusive else decision.remedy
+    lines = [
+        f"{decision.verdict}: {name}: {decision.reason}",
+        labeled("repeat", f"{command}, when nothing else computes on this machine") if is_inconclusive else "",
+        labeled("record", f"{command} {remedy}") if remedy else "",
+        labeled("or", "--attn-latency=auto, which only says so"),
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def describe_change(decision: Decision) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_attn.session.fixture_names import FIXTURES, OF_MODELS, PARAMETER
 from pytest_attn.session.items import (
     CaseParameter,
     ModelParameter,
-    RankedParameter,
     case_id,
     fuzz_parameters,
     is_case,
@@ -39,7 +40,7 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
             session.machines.device(mark.device)
         cases = session.kernels.cases(mark, takes_backend="attn_backend" in metafunc.fixturenames)
         if mark.ranks:
-            cases = [RankedParameter.of(case, ranks) for case in cases for ranks in mark.ranks]
+            cases = [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
         elif cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
             cases = [*cases, *fuzz_parameters(cases)]
         ids = [case_id(case) for case in cases]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import pytest
 
@@ -18,32 +19,30 @@ MUTANT = "mutant:"
 PLACEHOLDER = Workload(1, name="fuzz")
 
 
-class CaseParameter(NamedTuple):
-    """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one."""
+@dataclass(frozen=True)
+class CaseParameter:
+    """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one.
+
+    ranks: how many processes compute it together; 0 in a test without ranks=.
+    """
 
     workload: Workload
     backend: str | None
+    ranks: int = 0
+    #: what makes the case that the fixture `attn` is
+    maker: ClassVar[str] = "pytest_attn.cases.case:make_case"
 
 
 class FuzzParameter(CaseParameter):
     """Stands for all draws of one test, with one backend where the test takes one."""
 
+    maker = "pytest_attn.cases.fuzz.case:make_fuzz_case"
+
 
 class ModelParameter(CaseParameter):
     """Stands for one model, with one backend where the test takes one; what its calls ask is known once it runs."""
 
-
-class RankedParameter(CaseParameter):
-    """A workload that several ranks compute together; `ranks` says how many."""
-
-    ranks: int
-
-    @classmethod
-    def of(cls, case: CaseParameter, ranks: int) -> RankedParameter:
-        """Return the case on so many ranks."""
-        made = cls(*case)
-        made.ranks = ranks
-        return made
+    maker = "pytest_attn.cases.model:make_model_case"
 
 
 def model_parameter(backend: str | None) -> ModelParameter:
@@ -83,7 +82,7 @@ def case_id(case: CaseParameter) -> str:
     """Return the id of a case: workload, then backend; of a model's test the backend alone."""
     if isinstance(case, ModelParameter):
         return case.backend or "model"
-    if isinstance(case, RankedParameter):
+    if case.ranks:
         named = f"{case.workload.id}-ranks{case.ranks}"
         return f"{named}-{case.backend.removeprefix(MUTANT)}" if case.backend else named
     if case.backend is None:

@@ -12,7 +12,7 @@ from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import listing
-from pytest_attn.session.items import CaseParameter, ModelParameter, RankedParameter, parameter_of
+from pytest_attn.session.items import CaseParameter, ModelParameter, parameter_of
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.requirements import too_few_gpus_because, unmet_because
 from pytest_attn.session.session import AttentionSession
@@ -35,10 +35,10 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
 
 def _obstacle(session: AttentionSession, parameter: CaseParameter, marker: pytest.Mark) -> str | None:
     """Say what stands in the way of a case."""
-    workload, name = parameter
+    workload, name = parameter.workload, parameter.backend
     machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
     backend = session.registrations.registry[name] if name else None
-    if not isinstance(parameter, RankedParameter):
+    if not parameter.ranks:
         return (backend.obstacle if backend else obstacle_of_any)(workload, machine, backward)
     sharding = Sharding(workload, marker.kwargs.get("shard", "contiguous"), parameter.ranks)
     reason = too_few_gpus_because(parameter.ranks, machine, session.settings.ranks_share_gpu) or sharding.refused_because()

@@ -34,7 +34,7 @@ class Configurations(SelectedKernels):
         plain = super().cases(mark, takes_backend=False)
         if not takes_backend:
             return plain
-        found = [CaseParameter(workload, name) for workload, _ in plain for name in self._tuned(mark, workload)]
+        found = [CaseParameter(one.workload, name) for one in plain for name in self._tuned(mark, one.workload)]
         return [case for case in found if mark.backends is None or split(case.backend or "")[0] in mark.backends]
 
     def _tuned(self, mark: AttentionMark, workload: Workload) -> list[str]:

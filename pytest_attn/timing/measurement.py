@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
@@ -25,15 +27,52 @@ from pytest_attn.session.child import own_processes
 from pytest_attn.session.items import id_from_root, name_for_processes
 from pytest_attn.session.session import AttentionSession
 
-if TYPE_CHECKING:
-    import torch
-
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: what a measurement may take between two calls: it waits for the core, has the device rest, and repeats what was disturbed
 WAITING_SECONDS = 60.0
 #: which results of a check say how accurate a direction is
 _RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+class TimingPlace:
+    """Where a subject is timed: in this process."""
+
+    def label(self, key: bool = False, kind: str = "cpu") -> str:
+        """Return what names of measurements say of it, or the keys of their baselines on a kind of device."""
+        del key, kind
+        return ""
+
+    def untimed_because(self, device: torch.device, session: AttentionSession) -> str:
+        """Say why nothing can be timed there, "" where it can."""
+        del device, session
+        return ""
+
+    def devices(self, device: torch.device) -> list[torch.device]:
+        """Return what is timed on, and must be free meanwhile."""
+        return [device]
+
+    def threads(self) -> int:
+        """Return how many threads of a CPU are used, where nobody says it."""
+        return torch.get_num_threads()
+
+    def contexts(self, measurement: Measurement) -> Iterator[AbstractContextManager[object]]:
+        """Yield what a measurement is made within."""
+        device = measurement.spec.device
+        yield current(device)
+        yield measurement.subject.calling()
+        if device.type == "cpu":
+            yield threads(measurement.session.settings.threads)
+
+    def take(self, measurement: Measurement, mode: Mode | None) -> Latency:
+        """Time a subject, once the device is as it is to be."""
+        work = work_of(measurement.subject, measurement.spec, measurement.direction)
+        case, deadline = f"timing {measurement.name}, {measurement.item.nodeid}", measurement.session.deadline
+        with deadline.around(case), work.context():
+            work.stage()()
+        stopwatch = measurement.stopwatch
+        with deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
+            return stopwatch.measure(work, measurement.spec.workload.id, measurement.subject.name, mode)
 
 
 @dataclass(frozen=True)
@@ -52,13 +91,17 @@ class Measurement:
     comparison: Comparison | None
     number: int
     nth: int = 1
+    place: TimingPlace = field(default_factory=TimingPlace)
+
+    #: whether it is a kernel's, of which a profile has a time as well
+    is_of_one_kernel = True
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """What is timed, for messages."""
-        return f"{self.subject.name} on {self.spec.workload.id}, {self.direction}"
+        return f"{self.subject.name} on {self.spec.workload.id}, {self.direction}{self.place.label()}"
 
     @property
     def key(self) -> str:
@@ -68,20 +111,20 @@ class Measurement:
             name += f" #{self.number}"
         l2 = self.session.settings.l2 if self.spec.device.type == "cuda" else "warm"
         layout = self.spec.for_subject(self.subject).layout
-        return case_key(self.spec.workload.id, name, self.direction, l2, layout, self._threads)
+        key = case_key(self.spec.workload.id, name, self.direction, l2, layout, self.threads)
+        return f"{key}{self.place.label(key=True, kind=self.spec.device.type)}"
 
     @property
     def devices(self) -> list[torch.device]:
         """What is timed on, and must be free meanwhile."""
-        return [self.spec.device]
+        return self.place.devices(self.spec.device)
 
     @property
-    def _threads(self) -> int | None:
-        import torch
-
+    def threads(self) -> int | None:
+        """How many threads of a CPU are used; None elsewhere."""
         if self.spec.device.type != "cpu":
             return None
-        return self.session.settings.threads or torch.get_num_threads()
+        return self.session.settings.threads or self.place.threads()
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -96,15 +139,13 @@ class Measurement:
     @property
     def untimed_because(self) -> str:
         """Why it cannot be timed for a reason of its own, "" where it can."""
-        return ""
+        return self.place.untimed_because(self.spec.device, self.session)
 
     # -- how it is judged ----------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
         """What counts as slower: the device's policy, with --attn-max-slowdown."""
-        from dataclasses import replace
-
         policy = policy_for(self.spec.device.type)
         wanted = self.session.settings.max_slowdown
         return replace(policy, slowdown=wanted) if wanted else policy
@@ -176,7 +217,7 @@ class Measurement:
         return f"{','.join(self.spec.inputs)} seed {self.spec.seed}"
 
     def _conditions(self) -> dict[str, str]:
-        return conditions_of(self.spec.device, self._stopwatch.monitor.conditions())
+        return conditions_of(self.spec.device, self.stopwatch.monitor.conditions())
 
     def _z(self) -> tuple[float, float, float] | None:
         """Return the largest residuals over an element, a row and a head of what this direction computes."""
@@ -194,28 +235,18 @@ class Measurement:
         Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
         pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
         """
-        device = self.spec.device
         with ExitStack() as stack:
-            stack.enter_context(current(device))
-            stack.enter_context(self.subject.calling())
-            if device.type == "cpu":
-                stack.enter_context(threads(self.session.settings.threads))
+            for context in self.place.contexts(self):
+                stack.enter_context(context)
             self._lock_clocks(stack)
             return self._take(mode)
 
     def _take(self, mode: Mode | None) -> Latency:
-        """Time the subject, once the device is as it is to be."""
-        work, case = work_of(self.subject, self.spec, self.direction), f"timing {self.name}, {self.item.nodeid}"
-        with self.session.deadline.around(case), work.context():
-            work.stage()()
-        stopwatch = self._stopwatch
-        with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
-            return stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
+        """Time what is measured, once the device is as it is to be."""
+        return self.place.take(self, mode)
 
     def _lock_clocks(self, stack: ExitStack) -> None:
         """Hold the GPU's clock while it is timed, where that is asked for; refuse where there is no GPU at all."""
-        import torch
-
         wanted, devices = self.session.settings.lock_clocks, self.devices
         if wanted and (devices[0].type == "cuda" or not torch.cuda.is_available()):
             try:
@@ -225,7 +256,8 @@ class Measurement:
                 raise pytest.UsageError(f"--attn-lock-clocks: {error}") from None
 
     @property
-    def _stopwatch(self) -> Stopwatch:
+    def stopwatch(self) -> Stopwatch:
+        """The run's, of the device."""
         is_cold, child = self.session.settings.l2 == "cold", self.session.child
         is_warm = child is not None and child.finds_device_warm
         return stopwatch_of(self.spec.device, is_cold, own_processes(), is_warm)

@@ -37,6 +37,7 @@ class ModelMeasurement(Measurement):
     optimizer: torch.optim.Optimizer | None = None
     functions: tuple[Callable[..., Any] | str, ...] = ()
     asks: tuple[str, ...] = ()
+    is_of_one_kernel = False
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,7 +49,7 @@ class ModelMeasurement(Measurement):
     def key(self) -> str:
         """The key of its baseline: a model belongs to its test."""
         test = f"{id_from_root(self.item)}{self._with_optimizer}{f' #{self.number}' if self.number > 1 else ''}"
-        return case_key(test, self.subject.name, self.direction, "warm", threads=self._threads)
+        return case_key(test, self.subject.name, self.direction, "warm", threads=self.threads)
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class ModelMeasurement(Measurement):
                     for _ in range(_WARM_UP):
                         work.stage()()
             before = compilations()
-            stopwatch = self._stopwatch
+            stopwatch = self.stopwatch
             with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
                 latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
             self._refuse_recompiled(compilations().since(before).graphs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
@@ -15,81 +17,59 @@ from pytest_attn.ranks.timed import RankedStopwatch, RankedWork
 from pytest_attn.ranks.timing import threads_of_rank
 from pytest_attn.ranks.topology import topology_of
 from pytest_attn.reports.terminal import count
-from pytest_attn.timing.measurement import Measurement
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.timing.measurement import Measurement, TimingPlace
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    import torch
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankedMeasurement(Measurement):
-    """A callable that the ranks of a pool compute together, each with its shards."""
+class TimedOnRanks(TimingPlace):
+    """The ranks of a pool, which time a callable together, each with its shards."""
 
-    pool: Pool
-    sharding: Sharding
+    def __init__(self, pool: Pool, sharding: Sharding) -> None:
+        self._pool, self._sharding, self._ranks = pool, sharding, sharding.ranks
 
-    @property
-    def name(self) -> str:
-        """What is timed, for messages."""
-        return f"{super().name}, on {count(self.sharding.ranks, 'rank')}"
+    def label(self, key: bool = False, kind: str = "cpu") -> str:
+        """Say how many; in a key also which shards and links: others are another case."""
+        ranks = count(self._ranks, "rank")
+        return f" | {ranks}, {self._shard}, {topology_of(kind, self._ranks)}" if key else f", on {ranks}"
 
-    @property
-    def key(self) -> str:
-        """The key of its baseline: another number of ranks, other shards, or other links, are another case."""
-        ranks = self.sharding.ranks
-        links = topology_of(self.spec.device.type, ranks)
-        return f"{super().key} | {count(ranks, 'rank')}, {self._shard}, {links}"
+    def untimed_because(self, device: torch.device, session: AttentionSession) -> str:
+        """Say that ranks share a GPU, where they do: each waits for the kernels of the others."""
+        there = session.machines.machine(str(device)).device_count
+        is_shared = device.type == "cuda" and there < self._ranks
+        return f"{self._ranks} ranks share {count(there, 'GPU')}" if is_shared else ""
 
-    @property
-    def untimed_because(self) -> str:
-        """That ranks share a GPU, where they do: each waits for the kernels of the others."""
-        there = self.session.machines.machine(str(self.spec.device)).device_count
-        is_shared = self.spec.device.type == "cuda" and there < self.sharding.ranks
-        return f"{self.sharding.ranks} ranks share {count(there, 'GPU')}" if is_shared else ""
+    def devices(self, device: torch.device) -> list[torch.device]:
+        """Return each rank's own."""
+        return [torch.device("cuda", number) for number in range(self._ranks)] if device.type == "cuda" else [device]
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """Each rank's own."""
-        import torch
+    def threads(self) -> int:
+        """Return those of each rank."""
+        return threads_of_rank()
 
-        if self.spec.device.type != "cuda":
-            return [self.spec.device]
-        return [torch.device("cuda", number) for number in range(self.sharding.ranks)]
+    def contexts(self, measurement: Measurement) -> Iterator[AbstractContextManager[object]]:
+        """Yield nothing: the subject is called in other processes."""
+        return iter(())
 
-    def time(self, mode: Mode | None) -> Latency:
-        """Time the callable on all ranks at once. Raises as `Measurement.time` does, and RanksLostError."""
-        with ExitStack() as stack:
-            self._lock_clocks(stack)
-            return self._take(mode)
-
-    def _take(self, mode: Mode | None) -> Latency:
-        """Have all ranks make their tensors, and time them."""
-        pool, device = self.pool, self.spec.device
-        cold = self.session.settings.l2 == "cold"
-        pool.step("begin", direction=self.direction, cold=cold, threads=self._threads or 1)
-        stopwatch = RankedStopwatch(pool, device, cold, self._threads or 1, ramp=not pool.is_warm)
+    def take(self, measurement: Measurement, mode: Mode | None) -> Latency:
+        """Have all ranks make their tensors, and time them at once. Raises RanksLostError, too."""
+        pool, device, direction = self._pool, measurement.spec.device, measurement.direction
+        cold, threads = measurement.session.settings.l2 == "cold", measurement.threads
+        pool.step("begin", direction=direction, cold=cold, threads=threads or 1)
+        stopwatch = RankedStopwatch(pool, device, cold, threads or 1, ramp=not pool.is_warm)
         pool.is_warm = True
-        latency = stopwatch.measure(RankedWork(self.direction), self.spec.workload.id, self.subject.name, mode)
+        latency = stopwatch.measure(RankedWork(direction), measurement.spec.workload.id, measurement.subject.name, mode)
         profiled = pool.step("communication") if device.type == "cuda" else []
-        return replace(latency, ranks=self._figures(stopwatch, profiled), threads=self._threads)
+        return replace(latency, ranks=self._figures(stopwatch, profiled, device.type), threads=threads)
 
-    def _figures(self, stopwatch: RankedStopwatch, profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
-        ranks = self.sharding.ranks
-        where = {"number": ranks, "shard": self._shard, "topology": topology_of(self.spec.device.type, ranks)}
+    def _figures(self, stopwatch: RankedStopwatch, profiled: Sequence[dict[str, float] | None], kind: str) -> dict[str, Any]:
+        where = {"number": self._ranks, "shard": self._shard, "topology": topology_of(kind, self._ranks)}
         return {**where, **figures_of(stopwatch.shares(), profiled)}
 
     @property
     def _shard(self) -> str:
-        shard = self.sharding.shard
+        shard = self._sharding.shard
         return shard if isinstance(shard, str) else function_label(shard)
-
-    @property
-    def _threads(self) -> int | None:
-        """Of each rank."""
-        if self.spec.device.type != "cpu":
-            return None
-        return self.session.settings.threads or threads_of_rank()

@@ -52,7 +52,7 @@ class Recording:
         """Keep a case that is to be recorded."""
         self._cases.append(CaseToRecord(key, test, item, baseline, device))
 
-    def expect(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:
         """Have the server of new processes start, where it forks those of a case on this device."""
         if are_forked(self._session.settings.fresh, [device.type]):
             prepare_fresh_runs(self._config)

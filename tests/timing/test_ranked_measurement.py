@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_attn import Workload
-from pytest_attn.timing.ranked_measurement import RankedMeasurement
+from pytest_attn.timing.ranked_measurement import TimedOnRanks
 from pytest_attn.workloads.sharding import Sharding
 
 
@@ -16,7 +16,5 @@ from pytest_attn.workloads.sharding import Sharding
 )
 def test_ranks_that_share_a_gpu_are_not_timed(device, there, reason):
     machines = SimpleNamespace(machine=lambda name: SimpleNamespace(device_count=there))
-    spec = SimpleNamespace(device=torch.device(device))
-    sharding = Sharding(Workload(64, heads=2), "contiguous", 2)
-    facts = (SimpleNamespace(machines=machines), None, spec, None, "forward", None)
-    assert RankedMeasurement(*facts, number=1, pool=None, sharding=sharding).untimed_because == reason
+    place = TimedOnRanks(None, Sharding(Workload(64, heads=2), "contiguous", 2))
+    assert place.untimed_because(torch.device(device), SimpleNamespace(machines=machines)) == reason

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from pytest_attn.cases.case import AttentionCase
+from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
+from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.run import CaseRun
 from pytest_attn.session.fixture_names import FIXTURES, PARAMETER
 from pytest_attn.session.items import CaseParameter, FuzzParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: FuzzParameter) -> 
 
     item = request.node
     session = session_of(item.config)
-    case = FuzzCase(request, parameter, _mark_of(item, session), session)
+    case = FuzzCase(_run_of(request, parameter, _mark_of(item, session), session))
     if late := _fixtures_made_once(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     if _is_hypothesis_test(item.obj):
@@ -53,7 +56,7 @@ class FuzzCase(AttentionCase):
     def on(self, workload: Workload, session: AttentionSession) -> FuzzCase:
         """Return the same case on another workload."""
         backend = self.backend.name if self.backend else None
-        return FuzzCase(self._run.request, CaseParameter(workload, backend), self._mark, session)
+        return FuzzCase(_run_of(self._run.request, CaseParameter(workload, backend), self._mark, session))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
@@ -61,13 +64,14 @@ class FuzzCase(AttentionCase):
         """Check `fn` and end the draw: its latency is of no interest."""
         __tracebackhide__ = True
         subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
-        self._check(subject, self._mark.backward or bool(backward))
+        spec = spec_with(self._spec, self._mark.backward or bool(backward))
+        self._run.conclude(KernelEvaluator(self._run, subject, spec))
         raise DrawEndsError
 
     def skip(self, reason: str) -> NoReturn:
         """Skip the test of a backend that cannot run at all."""
         assert self.backend is not None
-        self._run.outcome.skip(self.backend, reason)
+        self._run.skip(self.backend, reason)
 
     def skip_unless_runnable(self) -> None:
         """Refuse a draw that the device or the backend cannot take."""
@@ -76,6 +80,13 @@ class FuzzCase(AttentionCase):
 
 class DrawEndsError(BaseException):
     """The rest of the test is not for drawn workloads; no `except Exception` of the test can swallow this."""
+
+
+def _run_of(
+    request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
+) -> CaseRun:
+    """Return a run of one process; draws are not divided over ranks."""
+    return CaseRun(request, parameter, mark, session, Executor(Sharding(parameter.workload, "contiguous", 1)))
 
 
 def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:

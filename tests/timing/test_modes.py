@@ -16,8 +16,8 @@ from pytest_attn.latency.statistics import median_interval
 from pytest_attn.session import devices
 from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock
-from pytest_attn.timing import timekeeper
-from pytest_attn.timing.timekeeper import Comparing, HandingOver, Recorder
+from pytest_attn.timing import modes
+from pytest_attn.timing.modes import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.verdict import Verdict
 
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ def session(**settings):
 def test_a_fresh_process_times_while_the_one_that_waits_for_it_holds_the_device(child):
     told, handed_over = child()
     with device_lock(CPU):
-        latency = HandingOver(session(), Baselines(), told).take(Measurement())
+        latency = ReportToParent(session(), Baselines(), told).measure(Measurement())
         with pytest.raises(pytest.fail.Exception, match="another process has been timing on cpu"):
-            Comparing(session(), Baselines(), None).take(Measurement())
+            CompareToBaseline(session(), Baselines(), None).measure(Measurement())
     assert latency.verdict == Verdict.MEASURED
     assert [run["key"] for run in handed_over()] == ["mine"]
 
@@ -108,14 +108,14 @@ def test_a_process_that_waits_holds_the_device_for_the_fresh_ones_that_it_starts
             pass
         return [{"key": "mine", "process": n, "p50": 1e-4, "anchors": {}, "launch": 0.0, "disturbances": []} for n in (0, 1)]
 
-    monkeypatch.setattr(timekeeper, "fresh_runs", from_fresh_processes)
-    assert len(Comparing(session(), Baselines(), None)._fresh_runs(Measurement())) == 2
+    monkeypatch.setattr(modes, "fresh_runs", from_fresh_processes)
+    assert len(CompareToBaseline(session(), Baselines(), None)._fresh_runs(Measurement())) == 2
 
 
 def test_what_is_handed_over_is_all_that_a_decision_needs(child):
     told, handed_over = child()
     hot = Measurement(replace(LATENCY, mode="events", disturbances=("hot",)))
-    HandingOver(session(), Baselines(), told).take(hot)
+    ReportToParent(session(), Baselines(), told).measure(hot)
     assert handed_over() == [
         {"key": "mine", "p50": 1e-4, "launch": 2e-5, "anchors": {"pace": 1e-3}, "mode": "events", "disturbances": ["hot"]}
     ]
@@ -123,15 +123,15 @@ def test_what_is_handed_over_is_all_that_a_decision_needs(child):
 
 def test_the_host_s_clock_hands_over_no_launch(child):
     told, handed_over = child()
-    HandingOver(session(), Baselines(), told).take(Measurement())
+    ReportToParent(session(), Baselines(), told).measure(Measurement())
     assert handed_over()[0]["launch"] == 0
 
 
 def test_a_fresh_process_neither_checks_nor_reports():
-    assert not HandingOver.checks_first
-    assert not HandingOver.reports
-    assert Comparing.checks_first
-    assert Recorder.reports
+    assert not ReportToParent.checks_first
+    assert not ReportToParent.reports
+    assert CompareToBaseline.checks_first
+    assert RecordBaseline.reports
 
 
 # -- in which mode -------------------------------------------------------------------------------------------------------
@@ -144,14 +144,14 @@ def test_a_fresh_process_neither_checks_nor_reports():
 def test_a_fresh_process_times_as_it_is_told_or_as_was_recorded(child, told_mode, recorded, mode):
     told, _ = child(**({"mine": told_mode} if told_mode else {}))
     measurement = Measurement()
-    HandingOver(session(), Baselines(recorded), told).take(measurement)
+    ReportToParent(session(), Baselines(recorded), told).measure(measurement)
     assert measurement.modes == [mode]
 
 
 @pytest.mark.parametrize("mode", ["events", "batched", "graph", None])
 def test_what_is_compared_is_timed_as_it_was_recorded(mode):
     measurement = Measurement()
-    Comparing(session(), Baselines(mode), None).take(measurement)
+    CompareToBaseline(session(), Baselines(mode), None).measure(measurement)
     assert measurement.modes == [mode]
 
 
@@ -161,10 +161,10 @@ def test_what_is_compared_is_timed_as_it_was_recorded(mode):
 )
 def test_recorded_anew_only_batches_and_replays_may_become_a_graph(recorded, mode):
     measurement, kept = Measurement(), []
-    recorder = Recorder(
+    recorder = RecordBaseline(
         session(update_baselines="again"), Baselines(recorded), SimpleNamespace(add=lambda *one: kept.append(one))
     )
-    assert recorder.take(measurement).verdict == Verdict.RECORDED
+    assert recorder.measure(measurement).verdict == Verdict.RECORDED
     assert measurement.modes == [mode]
     assert kept == [("mine", "test_mine.py::test_mine", measurement.item, f"{mode or 'host'}: again", CPU)]
 
@@ -174,10 +174,10 @@ def test_recorded_anew_only_batches_and_replays_may_become_a_graph(recorded, mod
 
 def test_a_run_remembers_from_one_time_to_the_next_that_its_machine_is_crowded(monkeypatch):
     given = []
-    monkeypatch.setattr(timekeeper, "device_lock", nullcontext)
-    monkeypatch.setattr(timekeeper, "judge_latency", lambda *all_of_it: given.append(all_of_it) or Decision(Verdict.PASSED))
-    comparing, measurement = Comparing(session(), Baselines(), None), Measurement()
-    assert [comparing.take(measurement).verdict for _ in range(2)] == [Verdict.PASSED] * 2
+    monkeypatch.setattr(modes, "device_lock", nullcontext)
+    monkeypatch.setattr(modes, "judge_latency", lambda *all_of_it: given.append(all_of_it) or Decision(Verdict.PASSED))
+    comparing, measurement = CompareToBaseline(session(), Baselines(), None), Measurement()
+    assert [comparing.measure(measurement).verdict for _ in range(2)] == [Verdict.PASSED] * 2
     (*_, first), (measured, _, policy, cases, _, second) = given
     assert first is second
     assert (measured.key, policy, cases) == ("mine", measurement.policy, measurement.cases)
@@ -192,8 +192,8 @@ def run(process, p50=1e-4, key="mine", hot=()):
 
 def confirmed(monkeypatch, *runs):
     """Return the times that new processes confirm with, of two that are wanted."""
-    monkeypatch.setattr(timekeeper, "fresh_runs", lambda *_, **__: list(runs))
-    return [one.p50 for one in Comparing(session(), Baselines(), None)._fresh_runs(Measurement())]
+    monkeypatch.setattr(modes, "fresh_runs", lambda *_, **__: list(runs))
+    return [one.p50 for one in CompareToBaseline(session(), Baselines(), None)._fresh_runs(Measurement())]
 
 
 def test_one_time_of_each_process_confirms(monkeypatch):
@@ -224,8 +224,8 @@ def test_the_same_test_is_asked_for_while_some_of_its_processes_were_disturbed(m
         asked["again"] = [lacking([run(0), run(1)]), lacking([run(0), run(1, hot=["hot"])]), lacking([run(0, hot=["hot"])])]
         return [run(0), run(1)]
 
-    monkeypatch.setattr(timekeeper, "fresh_runs", from_fresh_processes)
-    Comparing(session(), Baselines(), "the config")._fresh_runs(Measurement())
+    monkeypatch.setattr(modes, "fresh_runs", from_fresh_processes)
+    CompareToBaseline(session(), Baselines(), "the config")._fresh_runs(Measurement())
     name = "test_mine.py::test_mine"
     assert asked == {"config": "the config", "names": [name], "processes": 2, "is_forked": False, "again": [[], [name], []]}
 
@@ -243,6 +243,6 @@ def test_the_server_of_fresh_processes_starts_before_what_may_be_a_suspect_is_ch
     """Only a case with a baseline can be one."""
     started = []
     baselines = SimpleNamespace(on=lambda device: DeviceBaselines(fits={"mine": None} if recorded else {}))
-    monkeypatch.setattr(timekeeper, "prepare_fresh_runs", started.append)
-    Comparing(session(fresh=fresh), baselines, "the config").expect(torch.device(kind))
+    monkeypatch.setattr(modes, "prepare_fresh_runs", started.append)
+    CompareToBaseline(session(fresh=fresh), baselines, "the config").prepare(torch.device(kind))
     assert started == (["the config"] if starts else [])

@@ -1,4 +1,4 @@
-"""What becomes of a time, chosen once per run: it is compared, or recorded, or handed to the process that waits for it."""
+"""What becomes of a time, chosen once per run: it is compared, or recorded, or reported to the process that waits for it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
-class Timekeeper(ABC):
-    """Takes the times of a run."""
+class LatencyMode(ABC):
+    """Takes the times of a run. A mode is a class of these and a line of `LATENCY_MODES`."""
 
     #: whether a kernel is checked before it is timed
     checks_first = True
@@ -43,6 +43,11 @@ class Timekeeper(ABC):
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines) -> None:
         self.session, self.baselines = session, baselines
+
+    @classmethod
+    @abstractmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Return the mode of a run; None where that is another one."""
 
     def untimed_because(self, device: torch.device) -> str:
         """Say why nothing is timed here; "" where it is."""
@@ -53,11 +58,11 @@ class Timekeeper(ABC):
         return untimed_because(self.session.settings.gpu_per_worker, device)
 
     @abstractmethod
-    def expect(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:
         """Get ready for a time on a device that is taken soon."""
 
     @abstractmethod
-    def take(self, measurement: Measurement) -> Latency:
+    def measure(self, measurement: Measurement) -> Latency:
         """Time a measurement and decide what it means. Raises as `Measurement.time` does."""
 
     def _recorded_mode(self, measurement: Measurement) -> Mode | None:
@@ -65,19 +70,24 @@ class Timekeeper(ABC):
         return baseline.mode if baseline else None  # type: ignore[return-value]
 
 
-class Comparing(Timekeeper):
+class CompareToBaseline(LatencyMode):
     """Holds each time against its baseline; new processes confirm what looks slower."""
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
         super().__init__(session, baselines)
         self._config, self._crowd = config, Crowd()
 
-    def expect(self, device: torch.device) -> None:
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Where no other mode is asked for."""
+        return cls(session, baselines, config)
+
+    def prepare(self, device: torch.device) -> None:
         """Have the server of new processes start where something is recorded: a suspect need not wait for it."""
         if self.baselines.on(device).fits and are_forked(self.session.settings.fresh, [device.type]):
             prepare_fresh_runs(self._config)
 
-    def take(self, measurement: Measurement) -> Latency:
+    def measure(self, measurement: Measurement) -> Latency:
         """Time and compare."""
         device = measurement.spec.device
         with _locked(measurement):
@@ -117,18 +127,27 @@ class Comparing(Timekeeper):
         return [Run(run["p50"], run["anchors"], run["launch"]) for run in mine]
 
 
-class Recorder(Timekeeper):
+class RecordBaseline(LatencyMode):
     """--attn-update-baselines: each case is timed once here, and at the end of the run in ten new processes."""
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines, recording: Recording) -> None:
         super().__init__(session, baselines)
         self._recording = recording
 
-    def expect(self, device: torch.device) -> None:
-        """Have the server of new processes start."""
-        self._recording.expect(device)
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Where baselines are to be recorded."""
+        if session.settings.update_baselines is None:
+            return None
+        recording = Recording(session, baselines, config)
+        config.pluginmanager.register(recording, "attn-recording")
+        return cls(session, baselines, recording)
 
-    def take(self, measurement: Measurement) -> Latency:
+    def prepare(self, device: torch.device) -> None:
+        """Have the server of new processes start."""
+        self._recording.prepare(device)
+
+    def measure(self, measurement: Measurement) -> Latency:
         """Time, and keep what is to be recorded."""
         with _locked(measurement):
             latency = measurement.time(self._mode(measurement))
@@ -143,7 +162,7 @@ class Recorder(Timekeeper):
         return None if mode in ("batched", "replay") else mode
 
 
-class HandingOver(Timekeeper):
+class ReportToParent(LatencyMode):
     """A new process: it only times what the process that waits for it has checked, and holds the lock of the device for."""
 
     checks_first = False
@@ -153,10 +172,15 @@ class HandingOver(Timekeeper):
         super().__init__(session, baselines)
         self._child = child
 
-    def expect(self, device: torch.device) -> None:
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """In a process that another one waits for."""
+        return None if session.child is None else cls(session, baselines, session.child)
+
+    def prepare(self, device: torch.device) -> None:
         """Do nothing: it is fresh itself."""
 
-    def take(self, measurement: Measurement) -> Latency:
+    def measure(self, measurement: Measurement) -> Latency:
         """Time, and hand over."""
         latency = measurement.time(self._child.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
         launch = measurement.measured(latency).launch
@@ -174,20 +198,16 @@ def _locked(measurement: Measurement) -> Iterator[None]:
         yield
 
 
-TIMEKEEPER = pytest.StashKey[Timekeeper]()
+#: the first that a run asks for is its mode
+LATENCY_MODES: list[type[LatencyMode]] = [ReportToParent, RecordBaseline, CompareToBaseline]
+_MODE = pytest.StashKey[LatencyMode]()
 
 
-def timekeeper_of(config: pytest.Config) -> Timekeeper:
-    """Return the timekeeper of a run, made when it first times anything."""
-    if TIMEKEEPER not in config.stash:
+def latency_mode_of(config: pytest.Config) -> LatencyMode:
+    """Return the mode of a run, made when it first times anything."""
+    if _MODE not in config.stash:
         session = session_of(config)
         baselines = RunBaselines(session)
-        if session.child is not None:
-            config.stash[TIMEKEEPER] = HandingOver(session, baselines, session.child)
-        elif session.settings.update_baselines is not None:
-            recording = Recording(session, baselines, config)
-            config.pluginmanager.register(recording, "attn-recording")
-            config.stash[TIMEKEEPER] = Recorder(session, baselines, recording)
-        else:
-            config.stash[TIMEKEEPER] = Comparing(session, baselines, config)
-    return config.stash[TIMEKEEPER]
+        made = (mode.of_run(session, baselines, config) for mode in LATENCY_MODES)
+        config.stash[_MODE] = next(mode for mode in made if mode is not None)
+    return config.stash[_MODE]

@@ -1,0 +1,154 @@
+"""What is asked of a subject, and what was found, in the terms in which every kind of judgment is concluded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.messages.lines import LABEL_WIDTH
+from pytest_attn.messages.mismatch import describe_contract
+from pytest_attn.ranks.team import RankRaisedError
+from pytest_attn.session.deadline import DeadlineError
+from pytest_attn.verdict import Verdict
+from pytest_attn.workloads.workload import Workload
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What --attn-save-failures writes of a failure.
+
+    subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
+    one, as of a broken contract or of `broken` invariants, the inputs are saved.
+    """
+
+    spec: CheckSpec
+    subject: Subject | None
+    comparison: Comparison | None = None
+    broken: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgment(Generic[Result]):
+    """What was found of one subject. It is data: `CaseRun.conclude` reads it, and ends the test.
+
+    Args:
+        verdict: of its record.
+        result: what the test is given where it passes.
+        reason: of the record, in one line; "" where there is nothing to say.
+        text: what a failure says; "" where the judgment passed.
+        known_defects: those that explain all that is wrong, in words: the failure is an expected one.
+        skip: what pytest says where nothing was judged or decided, which is no pass.
+        fields: further fields of the record; they go before those that all judgments have.
+        properties: what is added to the test's report, for JUnit XML and the like.
+        evidence: what is saved of a failure; or why nothing can be, "" where nothing need be said of it.
+        remedies: lines after the command that repeats the case.
+        width: of the labels in `text`.
+        error: what the test raises in place of a failure with `text`.
+        workload: of the record, where that is known only now.
+        is_recorded: whether it leaves a record here.
+        says_command: whether the command that repeats the case comes after `text`, which may say it itself.
+    """
+
+    verdict: Verdict
+    result: Result | None = None
+    reason: str = ""
+    text: str = ""
+    known_defects: str = ""
+    skip: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    properties: Mapping[str, str] = field(default_factory=dict)
+    evidence: Evidence | str = ""
+    remedies: Sequence[str] = ()
+    width: int = LABEL_WIDTH
+    error: Exception | None = None
+    workload: Workload | None = None
+    is_recorded: bool = True
+    says_command: bool = True
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test goes on, with `result`."""
+        return not (self.text or self.skip or self.error)
+
+    @classmethod
+    def refused(cls, subject: Subject | str | None, reason: str, **more: Any) -> Judgment[Result]:
+        """Return that a subject, or what it runs on, cannot take the case.
+
+        subject: None where the reason is none of its own.
+        """
+        name = subject if isinstance(subject, str) else subject.name if subject else ""
+        return cls(Verdict.SKIPPED, reason=reason, skip=f"{name}: {reason}" if name else reason, **more)
+
+
+class Evaluator(ABC, Generic[Result]):
+    """Asks one question about one subject. A kind of judgment is a class of these; its words are in messages/.
+
+    subject: or what reports call it. workload: of the record. doing, on: what a terminal says meanwhile.
+    """
+
+    #: what was asked, in records: "check", "invariants", "latency", or the word of a kind of its own
+    question = "check"
+    #: the verdict over a subject whose result cannot be compared
+    wrong = Verdict.MISMATCH
+    subject: Subject | str
+    workload: Workload
+    doing: str
+    on: str
+
+    @abstractmethod
+    def judge(self) -> Judgment[Result]:
+        """Return what is found.
+
+        ContractError, DeadlineError, RefusedError and RankRaisedError of the subject may pass through, and are concluded as
+        `ended` says. So may what it raises itself, which fails the test as it is.
+        """
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields that each record of this question has."""
+        return {}
+
+    @property
+    def evidence(self) -> Evidence | str:
+        """What is saved of a subject whose result cannot be compared, as `Judgment.evidence`."""
+        return ""
+
+    def ended(self, error: BaseException) -> Judgment[Result]:
+        """Return what an error that ended the judgment says of the subject."""
+        if isinstance(error, RefusedError):
+            return Judgment.refused(self.subject, str(error))
+        reason = str(error).splitlines()[0].rstrip(":")
+        if isinstance(error, ContractError):
+            return Judgment(self.wrong, reason=reason, text=describe_contract(error), evidence=self.evidence)
+        if isinstance(error, RankRaisedError):  # as in one process, where it raises: pytest's report leaves the record
+            return Judgment(Verdict.RAISED, text=str(error), is_recorded=False)
+        assert isinstance(error, DeadlineError)
+        return Judgment(Verdict.NO_RESULT, reason=reason, text=str(error))
+
+
+class Refusal(Evaluator[Any]):
+    """A case that cannot run. subject: None where the reason is none of its own."""
+
+    doing, on = "", ""
+
+    def __init__(self, workload: Workload, subject: Subject | None, reason: str, **fields: Any) -> None:
+        self.workload, self.subject, self._refused, self._reason = workload, subject or "-", subject, reason
+        self.question = fields.pop("question", "check")
+        self._fields = fields
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Those that were given."""
+        return self._fields
+
+    def judge(self) -> Judgment[Any]:
+        """Return the refusal."""
+        return Judgment.refused(self._refused, self._reason)
