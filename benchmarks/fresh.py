@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 
-from pytest_attn.session.child import RUNS_VARIABLE
-from pytest_attn.session.forked import Command, modules_ahead
-from pytest_attn.session.served import FreshProcesses
+from pytest_attn.processes.fork_server import Command, modules_ahead
+from pytest_attn.session.worker_pool import WorkerPool
 
 SUITE = """
 import os, pytest
@@ -73,9 +72,9 @@ def pytest_unconfigure():
     if "MODULES" in os.environ:
         Path(os.environ["MODULES"]).write_text("\\n".join(sys.modules))
 
-from pytest_attn.session import served
+from pytest_attn.session import worker_pool
 
-served._FORKED_ON = frozenset(("cuda", "cpu"))
+worker_pool._FORKED_ON = frozenset(("cuda", "cpu"))
 """
 _SECONDS = 600
 
@@ -89,8 +88,8 @@ class Suite:
         (folder / "test_fresh.py").write_text(SUITE.format(workloads=workloads, device=device))
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text("[pytest]\n")
-        self._arguments = ["-q", "-p", "no:cacheprovider", *(["--attn-threads=1"] if device == "cpu" else [])]
-        self.time_all(0, FreshProcesses(), False, MODULES=str(folder / "modules"))  # compiles what is compiled once, too
+        self._arguments = ["-p", "no:cacheprovider", *(["--attn-threads=1"] if device == "cpu" else [])]
+        self.time_all(0, WorkerPool(), False, MODULES=str(folder / "modules"))  # compiles what is compiled once, too
         for name in modules_ahead((folder / "modules").read_text().splitlines()):
             with suppress(Exception):  # as in the process that starts a server
                 importlib.import_module(name)
@@ -98,32 +97,32 @@ class Suite:
     def command(self, number: int, **environment: str) -> Command:
         """Return the command of a process that times all cases, in an order of its own."""
         order = random.Random(number).sample(self._names, len(self._names))
-        (self._folder / "items").write_text("\n".join(f"test_fresh.py::test_mine[{name}]" for name in order))
-        times = self._folder / "times"
-        times.unlink(missing_ok=True)
-        environment = {**os.environ, **environment, RUNS_VARIABLE: str(times)}
-        arguments = [*self._arguments, f"@{self._folder / 'items'}"]
-        return Command(arguments, environment, self._folder, times, self._folder / "output", len(order))
+        told = {"tests": [f"test_fresh.py::test_mine[{name}]" for name in order], "options": {}, "waiting": [os.getpid()]}
+        arguments = [*self._arguments, "-p", "pytest_attn.processes.worker"]
+        return Command(arguments, {**os.environ, **environment}, self._folder, self._folder / "output", told)
 
-    def time_all(self, number: int, fresh: FreshProcesses, is_forked: bool, **environment: str) -> dict[str, Any]:
+    def time_all(self, number: int, pool: WorkerPool, is_forked: bool, **environment: str) -> dict[str, Any]:
         """Time every case once, in a forked process that was prepared, or in a wholly fresh one."""
         command = self.command(number, **environment)
         begun = time.perf_counter()
         if is_forked:
-            fresh.prepare([command])
-        ended = fresh.run(command, _SECONDS, is_forked)
-        if is_forked and not fresh.can_be_served:
+            pool.prepare([command])
+        ended = pool.run(command, _SECONDS, is_forked)
+        if is_forked and not pool.launcher.can_fork:
             sys.exit(f"not forked:\n{ended.output}")
         seconds = time.perf_counter() - begun
-        if not command.is_done(ended.returncode):
+        if ended.returncode != 0 or len(ended.messages) < len(self._names):
             sys.exit(f"a process ended with {ended.returncode}:\n{ended.output}")
-        found = [json.loads(line) for line in command.times.read_text().splitlines()]
-        return {"process": number, "seconds": seconds, "cases": {run["key"].partition(" | ")[0]: run for run in found}}
+        return {
+            "process": number,
+            "seconds": seconds,
+            "cases": {run["key"].partition(" | ")[0]: run for run in ended.messages},
+        }
 
     def run(self, *arguments: str, **environment: str) -> tuple[float, str]:
         """Return the seconds of a whole run of pytest, which may fail, and its last line."""
         begun = time.perf_counter()
-        command = [sys.executable, "-m", "pytest", *self._arguments, *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", *self._arguments, *arguments]
         done = subprocess.run(command, cwd=self._folder, env={**os.environ, **environment}, capture_output=True, text=True)
         return time.perf_counter() - begun, (done.stdout.splitlines() or ["it said nothing"])[-1]
 
@@ -131,17 +130,17 @@ class Suite:
 def take_turns(suite: Suite, processes: int, per_server: int) -> dict[str, list[dict[str, Any]]]:
     """Time in wholly fresh and in forked processes in turn; no server starts while anything is timed."""
     found: dict[str, list[dict[str, Any]]] = {"fresh": [], "forked": []}
-    fresh = FreshProcesses()
+    pool = WorkerPool()
     try:
         for number in range(processes):
             if number % per_server == 0:
-                fresh.close()
-                fresh.run(suite.command(number), _SECONDS)  # starts the server
+                pool.close()
+                pool.run(suite.command(number), _SECONDS)  # starts the server
             for kind in ("fresh", "forked") if number % 2 else ("forked", "fresh"):
-                run = suite.time_all(number, fresh, kind == "forked")
+                run = suite.time_all(number, pool, kind == "forked")
                 found[kind].append({**run, "server": number // per_server})
     finally:
-        fresh.close()
+        pool.close()
     return found
 
 

@@ -172,8 +172,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run nothing under --attn-list; in a new process that was prepared, nothing before its turn."""
     attention = _session(session.config)
-    if attention.child is not None:
-        attention.child.wait_for_turn()
+    if attention.worker is not None:
+        attention.worker.wait_at_gate()
     return True if attention.settings.list_only else None
 
 

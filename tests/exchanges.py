@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.ranks.rank_group import RankGroup, RankRaisedError
 from pytest_attn.ranks.serving import RankServer
-from pytest_attn.ranks.team import RankRaisedError, Team
 
 
 class Threads:
@@ -73,7 +73,7 @@ class GlooExchange:
         return [sent[self.rank] for sent in self.all_gather(parts)]
 
 
-class EmulatedTeam(Team):
+class EmulatedTeam(RankGroup):
     """Ranks that are threads. kernel_of: makes the callable of a rank from its exchange."""
 
     def __init__(self, kernel_of, sharding, layout="bhsd", returns_lse=False):

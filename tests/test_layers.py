@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pytest_attn
-from pytest_attn.session.forked import modules_ahead
+from pytest_attn.processes.fork_server import modules_ahead
 
 ROOT = Path(pytest_attn.__file__).parent
 ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
@@ -39,6 +39,7 @@ LAYERS = (
     "correctness",
     "backends",
     "workloads",
+    "processes",
     "files",
     "verdict",
     "version",
@@ -54,13 +55,14 @@ BEFORE_A_CASE = (
     "suite",
     "backends",
     "workloads",
+    "processes",
     "files",
     "verdict",
     "version",
 )
 #: modules of theirs that a case loads
 AT_A_CASE = ("suite/library_models.py", "suite/torch_models.py", "backends/libraries/")
-PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite")
+PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite", "processes")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 
@@ -309,10 +311,21 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "fixtures",
         "hooks",
         "plugin",
+        "processes",
+        "processes.worker",
         "session",
-        *(f"session.{name}" for name in ("child", "collected", "cuda_context", "fixture_names", "machines")),
+        *(f"session.{name}" for name in ("collected", "cuda_context", "fixture_names", "machines")),
         *(
             f"session.{name}"
-            for name in ("option_groups", "options", "output_files", "registrations", "results", "session", "settings")
+            for name in (
+                "option_groups",
+                "options",
+                "output_files",
+                "registrations",
+                "results",
+                "session",
+                "settings",
+                "worker_context",
+            )
         ),
     ]

@@ -12,8 +12,8 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.apart import divided, findings_apart, judge_apart
 from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.isolated import divided, findings_isolated, judge_isolated
 from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.launches import LaunchEvaluator, profiles_of
@@ -37,7 +37,7 @@ from pytest_attn.latency.work import direction_of
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
-from pytest_attn.ranks.worker import rank_of
+from pytest_attn.ranks.rank import rank_of
 from pytest_attn.session.items import CaseParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
@@ -391,17 +391,17 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
     def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, only: Names, skip: Names) -> None:
         self.subject: Subject = subject
         self._run, self._spec, self.workload = run, spec, run.workload
-        self._here, self._apart = divided(run, spec, only, skip)
+        self._here, self._isolated = divided(run, spec, only, skip)
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
 
     def judge(self) -> Judgment[InvariantReport]:
         """Try each, and look for the known defects that explain those that are broken."""
         __tracebackhide__ = True
-        child = self._run.session.child
-        if child is not None and child.asked:  # the process that waits for this one concludes
-            return Judgment(Verdict.HELD, judge_apart(child, self.subject, self._tried), is_recorded=False)
+        worker = self._run.session.worker
+        if worker is not None and worker.selected_invariants:  # the process that waits for this one concludes
+            return Judgment(Verdict.HELD, judge_isolated(worker, self.subject, self._tried), is_recorded=False)
         report = self._tried(self._here)
-        report = replace(report, findings=(*report.findings, *findings_apart(self._run, self.subject, self._apart)))
+        report = replace(report, findings=(*report.findings, *findings_isolated(self._run, self.subject, self._isolated)))
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"no invariant that was asked for applies: {reasons}")

@@ -13,7 +13,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.lines import LABEL_WIDTH
 from pytest_attn.messages.mismatch import describe_contract
-from pytest_attn.ranks.team import RankRaisedError
+from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.workload import Workload

@@ -17,7 +17,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import StaleError
 from pytest_attn.messages import latency as messages
 from pytest_attn.messages.lines import labeled
-from pytest_attn.ranks.team import RankRaisedError
+from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.timing.measurement import Measurement
 from pytest_attn.timing.modes import LatencyMode, latency_mode_of

@@ -12,8 +12,7 @@ from pytest_attn.cases.executor import Conclude, Executor
 from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.ranks.located import located
-from pytest_attn.ranks.pool import Pool
-from pytest_attn.ranks.pools import Pools
+from pytest_attn.ranks.pool import Pool, PoolRegistry
 from pytest_attn.ranks.shared_gpu import nccl_refuses_because
 from pytest_attn.ranks.subject import RankedBackend, RankedCallable
 from pytest_attn.session.items import name_for_processes
@@ -88,7 +87,7 @@ class OnRanks(Executor):
     def come_to_judgment(self) -> Pool:
         """Return the pool, whose ranks have come to their next judgment. Raises RanksLostError where they do not."""
         if self._pool is None:
-            pools = Pools.of(self._item.config)
+            pools = PoolRegistry.of(self._item.config)
             limits = self._settings.rank_timeout, self._settings.ranks_share_gpu
             self._pool = pools.pool(self.ranks, self._device.type, *limits)
             self._pool.run(name_for_processes(self._item))

@@ -21,7 +21,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.parameters import parameters_of
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.lines import labeled
-from pytest_attn.ranks.team import RankRaisedError
+from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.items import CaseParameter, typed_name

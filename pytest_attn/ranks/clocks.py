@@ -13,7 +13,7 @@ from pytest_attn.latency.timer import Item
 from pytest_attn.latency.work import Work, wait
 from pytest_attn.ranks.collectives import Collectives
 from pytest_attn.ranks.shares import RankTimes
-from pytest_attn.ranks.starts import Starts
+from pytest_attn.ranks.start_barrier import StartBarrier
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,9 @@ class RankClock(ABC):
 class HostClock(RankClock):
     """The host's clock around calls, the device's work included, from a moment that all ranks have in common."""
 
-    def __init__(self, device: torch.device, starts: Starts, collectives: Collectives) -> None:
+    def __init__(self, device: torch.device, barrier: StartBarrier, collectives: Collectives) -> None:
         self._device, self._collectives = device, collectives
-        self._start = collectives.watching("the timer's barrier", "", starts.wait)
+        self._start = collectives.watching("the timer's barrier", "", barrier.wait)
 
     def block(self, items: Sequence[Item], backlog: float = 0.0) -> Taken:
         """Take one sample of each item."""

@@ -1,29 +1,34 @@
-"""A pool of ranks that stays for the next case: the judge hands it a test, and each of its calls; a pool that failed ends."""
+"""Pools of ranks, which stay for the next case: the judge hands one a test, and each of its calls; one that failed ends.
+
+A rank is a worker (processes/), which does not end with a test; it begins samples together with the others without a message
+(start_barrier.py): the channel takes tens of microseconds, as long as a short call.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
-import select
 import shutil
 import signal
-import socket
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.latency.work import StaleError
-from pytest_attn.ranks.launching import Launcher, Process, kill, send
-from pytest_attn.ranks.lost import Seen, describe_ended, describe_hang, describe_wrong
-from pytest_attn.ranks.team import RankRaisedError, RanksLostError, Team, Tensors
-from pytest_attn.ranks.wire import SOCKET_VARIABLE, Line, Message, read_tensors, write_tensors
-from pytest_attn.session.child import OWN_VARIABLE, own_processes
-
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.processes.channel import Message, wait
+from pytest_attn.processes.fork_server import ServerError, modules_ahead
+from pytest_attn.processes.launcher import Launcher, Process
+from pytest_attn.ranks.post_mortem import OUTPUT, RankPostMortem, describe_ended, describe_hang, describe_wrong
+from pytest_attn.ranks.rank import LATE_IMPORTS
+from pytest_attn.ranks.rank_group import RankGroup, RankRaisedError, RanksLostError, Tensors, read_tensors, write_tensors
+from pytest_attn.session.worker_pool import worker_command
 
 #: how long ranks may take to start, and to end by themselves
 _START_SECONDS, _END_SECONDS = 300.0, 5.0
@@ -31,30 +36,33 @@ _START_SECONDS, _END_SECONDS = 300.0, 5.0
 _GRACE_SECONDS = 1.0
 #: how long an aborted rank takes to write its stacks
 _STACK_SECONDS = 3.0
+#: seconds between two looks at whether a rank has ended whose channel others may hold, too
+_LOOK_SECONDS = 1.0
 #: by how much the group's own timeout is longer: the pool's tells more
 _LATER_SECONDS = 60.0
 
 
-class Pool(Team):
+class Pool(RankGroup):
     """So many ranks on one kind of device. seconds: how long a call may take, 0 for as long as it will.
 
     share: how they share a GPU, "no" where each has its own.
     is_usable: whether the next case may use it. Raises RanksLostError where the ranks do not start.
     """
 
-    def __init__(self, launcher: Launcher, ranks: int, kind: str, seconds: float, share: str = "no") -> None:
+    def __init__(
+        self, config: pytest.Config, launcher: Launcher, ranks: int, kind: str, seconds: float, share: str = "no"
+    ) -> None:
         self.ranks, self.kind, self._seconds, self._share = ranks, kind, seconds, share
         self.is_usable = True
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="pytest-attn-ranks-", dir=base))
         self._processes: list[Process] = []
-        self._lines: dict[int, Line] = {}
         self._ended: dict[int, Message] = {}
-        self._is_running = self._is_doubtful = False
+        self._is_ready = self._is_running = self._is_doubtful = False
         self.is_warm = False  # whether anything was timed on its GPUs
         self._files = 0
         try:
-            self._start(launcher)
+            self._start(config, launcher)
         except BaseException:
             self.discard()
             raise
@@ -65,7 +73,7 @@ class Pool(Team):
         """Have all ranks run a test, named as on a command line."""
         self._ended = {}
         self._is_running = True
-        self._say(do="run", name=name)
+        self._send(do="run", name=name)
 
     def await_callable(self) -> None:
         """Wait until all ranks have come to their next judgment. Raises RanksLostError where one has ended its test."""
@@ -73,16 +81,14 @@ class Pool(Team):
 
     def leave(self, verdict: object) -> None:
         """Have the ranks go on with their test after a judgment, whose verdict is handed to them."""
-        path = self._new_file()
-        path.write_bytes(pickle.dumps(verdict))
-        self._say(do="next", verdict=str(path))
+        self._send(do="next", verdict=pickle.dumps(verdict))
 
     def finish(self) -> str:
         """End the case on all ranks; return what went wrong in a rank's test after its last judgment, "" for nothing."""
         if not self._is_running or not self.is_usable:
             return ""
         self._is_running = False
-        self._say(do="over")
+        self._send(do="over")
         self._answers("ended")
         for path in self.folder.glob("result-*"):
             path.unlink()
@@ -100,8 +106,8 @@ class Pool(Team):
         return self._call("backward", number, {"dout": dout})
 
     def step(self, what: str, **given: object) -> list[Any]:
-        """Have all ranks make a step of a measurement (ranks/timing.py); return their answers, by rank."""
-        self._say(do="step", what=what, given=given)
+        """Have all ranks make a step of a measurement (ranks/worker_timing.py); return their answers, by rank."""
+        self._send(do="step", what=what, given=given)
         answers = self._results()
         return [answers[rank]["result"] for rank in range(self.ranks)]
 
@@ -110,70 +116,51 @@ class Pool(Team):
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
         if self.is_usable and not self._is_running:
-            self._say(do="end")
+            self._send(do="end")
             end = time.monotonic() + _END_SECONDS
-            for line in self._lines.values():
-                while select.select([line], [], [], max(end - time.monotonic(), 0))[0] and line.hear() is not None:
-                    pass
+            for process in self._processes:
+                process.finish(max(end - time.monotonic(), 0.0))
         self.discard()
 
     def discard(self) -> None:
         """Kill the ranks; the next case needs another pool."""
         self.is_usable = False
-        for line in self._lines.values():
-            line.close()
-        self._lines = {}
         for process in self._processes:
-            kill(process)
+            process.send_signal(signal.SIGKILL)  # all of them, before any is awaited
         for process in self._processes:
-            process.returncode()
+            process.kill()
         self._processes = []
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- details -----------------------------------------------------------------------------------------------------------
 
-    def _start(self, launcher: Launcher) -> None:
+    def _start(self, config: pytest.Config, launcher: Launcher) -> None:
         """Start all ranks, and wait until each has met the others."""
-        import torch.distributed as dist
-
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._store = store  # the ranks meet in it, as those of torchrun do in its agent's
-        address = self.folder / "socket"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(address))
-            listener.listen(self.ranks)
-            for rank in range(self.ranks):
-                variables = {**_as_torchrun(rank, self.ranks, store.port), SOCKET_VARIABLE: str(address)}
-                self._processes.append(launcher.start(rank, self.folder, variables))
-            end = time.monotonic() + _START_SECONDS
-            while len(self._lines) < self.ranks:
-                self._accept(listener, end)
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
-        self._say(folder=str(self.folder), kind=self.kind, timeout=timeout, share=self._share)
+        told = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout, "share": self._share}
+        for rank in range(self.ranks):
+            command = worker_command(config, self.folder / f"own-{rank}", [], told)
+            command = command._replace(
+                arguments=["-p", "no:faulthandler", "-p", "pytest_attn.ranks.rank", *command.arguments],
+                environment={**command.environment, **_as_torchrun(rank, self.ranks, store.port)},
+                output=self.folder / OUTPUT.format(rank),
+            )
+            self._processes.append(launcher.start(command))
         self._answers("ready", _START_SECONDS)
+        self._is_ready = True
 
-    def _accept(self, listener: socket.socket, end: float) -> None:
-        """Take the line of one more rank. Raises RanksLostError where a rank ends before, or none comes in time."""
-        while not select.select([listener], [], [], 0.2)[0]:
-            for rank in set(range(self.ranks)) - self._lines.keys():
-                if not _is_alive(self._processes[rank].pid) or time.monotonic() > end:
-                    raise RanksLostError(describe_ended(rank, self._seen(rank), "before it was ready"))
-        connection, _ = listener.accept()
-        line = Line(connection)
-        first = line.hear() or {}
-        if "rank" in first:
-            self._lines[int(first["rank"])] = line
-
-    def _say(self, **message: object) -> None:
-        for line in self._lines.values():
-            line.say(**message)
+    def _send(self, **message: object) -> None:
+        for process in self._processes:
+            process.channel.send(**message)
 
     def _call(self, do: str, number: int, tensors: Tensors, **more: object) -> list[Tensors]:
         path = self._new_file()
         write_tensors(path, tensors)
         try:
             late = number % self.ranks if number > 1 else None  # after the first call, one rank after the other
-            self._say(do=do, number=number, tensors=str(path), late=late, **more)
+            self._send(do=do, number=number, tensors=str(path), late=late, **more)
             answers = self._results()
         finally:
             path.unlink(missing_ok=True)
@@ -204,7 +191,7 @@ class Pool(Team):
                 if not ready:
                     self._give_up(answers, waited, limit)
                 for rank in ready:
-                    answer = self._lines[rank].hear()
+                    answer = self._processes[rank].channel.recv()
                     if answer is None:
                         self._give_up_on(rank)
                     if "ended" in answer:
@@ -221,43 +208,44 @@ class Pool(Team):
             raise
         return answers
 
-    def _ready(self, waited: list[int], end: float) -> list[int]:
-        """Return ranks that have said something, none where it is too late."""
-        told = [rank for rank in waited if self._lines[rank].has_more]
-        if told:
-            return told
-        left = None if end == float("inf") else max(end - time.monotonic(), 0)
-        lines = {self._lines[rank]: rank for rank in waited}
-        return [lines[line] for line in select.select(list(lines), [], [], left)[0]]
+    def _ready(self, waited: Sequence[int], end: float) -> list[int]:
+        """Return ranks that have said something, or have ended; none where it is too late."""
+        channels = {self._processes[rank].channel: rank for rank in waited}
+        while not (ready := wait(channels, min(max(end - time.monotonic(), 0.0), _LOOK_SECONDS))):
+            if ended := [rank for rank in waited if _returncode(self._processes[rank]) is not None]:
+                return ended  # and others hold its channel open
+            if time.monotonic() >= end:
+                return []
+        return [channels[one] for one in ready]
 
     # -- what went wrong -----------------------------------------------------------------------------------------------------
 
     def _give_up(self, answers: dict[int, Message], waited: list[int], seconds: float) -> NoReturn:
         """Raise RanksLostError: ranks wait for one another, or for one that has raised."""
         for rank in waited:
-            send(self._processes[rank], signal.SIGABRT)  # has faulthandler write the stacks
+            self._processes[rank].send_signal(signal.SIGABRT)  # has faulthandler write the stacks
         end = time.monotonic() + _STACK_SECONDS
         for rank in waited:
-            while _is_alive(self._processes[rank].pid) and time.monotonic() < end:
-                time.sleep(0.01)
+            _returncode(self._processes[rank], max(end - time.monotonic(), 0.0))
         seen = {rank: self._seen(rank) for rank in waited}
         raised = {rank: answer for rank, answer in answers.items() if "result" not in answer and "checking" not in answer}
         raise RanksLostError(describe_hang(self.ranks, seconds, seen, raised, answers))
 
     def _give_up_on(self, rank: int) -> NoReturn:
         """Raise RanksLostError: a rank has ended."""
-        kill(self._processes[rank])
-        seen = self._seen(rank)._replace(returncode=self._processes[rank].returncode())
+        returncode = _returncode(self._processes[rank], _END_SECONDS)
+        seen = self._seen(rank)._replace(returncode=returncode)
         others = {other: self._seen(other).collective for other in range(self.ranks) if other != rank}
-        raise RanksLostError(describe_ended(rank, seen, others=others))
+        when = "while the case ran" if self._is_ready else "before it was ready"
+        raise RanksLostError(describe_ended(rank, seen, when, others))
 
     def _give_up_test(self, rank: int, ended: Message) -> NoReturn:
         """Raise RanksLostError: a rank is through with its test, while the judge waits for its callable."""
         told = f":\n{ended['text']}" if ended["text"] else " without it"
         raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{told}")
 
-    def _seen(self, rank: int) -> Seen:
-        return Seen.of(self.folder, rank)
+    def _seen(self, rank: int) -> RankPostMortem:
+        return RankPostMortem.of(self.folder, rank)
 
     def _new_file(self) -> Path:
         self._files += 1
@@ -271,18 +259,53 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     given = {name: str(value) for name, value in made.items()}
     given |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    given[OWN_VARIABLE] = ",".join(map(str, sorted(own_processes())))
     if Path("/sys/class/net/lo").exists():
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not be known to itself
     return given
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process still runs; one that has ended and was not awaited yet does not."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat")
-        if stat.exists():
-            return stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-        os.kill(pid, 0)
-        return not Path("/proc").exists()
-    return False
+def _returncode(process: Process, seconds: float = 0.0) -> int | None:
+    """Return how a rank has ended, None where it does not within so many seconds, or its server has ended."""
+    try:
+        return process.returncode(seconds)
+    except ServerError:
+        return None
+
+
+class PoolRegistry:
+    """The pools of a run: one for each number of ranks and kind of device, which end with the run.
+
+    Starts pools when they are first needed, and again where a case has spoilt one.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._launcher = Launcher(lambda: [*modules_ahead(), *LATE_IMPORTS], keeps_server=True)
+        self._pools: dict[tuple[int, str], Pool] = {}
+        self.started = 0
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> PoolRegistry:
+        """Return that of a run, which ends with it."""
+        if _POOLS not in config.stash:
+            config.stash[_POOLS] = made = cls(config)
+            config.add_cleanup(made.close)
+        return config.stash[_POOLS]
+
+    def pool(self, ranks: int, kind: str, seconds: float, share: str) -> Pool:
+        """Return the pool of so many ranks. share: how they share a GPU. Raises RanksLostError where it does not start."""
+        found = self._pools.get((ranks, kind))
+        if found is None or not found.is_usable:
+            found = self._pools[ranks, kind] = Pool(self._config, self._launcher, ranks, kind, seconds, share)
+            self.started += 1
+        return found
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
+        self._launcher.close()
+
+
+_POOLS = pytest.StashKey[PoolRegistry]()

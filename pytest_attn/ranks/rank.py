@@ -1,4 +1,8 @@
-"""A rank: what one process of a pool knows, and how it answers the judge."""
+"""A rank: what one process of a pool knows, and how it answers the judge; and the plugin of pytest that runs tests in it.
+
+`-p pytest_attn.ranks.rank` is on the command line of each rank, which collects and runs the one test that the judge names,
+again and again, and reports nothing itself. PYTEST_DONT_REWRITE: see processes/worker.py.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,33 @@ import faulthandler
 import os
 import pickle
 import queue
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.runner import runtestprotocol
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.latency.work import StaleError
+from pytest_attn.processes.channel import Message
+from pytest_attn.processes.worker import Worker
 from pytest_attn.ranks.collectives import watch_collectives
+from pytest_attn.ranks.post_mortem import COLLECTIVE, STACK
+from pytest_attn.ranks.rank_group import Tensors, read_tensors, write_tensors
 from pytest_attn.ranks.serving import RankServer
 from pytest_attn.ranks.shared_gpu import BACKEND, permit_in_nccl, register_host_group
-from pytest_attn.ranks.starts import Starts
-from pytest_attn.ranks.team import Tensors
-from pytest_attn.ranks.wire import COLLECTIVE, SOCKET_VARIABLE, STACK, STARTS, Line, Message, read_tensors, write_tensors
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+from pytest_attn.ranks.start_barrier import StartBarrier
 
 #: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long
 LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
@@ -59,22 +67,18 @@ class CaseOverError(BaseException):
 class Rank:
     """One process of a pool.
 
-    rank, ranks: its number and how many there are. is_over: whether the judge has ended the case. starts, collectives: where
+    rank, ranks: its number and how many there are. is_over: whether the judge has ended the case. barrier, collectives: where
     it begins a sample together with the others, and what is known of its collectives.
     """
 
-    def __init__(self) -> None:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(os.environ.pop(SOCKET_VARIABLE))
-        self._line = Line(connection)
+    def __init__(self, worker: Worker) -> None:
+        self._channel, told = worker.channel, worker.told
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._line.say(rank=self.rank, pid=os.getpid())
-        start: Message = self._line.hear() or {}
-        self._folder, self.kind, self._timeout = Path(start["folder"]), start["kind"], float(start["timeout"])
-        self._share = start["share"]
+        self._folder, self.kind, self._timeout = Path(told["folder"]), told["kind"], float(told["timeout"])
+        self._share = told["share"]
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
-        self.starts = Starts(self._folder / STARTS, self.rank, self.ranks)
+        self.barrier = StartBarrier(self._folder / "starts", self.rank, self.ranks)
         self._mesh: DeviceMesh | None = None
         self._results = 0
         self.is_over = False
@@ -83,11 +87,6 @@ class Rank:
 
     def join_group(self) -> None:
         """Join the process group, as a program does that torchrun has started; say that the rank is ready."""
-        from datetime import timedelta
-
-        import torch
-        import torch.distributed as dist
-
         for name in LATE_IMPORTS:
             with suppress(ImportError):
                 import_module(name)
@@ -105,13 +104,11 @@ class Rank:
         elif self._share == "nccl":
             permit_in_nccl()
         dist.init_process_group(**given)
-        self._line.say(ready=True)
+        self._channel.send(ready=True)
 
     @property
     def device(self) -> torch.device:
         """The rank's own device."""
-        import torch
-
         if self.kind != "cuda":
             return torch.device(self.kind)
         return torch.device("cuda", self.rank if self._share == "no" else self.rank % torch.cuda.device_count())
@@ -119,8 +116,6 @@ class Rank:
     @property
     def group(self) -> ProcessGroup:
         """The process group of all ranks."""
-        import torch.distributed as dist
-
         found = dist.group.WORLD
         assert found is not None
         return found
@@ -129,12 +124,10 @@ class Rank:
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh of one dimension, "ranks"."""
         if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
             self._mesh = init_device_mesh(self.kind, (self.ranks,), mesh_dim_names=("ranks",))
         return self._mesh
 
-    # -- the line ------------------------------------------------------------------------------------------------------
+    # -- the channel ------------------------------------------------------------------------------------------------------
 
     def next_case(self) -> str | None:
         """Wait for a test that is to be run; return its name, None at the end."""
@@ -146,19 +139,18 @@ class Rank:
 
     def end_case(self, outcome: str, text: str) -> None:
         """Say how the test of a case ended here."""
-        self._line.say(ended=outcome, text=text)
+        self._channel.send(ended=outcome, text=text)
 
     def serve(self, server: RankServer, timing: Steps, fn_name: str) -> Any:
         """Compute, and time, what the judge asks of one callable; return its verdict.
 
         Raises CaseOverError where the case is over.
         """
-        self._line.say(checking=fn_name)
+        self._channel.send(checking=fn_name)
         while True:
             order = self._orders.get()
             if order["do"] == "next":
-                with Path(order["verdict"]).open("rb") as file:
-                    return pickle.load(file)
+                return pickle.loads(order["verdict"])
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
@@ -167,13 +159,13 @@ class Rank:
     def _answer(self, answer: Callable[[Message], Any], order: Message) -> None:
         """Answer an order with its result, or with what went wrong."""
         try:
-            self._line.say(result=answer(order))
+            self._channel.send(result=answer(order))
         except ContractError as error:
-            self._line.say(contract=str(error))
+            self._channel.send(contract=str(error))
         except StaleError as error:
-            self._line.say(stale=str(error))
+            self._channel.send(stale=str(error))
         except Exception as error:
-            self._line.say(raised=type(error).__name__, text=_told(error))
+            self._channel.send(raised=type(error).__name__, text=_told(error))
 
     def _timed(self, timing: Steps, order: Message) -> Any:
         return timing.step(order["what"], order["given"])
@@ -193,7 +185,7 @@ class Rank:
 
     def _listen(self) -> None:
         """Put orders into the queue; end the process where the judge is gone, wherever the main thread waits."""
-        while (order := self._line.hear()) is not None:
+        while (order := self._channel.recv()) is not None:
             self._orders.put(order)
         os._exit(1)
 
@@ -205,3 +197,53 @@ def _told(error: Exception) -> str:
     shown = frames[own[-1] + 1 :] if own else frames
     lines = [*traceback.format_list(shown), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip()
+
+
+# -- the plugin ----------------------------------------------------------------------------------------------------------
+
+#: the rank that this process is; not there in any other
+RANK = pytest.StashKey[Rank]()
+
+
+def rank_of(config: pytest.Config) -> Rank | None:
+    """Return the rank that this process is, None where it is none."""
+    return config.stash.get(RANK, None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Meet the judge and the other ranks."""
+    worker = Worker.of_this_process()
+    assert worker is not None
+    rank = config.stash[RANK] = Rank(worker)
+    rank.join_group()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> object:
+    """Collect nothing yet."""
+    del session
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> object:
+    """Run what the judge names."""
+    rank = session.config.stash[RANK]
+    while (name := rank.next_case()) is not None:
+        rank.end_case(*_run(session, rank, name))
+    return True
+
+
+def _run(session: pytest.Session, rank: Rank, name: str) -> tuple[str, str]:
+    """Run one test; return how it ended, and what is to be told of that."""
+    try:
+        items = session.perform_collect([name])
+    except pytest.UsageError as error:
+        return "failed", f"it cannot be collected: {error}"
+    if len(items) != 1:
+        return "failed", f"it cannot be collected: {len(items)} tests have this name"
+    for report in runtestprotocol(items[0], log=False, nextitem=None):
+        is_expected = report.when == "call" and rank.is_over
+        if report.outcome != "passed" and not is_expected:
+            return report.outcome, report.longreprtext
+    return "passed", ""

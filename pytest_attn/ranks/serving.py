@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.ranks.paged import parts_of
+from pytest_attn.ranks.rank_group import Tensors
 from pytest_attn.ranks.shards import cut
-from pytest_attn.ranks.team import Tensors
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.sharding import Sharding
 

@@ -16,8 +16,8 @@ from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
+from pytest_attn.ranks.rank_group import RankGroup, Tensors
 from pytest_attn.ranks.shards import join
-from pytest_attn.ranks.team import Team, Tensors
 from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class RankedSubject(Subject):
     """What is called on every rank of a team with its shards."""
 
-    team: Team
+    team: RankGroup
     sharding: Sharding
     _numbers: count[int]
 
@@ -83,7 +83,7 @@ class RankedSubject(Subject):
 class RankedCallable(RankedSubject, CallableSubject):
     """A user's callable over ranks."""
 
-    def __init__(self, callable_: CallableSubject, team: Team, sharding: Sharding) -> None:
+    def __init__(self, callable_: CallableSubject, team: RankGroup, sharding: Sharding) -> None:
         super().__init__(callable_.user_function, callable_.name, callable_.layout, callable_.precision, callable_.returns_lse)
         self.given_name = callable_.given_name
         self.team, self.sharding, self._numbers = team, sharding, count(1)
@@ -92,7 +92,7 @@ class RankedCallable(RankedSubject, CallableSubject):
 class RankedBackend(RankedSubject):
     """A backend over ranks, which computes one workload, split in one way. team: None where it is only asked what it takes."""
 
-    def __init__(self, backend: RankBackend, team: Team | None, sharding: Sharding) -> None:
+    def __init__(self, backend: RankBackend, team: RankGroup | None, sharding: Sharding) -> None:
         self.backend, self.name, self.library = backend, backend.name, backend.library
         self.capabilities, self.known_defects = backend.capabilities, backend.known_defects
         self.sharding, self._numbers = sharding, count(1)

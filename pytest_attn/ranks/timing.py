@@ -20,11 +20,11 @@ from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
 from pytest_attn.latency.work import DISTRIBUTION, Work, look, verified
+from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.clocks import DeviceClock, HostClock, RankClock
 from pytest_attn.ranks.communication import communication_of
 from pytest_attn.ranks.paged import parts_of, whole_of
 from pytest_attn.ranks.shards import cut
-from pytest_attn.session.child import own_processes
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 
@@ -74,7 +74,7 @@ class RankTiming:
             torch.set_num_threads(threads)
         self._cold = cold
         self._work = self._work_of(direction)
-        self._clocks: dict[str, RankClock] = {"host": HostClock(self._device, self._rank.starts, self._rank.collectives)}
+        self._clocks: dict[str, RankClock] = {"host": HostClock(self._device, self._rank.barrier, self._rank.collectives)}
         if self._device.type == "cuda":
             self._clocks["device"] = DeviceClock(self._device, cold, self._rank.group)
 

@@ -16,7 +16,7 @@ from pytest_attn.session.session import AttentionSession
 
 def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
     """Print the section, or one sentence where nothing was timed, and write the files that were asked for."""
-    if session.child is not None:
+    if session.worker is not None:
         return
     tuned = session.settings.tune
     ranking = rank(session.results.records, session.registrations.registry.canonical(tuned) if tuned else "")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_attn.session.child import Child
 from pytest_attn.session.collected import Collected
 from pytest_attn.session.cuda_context import CudaContext
 from pytest_attn.session.machines import Machines
 from pytest_attn.session.registrations import Registrations
 from pytest_attn.session.results import Results
 from pytest_attn.session.settings import Settings
+from pytest_attn.session.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from pytest_attn.correctness.references import ReferenceCache
@@ -42,8 +42,8 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
-        #: what a new process got from the one that waits for it, None in all others
-        self.child = Child.of_this_process()
+        #: what a new process was told by the one that waits for it, None in all others
+        self.worker = WorkerContext.of_this_process()
         #: what becomes of each test, None where no .jsonl file asks
         self.manifest: Manifest | None = None
         if self.settings.timeout:
@@ -82,7 +82,7 @@ class AttentionSession:
         """What a terminal shows while something takes long; first asked for while output is not captured."""
         from pytest_attn.session.progress import Progress
 
-        return Progress(self._config, is_child=self.child is not None)
+        return Progress(self._config, is_child=self.worker is not None)
 
     @cached_property
     def deadline(self) -> Deadline:

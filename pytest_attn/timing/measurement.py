@@ -23,7 +23,7 @@ from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, t
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection, work_of
-from pytest_attn.session.child import own_processes
+from pytest_attn.processes.worker import own_processes
 from pytest_attn.session.items import id_from_root, name_for_processes
 from pytest_attn.session.session import AttentionSession
 
@@ -258,6 +258,6 @@ class Measurement:
     @property
     def stopwatch(self) -> Stopwatch:
         """The run's, of the device."""
-        is_cold, child = self.session.settings.l2 == "cold", self.session.child
-        is_warm = child is not None and child.finds_device_warm
+        is_cold, worker = self.session.settings.l2 == "cold", self.session.worker
+        is_warm = worker is not None and worker.finds_device_warm
         return stopwatch_of(self.spec.device, is_cold, own_processes(), is_warm)

@@ -85,7 +85,7 @@ class ModelMeasurement(Measurement):
             with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
                 latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
             self._refuse_recompiled(compilations().since(before).graphs)
-        if self.session.child is None:
+        if self.session.worker is None:
             self.found["attention"] = self._attention(plan)
         return latency
 

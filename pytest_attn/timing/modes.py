@@ -15,11 +15,10 @@ from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.judge import Crowd, DisturbedError, FreshError, judge_latency
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
-from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
-from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
-from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 from pytest_attn.timing.baselines import RunBaselines
 from pytest_attn.timing.measurement import Measurement
 from pytest_attn.timing.recording import Recording
@@ -168,24 +167,24 @@ class ReportToParent(LatencyMode):
     checks_first = False
     reports = False
 
-    def __init__(self, session: AttentionSession, baselines: RunBaselines, child: Child) -> None:
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, worker: WorkerContext) -> None:
         super().__init__(session, baselines)
-        self._child = child
+        self._worker = worker
 
     @classmethod
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
         """In a process that another one waits for."""
-        return None if session.child is None else cls(session, baselines, session.child)
+        return None if session.worker is None else cls(session, baselines, session.worker)
 
     def prepare(self, device: torch.device) -> None:
         """Do nothing: it is fresh itself."""
 
     def measure(self, measurement: Measurement) -> Latency:
         """Time, and hand over."""
-        latency = measurement.time(self._child.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
+        latency = measurement.time(self._worker.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
         launch = measurement.measured(latency).launch
         run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
-        self._child.hand_over({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
+        self._worker.return_result({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
         return replace(latency, decision=Decision(Verdict.MEASURED))
 
 

@@ -16,9 +16,8 @@ from pytest_attn.latency.judge import FreshError
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
 from pytest_attn.session.devices import device_lock
-from pytest_attn.session.processes import Runs, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
-from pytest_attn.session.served import are_forked
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 from pytest_attn.timing.baselines import RunBaselines
 from pytest_attn.verdict import Verdict
 

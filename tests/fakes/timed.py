@@ -15,12 +15,12 @@ def test_mine(attn):
 #: TIMES: p50 in microseconds, here and (after a comma) in new processes; each a little off, as times are. MODES: likewise.
 #: HOT: what disturbs each measurement. HOT_IN: the numbers of the new processes that are disturbed
 CLOCK = """
-import dataclasses, os, pathlib
+import dataclasses, os
 import pytest_attn.latency.gate as gate, pytest_attn.timing.recording as recording
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.child import Child
+from pytest_attn.session.worker_context import WorkerContext
 
 recording.FEWEST_RUNS = 3
 gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
@@ -28,8 +28,8 @@ gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
 def measure(self, work, workload, subject, mode=None, seconds=None):
     here, _, fresh = os.environ.get("TIMES", "100").partition(",")
     anchor = float(os.environ.get("ANCHOR", "1")) * 1e-3
-    is_fresh = Child.of_this_process() is not None
-    number = pathlib.Path(os.environ["PYTEST_ATTN_RUNS"]).parent.name if is_fresh else "none"
+    worker = WorkerContext.of_this_process()
+    is_fresh, number = worker is not None, str(worker.number) if worker else "none"
     p50 = float(fresh or here if is_fresh else here) * 1e-6 * (1.001 + (int(number) + 1 if is_fresh else 0) % 7 / 1000)
     mode = mode or os.environ.get("MODES", "host,host").split(",")[is_fresh]
     return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, mode, 1, "warm",

@@ -19,6 +19,8 @@ if planted == "thread":
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 if planted == "device":
     opened = open("/dev/full")
+if planted == "unwatched":
+    del os.pidfd_open
 if planted == "crash":
     os._exit(3)
 if planted == "missing":

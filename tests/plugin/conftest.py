@@ -20,7 +20,10 @@ import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import gate, protocol
-from pytest_attn.session import forked, served, tuning
+from pytest_attn.processes import launcher
+from pytest_attn.processes import worker as this_process
+from pytest_attn.processes.channel import Channel
+from pytest_attn.session import tuning, worker_pool
 from pytest_attn.timing import recording
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
@@ -98,20 +101,21 @@ def test_kernel({fixtures}):
 def real_processes(monkeypatch):
     """Let the new processes of a timed story be forked ones, as on a GPU, where any can be; asked for by name."""
 
-    def wholly_fresh(command, seconds):
+    def wholly_fresh(command):
         raise AssertionError(f"not forked: {command.output.read_text() if command.output.exists() else 'no output'}")
 
-    if served.FreshProcesses.can_be_served:
-        monkeypatch.setattr(served, "_FORKED_ON", frozenset(("cuda", "cpu")))
+    if launcher.Launcher.can_fork:
+        monkeypatch.setattr(worker_pool, "_FORKED_ON", frozenset(("cuda", "cpu")))
         monkeypatch.setenv("PYTEST_ADDOPTS", "--attn-fresh=forked")
-        monkeypatch.setattr(served, "wholly_fresh", wholly_fresh)
+        monkeypatch.setattr(launcher, "StartedProcess", wholly_fresh)
 
 
 @pytest.fixture
 def _fresh_processes(request, pytester, monkeypatch):
     """Let the new processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
 
-    They are given the command line and the environment of a process, and what they import of the story is imported anew.
+    They are given the command line, the environment and the channel of a process, and what they import of the story is
+    imported anew.
     """
     if "real_processes" in request.fixturenames:
         return
@@ -122,7 +126,10 @@ def _fresh_processes(request, pytester, monkeypatch):
             for name, module in sys.modules.items()
             if (getattr(module, "__file__", "") or "").startswith(str(pytester.path))
         ]
+        mine, theirs = Channel.pair()
+        mine.send(**command.told)
         with monkeypatch.context() as patch:
+            patch.setattr(this_process, "_this", this_process.Worker(theirs))
             for name in own:
                 patch.delitem(sys.modules, name)
             for name in os.environ.keys() - command.environment.keys():
@@ -130,9 +137,10 @@ def _fresh_processes(request, pytester, monkeypatch):
             for name, value in command.environment.items():
                 patch.setenv(name, value)
             done = pytester.runpytest_inprocess(*command.arguments)
-        return forked.Ended(done.ret, f"{done.stdout}\n{done.stderr}")
+        theirs.close()
+        return launcher.Ended(done.ret, f"{done.stdout}\n{done.stderr}", list(iter(mine.recv, None)))
 
-    monkeypatch.setattr(served.FreshProcesses, "run", run)
+    monkeypatch.setattr(worker_pool.WorkerPool, "run", run)
 
 
 @pytest.fixture

@@ -277,7 +277,9 @@ def test_a_fresh_process_repeats_the_options_that_matter(recorded, pytester):
 
 def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     path = pytester.path / "conftest.py"
-    path.write_text(path.read_text() + "\nif Child.of_this_process() is not None:\n    raise RuntimeError('no more')\n")
+    path.write_text(
+        path.read_text() + "\nif WorkerContext.of_this_process() is not None:\n    raise RuntimeError('no more')\n"
+    )
     result = recorded(TIMES="150")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(

@@ -11,7 +11,7 @@ from fakes.timed import CLOCK
 
 from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.ranks import clocks, topology
-from pytest_attn.ranks.pools import Pools
+from pytest_attn.ranks.pool import PoolRegistry
 from pytest_attn.reports.records import read_records
 from pytest_attn.timing import ranked_measurement
 
@@ -73,10 +73,10 @@ def story(pytester, monkeypatch, clock_of_a_conftest):
     pools = []
 
     def of(config):
-        pools[:] = pools or [Pools(config)]
+        pools[:] = pools or [PoolRegistry(config)]
         return pools[0]
 
-    monkeypatch.setattr(Pools, "of", of)
+    monkeypatch.setattr(PoolRegistry, "of", of)
     pytester.makeconftest(CLOCK[: CLOCK.index("def measure")] + RANK_CLOCK)
 
     def run(*args, test=MINE, times="100 60 60"):

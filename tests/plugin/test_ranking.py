@@ -7,15 +7,13 @@ import re
 import pytest
 from fakes.terminal import as_seen, between_tests, on_a_terminal
 
-from pytest_attn.session.processes import _without_dropped
-
 CONFTEST = """
 import dataclasses, json, os
 import pytest_attn.latency.gate as gate, pytest_attn.timing.recording as recording
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.child import Child
+from pytest_attn.session.worker_context import WorkerContext
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 recording.FEWEST_RUNS = 3
@@ -23,7 +21,8 @@ gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
 TIMES = json.loads(os.environ.get("TIMES", "{}"))
 
 def measure(self, work, workload, subject, mode=None, seconds=None):
-    p50 = TIMES.get(subject + ("/fresh" if Child.of_this_process() is not None else ""), TIMES.get(subject, 100)) * 1e-6
+    place = "/fresh" if WorkerContext.of_this_process() is not None else ""
+    p50 = TIMES.get(subject + place, TIMES.get(subject, 100)) * 1e-6
     interval = median_interval([p50 * 0.999, p50 * 1.001] * 3)
     return Latency(workload, subject, work.direction, p50, interval, samples=(p50,) * 6, blocks=6, mode="host", calls=1,
                    l2="warm", launch=p50, anchors={"compute": 1e-3, "memory": 2e-3}, memory=1000, threads=1)
@@ -216,21 +215,6 @@ def test_fresh_processes_know_the_configurations(project, pytester):
     result.assert_outcomes(failed=1, passed=2)
     assert "regressed: tiled@BLOCK=16 on tiny, forward" in result.stdout.str()
     assert len([line for line in result.outlines if "attention rank" in line]) == 1
-
-
-def test_fresh_processes_rank_and_write_nothing():
-    given = [
-        "--attn-rank",
-        "--attn-rank-to",
-        "best",
-        "--attn-rank-to=best",
-        "--attn-tune",
-        "tiled",
-        "--attn-tune=tiled",
-        "t.py",
-    ]
-    kept = list(_without_dropped(iter(given), {"t.py", "tiled"}))
-    assert kept == ["--attn-tune", "tiled", "--attn-tune=tiled"]
 
 
 def test_a_backend_that_cannot_list_its_configurations_says_so(project):

@@ -135,7 +135,7 @@ def test_ctrl_c_while_recording_writes_nothing(pytester, project):
     result = project("--attn-update-baselines=first")
     result.stdout.fnmatch_lines(["baselines: nothing recorded: interrupted"])
     assert not list((pytester.path / "baselines").iterdir())
-    assert os.environ.get("PYTEST_ATTN_RUNS") is None
+    assert os.environ.get("PYTEST_ATTN_CHANNEL") is None
 
 
 def test_ids_with_an_at_sign_are_different_cases(project, pytester, baseline_file):

@@ -8,8 +8,8 @@ import pytest
 
 from pytest_attn.session import settings as module
 from pytest_attn.session.options import action, declared_options, option, output, size, switch, whole_number
-from pytest_attn.session.processes import _without_dropped
 from pytest_attn.session.settings import Settings
+from pytest_attn.session.worker_pool import _options
 
 
 def inconsistencies(settings):
@@ -134,15 +134,19 @@ def test_the_help_is_the_declaration(config_of):
     assert "--attn-page=FILE.html A page" in said
 
 
-def test_a_fresh_process_is_given_what_is_declared_for_it():
+def test_a_fresh_process_is_given_what_is_declared_for_it(tmp_path):
     options = {one.flag: one.in_child for one in declared_options(Settings)}
     assert {flag for flag, in_child in options.items() if not in_child} >= {"--attn-json", "--attn-report", "--attn-profile"}
     assert options["--attn-tune"]
     assert options["--attn-backends"]
+    overridden = _options(tmp_path)
+    assert not options["--attn-rank"]
+    assert not options["--attn-rank-to"]
     for one in declared_options(Settings):
-        given = [one.flag] if one.is_switch else [one.flag, "value"]
-        kept = list(_without_dropped(iter([*given, "-q"]), {"value"}))
-        assert kept == ([*given, "-q"] if one.in_child else ["-q"])
+        if not one.in_child:
+            assert overridden[one.dest] is (False if one.is_switch else None)
+        else:
+            assert one.dest not in overridden or one.name in ("latency", "fuzz")
 
 
 def test_the_options_of_a_run_can_be_pasted_back(pytester):

@@ -10,7 +10,9 @@ import execnet
 import pytest
 import torch
 
-from pytest_attn.session.child import own_processes
+from pytest_attn.processes import worker as worker_module
+from pytest_attn.processes.channel import Channel
+from pytest_attn.processes.worker import Worker, own_processes
 from pytest_attn.session.devices import count_gpus, place_on_host, take_own_gpu, untimed_because
 
 CUDA = torch.device("cuda", 0)
@@ -227,5 +229,8 @@ for _ in range(5):
 
 
 def test_own_processes_are_this_one_and_those_that_wait(monkeypatch):
-    monkeypatch.setenv("PYTEST_ATTN_OWN", "12,34")
-    assert own_processes() == {os.getpid(), 12, 34}
+    assert own_processes() == {os.getpid()}
+    mine, theirs = Channel.pair()
+    mine.send(waiting=[12, 34])
+    monkeypatch.setattr(worker_module, "_this", Worker(theirs))
+    assert own_processes() == {os.getpid(), os.getppid(), 12, 34}, "its parent may be a fork server"

@@ -1,6 +1,5 @@
 """What becomes of a time: compared, recorded or handed over; who holds the lock of the device meanwhile."""
 
-import json
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,11 @@ from pytest_attn.latency.gate import POLICIES, Decision
 from pytest_attn.latency.judge import DeviceBaselines, DisturbedError, FreshError, Measured
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
+from pytest_attn.processes.channel import Channel
+from pytest_attn.processes.worker import Worker
 from pytest_attn.session import devices
-from pytest_attn.session.child import Child
 from pytest_attn.session.devices import device_lock
+from pytest_attn.session.worker_context import WorkerContext
 from pytest_attn.timing import modes
 from pytest_attn.timing.modes import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.verdict import Verdict
@@ -68,13 +69,19 @@ def no_patience(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def child(tmp_path):
-    """A new process; returns what it was told, and a function that reads what it handed over."""
+def child():
+    """A new process; returns what it was told, and a function that reads what it returned."""
 
     def told(**modes):
-        return Child(tmp_path / "runs", modes), lambda: [
-            json.loads(one) for one in (tmp_path / "runs").read_text().splitlines()
-        ]
+        mine, theirs = Channel.pair()
+        mine.send(modes=modes)
+        worker = Worker(theirs)
+
+        def returned():
+            theirs.close()
+            return list(iter(mine.recv, None))
+
+        return WorkerContext(worker), returned
 
     return told
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pytest_attn.processes.channel import Message
+from pytest_attn.processes.last_words import ending, last_words, stack_of
 from pytest_attn.ranks.collectives import last_collective
-from pytest_attn.ranks.wire import COLLECTIVE, OUTPUT, STACK, Message
 
+#: what a rank leaves in the folder of its pool
+STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
 #: frames that are the user's are shown; those of the machinery end the stack
 _OWN = tuple(
     f"pytest_attn/{name}.py" for name in ("ranks/serving", "ranks/rank", "ranks/timing", "ranks/clocks", "latency/work")
 )
 #: frames that tell nothing
 _WRAPPERS = ("pytest_attn/ranks/collectives.py", "c10d_logger.py", "<frozen importlib")
-#: frames that are shown at either end of a long stack
-_INNERMOST, _OUTERMOST = 4, 8
 
 
-class Seen(NamedTuple):
+class RankPostMortem(NamedTuple):
     """What a rank has left: its last collective, its stack, the last line that it printed, how it ended."""
 
     collective: str
@@ -30,23 +29,22 @@ class Seen(NamedTuple):
     returncode: int | None = None
 
     @classmethod
-    def of(cls, folder: Path, rank: int) -> Seen:
+    def of(cls, folder: Path, rank: int) -> RankPostMortem:
         """Read what a rank has left in the folder of its pool."""
-        stack, output = folder / STACK.format(rank), folder / OUTPUT.format(rank)
-        lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.exists() else []
-        errors = [line for line in lines if re.match(r"E  |\w*Error|ERROR|INTERNALERROR> \w*Error", line)]
-        last = (errors or [line for line in lines if line.strip()] or [""])[-1].strip()
-        read = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
-        return cls(last_collective(folder / COLLECTIVE.format(rank)), _frames(read), last)
+        stack, output = (_text(folder / name.format(rank)) for name in (STACK, OUTPUT))
+        frames = stack_of(stack, _is_machinery, _is_wrapper)
+        return cls(last_collective(folder / COLLECTIVE.format(rank)), frames, last_words(output, silence=""))
 
 
-def describe_ended(rank: int, seen: Seen, when: str = "while the case ran", others: Mapping[int, str] | None = None) -> str:
+def describe_ended(
+    rank: int, seen: RankPostMortem, when: str = "while the case ran", others: Mapping[int, str] | None = None
+) -> str:
     """Say that a rank has ended by itself, or was killed. others: the last collectives of the other ranks."""
-    lines = [f"rank {rank} {_ending(seen.returncode)} {when}"]
+    lines = [f"rank {rank} {ending(seen.returncode)} {when}"]
     collectives = {rank: seen.collective, **(others or {})}
     lines += [f"  rank {one}: {collectives[one]}" for one in sorted(collectives) if collectives[one]]
     if seen.printed:
-        lines.append(f"  its last words: {seen.printed[:300]}")
+        lines.append(f"  its last words: {seen.printed}")
     return "\n".join(lines)
 
 
@@ -58,7 +56,11 @@ def describe_wrong(rank: int, ranks: int, answer: Message) -> str:
 
 
 def describe_hang(
-    ranks: int, seconds: float, seen: Mapping[int, Seen], raised: Mapping[int, Message], answered: Mapping[int, Message]
+    ranks: int,
+    seconds: float,
+    seen: Mapping[int, RankPostMortem],
+    raised: Mapping[int, Message],
+    answered: Mapping[int, Message],
 ) -> str:
     """Say which ranks wait for what, with their stacks. raised: what other ranks have raised, for which these wait."""
     if raised:
@@ -78,27 +80,13 @@ def describe_hang(
     return "\n".join(lines)
 
 
-def _ending(returncode: int | None) -> str:
-    if returncode is None:
-        return "has ended"
-    if returncode < 0:
-        try:
-            return f"was killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"was killed by signal {-returncode}"
-    return f"has left the interpreter with exit code {returncode}"
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _frames(text: str) -> tuple[str, ...]:
-    """Return the frames of the main thread, from faulthandler's text, down to the user's own."""
-    _, _, main = text.rpartition("Current thread ")
-    frames: list[str] = []
-    for line in main.splitlines()[1:]:
-        match = re.match(r'  File "(.*)", line (\d+) in (.*)', line)
-        if not match or any(own in match[1] for own in _OWN):
-            break
-        if not any(wrapper in match[1] for wrapper in _WRAPPERS):
-            frames.append(f"{match[1]}:{match[2]} in {match[3]}")
-    if len(frames) > _INNERMOST + _OUTERMOST:
-        frames[_INNERMOST:-_OUTERMOST] = ["..."]
-    return tuple(frames)
+def _is_machinery(file: str) -> bool:
+    return any(own in file for own in _OWN)
+
+
+def _is_wrapper(file: str) -> bool:
+    return any(wrapper in file for wrapper in _WRAPPERS)

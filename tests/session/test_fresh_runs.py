@@ -1,16 +1,14 @@
 """New processes, one after the other: how many are started, with which tests in which order, and what they are told."""
 
-import json
-from pathlib import Path
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from pytest_attn.latency.judge import FreshError, StartError
-from pytest_attn.session import processes
-from pytest_attn.session.forked import Command, Ended
-from pytest_attn.session.processes import _without_dropped, fresh_runs, is_lacking, undisturbed
-from pytest_attn.session.served import FreshProcesses, are_forked
+from pytest_attn.processes.launcher import Ended
+from pytest_attn.session import worker_pool
+from pytest_attn.session.worker_pool import WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed
 
 
 @pytest.fixture
@@ -19,31 +17,29 @@ def started(monkeypatch):
     found, prepared = [], []
     found_hot, forked = set(), []
 
-    def command(config, names, folder, modes):
-        return SimpleNamespace(names=names, modes=modes)
+    def command(config, folder, names, own):
+        return SimpleNamespace(names=names, modes=own["modes"])
 
-    def runs(number, fresh, command, is_forked):
+    def runs(number, pool, command, is_forked):
         found.append((number, command.names, command.modes))
         forked.append(is_forked)
         hot = ["hot"] if number in found_hot else []
         return [{"key": name, "process": number, "disturbances": hot} for name in command.names]
 
-    monkeypatch.setattr(FreshProcesses, "of", lambda config: FreshProcesses())
-    monkeypatch.setattr(FreshProcesses, "prepare", lambda self, commands: prepared.append(len(commands)))
-    monkeypatch.setattr(processes, "_command", command)
-    monkeypatch.setattr(processes, "_runs", runs)
+    monkeypatch.setattr(WorkerPool, "of", lambda config: WorkerPool())
+    monkeypatch.setattr(WorkerPool, "prepare", lambda self, commands: prepared.append(len(commands)))
+    monkeypatch.setattr(worker_pool, "worker_command", command)
+    monkeypatch.setattr(worker_pool, "_runs", runs)
     return SimpleNamespace(processes=found, prepared=prepared, hot=found_hot, forked=forked)
 
 
 @pytest.fixture
 def starting(monkeypatch, tmp_path):
-    """A process that answers `answer`, and leaves `times` if there are any; `told` is what each was told."""
-    told = []
+    """A process that ends with `answer`; `commands` are those of each."""
+    commands = []
     plugins = SimpleNamespace(hasplugin=lambda name: False)
-    invocation = SimpleNamespace(args=["-k", "a", "test_a.py"], dir=tmp_path)
+    invocation = SimpleNamespace(args=["-k", "a", "-n", "4", "--", "test_a.py"], dir=tmp_path)
     config = SimpleNamespace(
-        args=["test_a.py"],
-        args_source=pytest.Config.ArgsSource.ARGS,
         invocation_params=invocation,
         rootpath=tmp_path,
         inipath=None,
@@ -51,20 +47,13 @@ def starting(monkeypatch, tmp_path):
         stash=pytest.Stash(),
         add_cleanup=lambda close: None,
     )
-    process = SimpleNamespace(config=config, told=told, times=[], answer=Ended(0, ""))
+    process = SimpleNamespace(config=config, commands=commands, answer=Ended(0, ""))
 
-    def run(self, command: Command, seconds, is_forked):
-        items = Path(command.arguments[-1].removeprefix("@")).read_text()
-        environment = command.environment
-        modes = json.loads(Path(environment["PYTEST_ATTN_MODES"]).read_text()) if "PYTEST_ATTN_MODES" in environment else None
-        told.append({"arguments": command.arguments, "environment": environment, "items": items, "modes": modes})
-        if process.times:
-            command.times.write_text("".join(json.dumps(time) + "\n" for time in process.times))
-        if isinstance(process.answer, Exception):
-            raise process.answer
+    def run(self, command, seconds, is_forked):
+        commands.append(command)
         return process.answer
 
-    monkeypatch.setattr(FreshProcesses, "run", run)
+    monkeypatch.setattr(WorkerPool, "run", run)
     return process
 
 
@@ -152,7 +141,7 @@ def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, return
 
 
 def test_a_process_that_takes_too_long_confirms_nothing(starting):
-    starting.answer = TimeoutError()
+    starting.answer = Ended(None, "")
     with pytest.raises(FreshError, match="it took more than 1800 s") as error:
         fresh_runs(starting.config, ["a"], 1)
     assert not isinstance(error.value, StartError)
@@ -161,30 +150,14 @@ def test_a_process_that_takes_too_long_confirms_nothing(starting):
 def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "this")
-    monkeypatch.setenv("PYTEST_ATTN_OWN", "12")
-    starting.times = [{"key": "a", "p50": 1.0}]
+    starting.answer = Ended(0, "", [{"key": "a", "p50": 1.0}])
     assert fresh_runs(starting.config, ["a"], 1, modes={"a": "graph"}) == [{"key": "a", "p50": 1.0, "process": 0}]
-    (told,) = starting.told
-    assert told["items"] == "a"
-    assert told["modes"] == {"a": "graph"}
-    assert "12" in told["environment"]["PYTEST_ATTN_OWN"].split(",")
-    assert not [name for name in told["environment"] if name.startswith(("PYTEST_XDIST", "PYTEST_CURRENT"))]
-    assert told["arguments"][:2] == ["-k", "a"]
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        (["tests/test_a.py", "-q"], ["-q"]),
-        (["-k", "tests/test_a.py or b", "tests/test_a.py"], ["-k", "tests/test_a.py or b"]),
-        (["-n", "4", "--dist", "loadgroup", "-n4", "--numprocesses=2"], []),
-        (["-p", "pytest_attn.plugin", "-W", "ignore", "-o", "x=y"], ["-p", "pytest_attn.plugin", "-W", "ignore", "-o", "x=y"]),
-        (["--attn-update-baselines", "why", "--attn-backends=sdpa"], ["--attn-backends=sdpa"]),
-        (["--attn-update-baselines=why", "--attn-support=a.md", "--attn-device=cpu"], ["--attn-device=cpu"]),
-        (["--benchmark-json", "out.json", "--benchmark-only", "--benchmark-save=x", "--benchmark-histogram"], []),
-        (["-x", "--lf", "--junitxml=a.xml", "--pdb", "-s", "-v"], ["-v"]),
-        (["--import-mode=importlib", "--strict-markers"], ["--import-mode=importlib", "--strict-markers"]),
-    ],
-)
-def test_a_fresh_process_repeats_what_decides_on_the_test_only(given, kept):
-    assert list(_without_dropped(iter(given), {"tests/test_a.py"})) == kept
+    (command,) = starting.commands
+    assert command.told["tests"] == ["a"]
+    assert command.told["modes"] == {"a": "graph"}
+    assert command.told["number"] == 0
+    assert command.told["waiting"] == [os.getpid()]
+    assert not [name for name in command.environment if name.startswith(("PYTEST_XDIST", "PYTEST_CURRENT"))]
+    root = f"--rootdir={starting.config.rootpath}"
+    own = ["-p", "pytest_attn.processes.worker", root]
+    assert command.arguments == ["-k", "a", "-n", "4", *own, "--", "test_a.py"], "all that this one was given"

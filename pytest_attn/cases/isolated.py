@@ -1,4 +1,4 @@
-"""Invariants that may end CUDA, asked in a process that may be lost: the test once more, which asks nothing else."""
+"""Invariants that may end CUDA, run in a process that may be lost: the test once more, which runs nothing else."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names
 from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport
-from pytest_attn.session.child import Child
 from pytest_attn.session.items import name_for_processes
-from pytest_attn.session.processes import Apart, asked_apart
+from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.worker_pool import Isolated, run_isolated
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: in place of an outcome, as long as there is none
 _BEGUN: Any = "begun"
 #: kinds of devices on which a kernel may take all that comes after with it
-_APART_ON = frozenset(("cuda",))
+_ISOLATED_ON = frozenset(("cuda",))
 
 
 def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[list[str], list[str]]:
     """Return which of the chosen invariants are asked here, and which in another process: none if these are all."""
     wanted = chosen(only, skip, run.session.settings.thorough)
-    may_be_apart = not run.executor.is_expendable and spec.device.type in _APART_ON
-    apart = [one.name for one in wanted if may_be_apart and one.may_end_cuda]
-    here = [one.name for one in wanted if one.name not in apart]
-    return (here, apart) if here else (apart, [])
+    may_be_isolated = not run.executor.is_expendable and spec.device.type in _ISOLATED_ON
+    isolated = [one.name for one in wanted if may_be_isolated and one.may_end_cuda]
+    here = [one.name for one in wanted if one.name not in isolated]
+    return (here, isolated) if here else (isolated, [])
 
 
-def findings_apart(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
+def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
     """Ask these invariants in another process, where there are any.
 
     One during which the process ended is broken. One that it was not asked is not applicable: the test did not come so far, or
@@ -41,17 +41,17 @@ def findings_apart(run: CaseRun, subject: Subject, names: Sequence[str]) -> tupl
     if not names:
         return ()
     _leave_memory(run)
-    apart = asked_apart(run.item.config, name_for_processes(run.item), names)
-    mine = {line["invariant"]: line for line in apart.lines if line.get("subject") == subject.name}
-    return tuple(_finding(name, mine.get(name), apart) for name in names)
+    isolated = run_isolated(run.item.config, name_for_processes(run.item), names)
+    mine = {line["invariant"]: line for line in isolated.results if line.get("subject") == subject.name}
+    return tuple(_finding(name, mine.get(name), isolated) for name in names)
 
 
-def _finding(name: str, line: dict[str, Any] | None, apart: Apart) -> Finding:
+def _finding(name: str, line: dict[str, Any] | None, isolated: Isolated) -> Finding:
     """Return the finding of an invariant. line: the last that was handed over about it."""
-    if line is None or (line["outcome"] == _BEGUN and apart.is_well):
-        return Finding(name, "not applicable", f"not asked in a process of its own: {apart.last_words}", 0)
+    if line is None or (line["outcome"] == _BEGUN and isolated.is_well):
+        return Finding(name, "not applicable", f"not asked in a process of its own: {isolated.last_words}", 0)
     if line["outcome"] == _BEGUN:
-        evidence = f"the process of its own ended while it was asked: {apart.last_words}"
+        evidence = f"the process of its own ended while it was asked: {isolated.last_words}"
         line = {**line, "outcome": "broken", "evidence": evidence}
     if line["outcome"] == "broken" and "out of memory" in line["evidence"]:
         return Finding(name, "not applicable", f"not asked in a process of its own: {line['evidence']}", 0)
@@ -66,8 +66,8 @@ def _leave_memory(run: CaseRun) -> None:
         torch.cuda.empty_cache()
 
 
-def judge_apart(
-    child: Child, subject: Subject, judged: Callable[[Sequence[str], Callable[[str], None]], InvariantReport]
+def judge_isolated(
+    worker: WorkerContext, subject: Subject, judged: Callable[[Sequence[str], Callable[[str], None]], InvariantReport]
 ) -> InvariantReport:
     """Ask what the process that waits for this one wants to know, and hand it over.
 
@@ -75,9 +75,9 @@ def judge_apart(
     """
 
     def begin(name: str) -> None:
-        child.hand_over({"subject": subject.name, **asdict(Finding(name, _BEGUN, "", 0))})
+        worker.return_result({"subject": subject.name, **asdict(Finding(name, _BEGUN, "", 0))})
 
-    report = judged(child.asked, begin)
+    report = judged(worker.selected_invariants, begin)
     for finding in report.findings:
-        child.hand_over({"subject": subject.name, **asdict(finding)})
+        worker.return_result({"subject": subject.name, **asdict(finding)})
     return report

@@ -3,14 +3,15 @@
 import pytest
 
 CONFTEST = """
-from pytest_attn.cases import apart
+from pytest_attn.cases import isolated
 
-apart._APART_ON = frozenset(("cuda", "cpu"))
+isolated._ISOLATED_ON = frozenset(("cuda", "cpu"))
 """
 TEST = """
 import os, signal
 import pytest
 from pytest_attn import Workload
+from pytest_attn.processes.worker import Worker
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 def mine(q, k, v):
@@ -61,7 +62,7 @@ def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
 
 @pytest.mark.slow
 def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
-    run(before="assert 'PYTEST_ATTN_ASKED' not in os.environ").assert_outcomes(passed=1)
+    run(before="assert Worker.of_this_process() is None").assert_outcomes(passed=1)
     told = (pytester.path / "records.jsonl").read_text()
     assert "alignment: not asked in a process of its own: " in told
 

@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pytest_attn.ranks import starts
-from pytest_attn.ranks.starts import Starts
+from pytest_attn.ranks import start_barrier
+from pytest_attn.ranks.start_barrier import StartBarrier
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_none_begins_before_the_last_has_come(tmp_path, ranks):
     def run(rank):
-        own, seen = Starts(tmp_path / "starts", rank, ranks), []
+        own, seen = StartBarrier(tmp_path / "starts", rank, ranks), []
         for turn in range(20):
             if turn % ranks == rank:
                 time.sleep(0.002)
@@ -30,7 +30,7 @@ def test_none_begins_before_the_last_has_come(tmp_path, ranks):
 
 
 def test_the_last_of_the_moments_counts(tmp_path):
-    own, other = (Starts(tmp_path / "starts", rank, 2) for rank in range(2))
+    own, other = (StartBarrier(tmp_path / "starts", rank, 2) for rank in range(2))
     moment = time.perf_counter_ns() + 5_000_000
     other._moments[2 + 1] = moment  # in the second bank, which the first start is in
     own.wait()
@@ -45,5 +45,5 @@ def test_a_rank_that_begins_late_says_by_how_much(tmp_path, monkeypatch):
             self.now += 50_000
             return self.now
 
-    monkeypatch.setattr(starts, "time", Clock())
-    assert Starts(tmp_path / "starts", 0, 1).wait() == pytest.approx(30e-6)
+    monkeypatch.setattr(start_barrier, "time", Clock())
+    assert StartBarrier(tmp_path / "starts", 0, 1).wait() == pytest.approx(30e-6)

@@ -1,11 +1,11 @@
-"""Forked new processes: each is what a wholly fresh one is, and what goes wrong with them costs time at most."""
+"""Workers: a forked one is what a wholly fresh one is; what goes wrong with one costs time at most; none is left behind."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +13,11 @@ import pytest
 from fakes.torch_for_servers import TORCH
 
 import pytest_attn
-from pytest_attn.session import forked, served
-from pytest_attn.session.forked import Command, ForkServer, ServerError, modules_ahead
-from pytest_attn.session.served import FreshProcesses, wholly_fresh
-from pytest_attn.session.turns import Turn
+from pytest_attn.processes import fork_server
+from pytest_attn.processes.fork_server import Command, ForkServer, ServerError, modules_ahead
+from pytest_attn.processes.launcher import ForkedProcess, Launcher, StartedProcess
+from pytest_attn.session import worker_pool
+from pytest_attn.session.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is fork
 SELF = """
 import glob, json, os, random, select, sys, threading, warnings
 import numpy.random
+from pytest_attn.processes.worker import Worker
+
+worker = Worker.of_this_process()
 
 def test_self():
     main = sys.modules["__main__"]
@@ -38,8 +42,7 @@ def test_self():
         random=[random.random(), numpy.random.rand()], was_here=hasattr(json, "was_here"), mask=repr(os.sched_getaffinity(0)),
     )
     json.was_here = True
-    with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
-        json.dump(told, file)
+    worker.channel.send(**told)
 """
 #: what may differ between two wholly new processes, and the parts of it that are asked for below
 DIFFERENT = ("pid", "parent", "group", "random", "streams", "opened")
@@ -53,16 +56,15 @@ def ask(tmp_path, monkeypatch):
     (torch / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{torch}{os.pathsep}{Path(pytest_attn.__file__).parent.parent}")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    folder = tmp_path / "suite"
+    folder, numbers = tmp_path / "suite", count()
     folder.mkdir()
     (folder / "pytest.ini").write_text("[pytest]\n")
 
     def command(source, tests=1, **environment):
         (folder / "test_it.py").write_text(source)
-        times, output = tmp_path / "times", tmp_path / "output"
-        times.unlink(missing_ok=True)
-        told = {**os.environ, "PYTEST_ATTN_RUNS": str(times), "PYTEST_ATTN_OWN": str(os.getpid()), **environment}
-        return Command(["-q", "-p", "no:cacheprovider", "test_it.py"], told, folder, times, output, tests)
+        told = {"tests": ["test"] * tests}
+        arguments = ["-q", "-p", "no:cacheprovider", "test_it.py"]
+        return Command(arguments, {**os.environ, **environment}, folder, tmp_path / f"output-{next(numbers)}", told)
 
     return command
 
@@ -85,41 +87,49 @@ def serve(ask):
 @pytest.fixture
 def fresh(monkeypatch):
     """Return the starter of a run's processes, ended with the test."""
-    monkeypatch.setattr(served, "modules_ahead", lambda: ["pytest", "torch"])
-    made = FreshProcesses()
+    monkeypatch.setattr(worker_pool, "modules_ahead", lambda: ["pytest", "torch"])
+    made = WorkerPool()
     yield made
     made.close()
 
 
-def what_it_saw(command, run):
-    ended = run(command, 60)
+def forked_by(server):
+    return lambda command: ForkedProcess(server, command).finish(60)
+
+
+def wholly_fresh(command):
+    return StartedProcess(command).finish(60)
+
+
+def said(ended):
     assert ended.returncode == 0, ended.output
-    return json.loads(command.times.read_text())
+    (message,) = ended.messages
+    return message
 
 
 def test_a_forked_process_sees_what_a_wholly_fresh_one_sees(ask, serve):
     os.environ["ADDED_LATER"] = "yes"  # not in the server's environment
     try:
         server = serve()
-        forked = what_it_saw(ask(SELF, CHANGED="to this"), server.run)
-        fresh = what_it_saw(ask(SELF, CHANGED="to this"), wholly_fresh)
+        forked = said(forked_by(server)(ask(SELF, CHANGED="to this")))
+        fresh = said(wholly_fresh(ask(SELF, CHANGED="to this")))
     finally:
         del os.environ["ADDED_LATER"]
-    own = forked["environment"].pop("PYTEST_ATTN_OWN")
-    assert own.split(",") == [fresh["environment"].pop("PYTEST_ATTN_OWN"), str(server.pid)], "the server is ours"
     assert {name: forked[name] for name in forked.keys() - set(DIFFERENT)} == {
         name: fresh[name] for name in fresh.keys() - set(DIFFERENT)
     }
     assert forked["environment"]["CHANGED"] == "to this"
     assert forked["parent"] == server.pid
     assert forked["group"] == forked["pid"], "a limit of time ends this group only"
-    assert forked["streams"][0] == [False, "/dev/null"]
-    assert not [name for name in forked["opened"] if "socket" in name], "it holds the line to the server's parent"
+    assert forked["streams"][0] == (False, "/dev/null")
+    opened = [name.partition(":")[0] for name in forked["opened"] if not name.startswith("/")]
+    assert opened == [name.partition(":")[0] for name in fresh["opened"] if not name.startswith("/")], "the server's is closed"
+    assert opened.count("socket") == 1, "its channel"
 
 
 def test_two_forked_processes_are_two(ask, serve):
     server = serve()
-    first, second = (what_it_saw(ask(SELF), server.run) for _ in range(2))
+    first, second = (said(forked_by(server)(ask(SELF))) for _ in range(2))
     assert len({first["pid"], second["pid"], server.pid, os.getpid()}) == 4
     assert not first["was_here"]
     assert not second["was_here"], "what one process changes, another one sees"
@@ -131,7 +141,7 @@ def test_a_plugin_that_is_named_may_be_imported_ahead(ask, serve):
     server = serve(["pytest", "torch", "pytest_attn.plugin"])
     command = ask("def test_it():\n    pass\n")
     named = ["-p", "pytest_attn.plugin", "-W", "error::pytest.PytestAssertRewriteWarning", *command.arguments]
-    ended = server.run(command._replace(arguments=named), 60)
+    ended = forked_by(server)(command._replace(arguments=named))
     assert ended.returncode == 0, ended.output
 
 
@@ -139,7 +149,7 @@ def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tm
     server = serve()
     command = ask("import sys\ndef test_it(capfd):\n    with capfd.disabled():\n        print('here', file=sys.stderr)\n")
     before = set(tmp_path.rglob("*")) - set(tmp_path.rglob("__pycache__/*"))
-    ended = server.run(command, 60)
+    ended = forked_by(server)(command)
     assert "here" in ended.output
     assert "1 passed" in ended.output
     after = {path for path in tmp_path.rglob("*") if "__pycache__" not in str(path)}
@@ -154,7 +164,8 @@ def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tm
         ("device", "/dev/full is open"),
         ("thread", "2 threads run"),
         ("missing", "torch was not imported"),
-        ("crash", "it has ended|it was cut off|it does not listen"),
+        ("unwatched", "processes cannot be watched"),
+        ("crash", "it has ended"),
     ],
 )
 def test_a_server_that_is_not_as_good_as_new_forks_nothing(serve, planted, words):
@@ -163,25 +174,26 @@ def test_a_server_that_is_not_as_good_as_new_forks_nothing(serve, planted, words
 
 
 def test_without_a_server_all_processes_are_wholly_fresh(ask, fresh):
-    saw = [what_it_saw(ask(SELF, FAKE_TORCH=planted), fresh.run) for planted in ("initialized", "")]
+    saw = [said(fresh.run(ask(SELF, FAKE_TORCH=planted), 60)) for planted in ("initialized", "")]
     assert [one["parent"] for one in saw] == [os.getpid()] * 2
-    assert not fresh.can_be_served
+    assert not fresh.launcher.can_fork
 
 
 def test_a_server_looks_at_itself_before_each_fork(ask, serve):
     server = serve(FAKE_TORCH="later")
-    what_it_saw(ask(SELF), server.run)
+    said(forked_by(server)(ask(SELF)))
     os.kill(server.pid, signal.SIGUSR1)
     with pytest.raises(ServerError, match="CUDA is initialized"):
-        server.run(ask(SELF), 60)
+        forked_by(server)(ask(SELF))
 
 
 #: in a forked process, this goes wrong; a wholly fresh one, whose parent is these tests' own, does what it should
 ONLY_FORKED = """
 import os, signal, time
+from pytest_attn.processes.worker import Worker
+worker = Worker.of_this_process()
 def test_it():
-    with open(os.environ["PYTEST_ATTN_RUNS"], "a") as file:
-        print(os.getpid(), file=file)
+    worker.channel.send(pid=os.getpid())
     if os.getppid() != int(os.environ["TESTS"]):
         {fault}
 """
@@ -192,142 +204,176 @@ def test_it():
     [
         "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)",
         "os.kill(os.getpid(), signal.SIGSEGV)",
-        "os._exit(0 if os.unlink(os.environ['PYTEST_ATTN_RUNS']) else 0)",
+        "os._exit(7)",
         "raise RuntimeError('cannot be forked')",
     ],
-    ids=["the server dies", "it crashes", "it leaves nothing", "it raises"],
+    ids=["the server dies", "it crashes", "it leaves", "it raises"],
 )
 def test_what_goes_wrong_in_a_forked_process_is_done_by_a_wholly_fresh_one(ask, fresh, fault):
-    command = ask(ONLY_FORKED.format(fault=fault), TESTS=str(os.getpid()))
-    ended = fresh.run(command, 60)
-    assert ended.returncode == 0, ended.output
-    assert len(command.times.read_text().split()) == 1, "what the first has left is no time"
-    assert not fresh.can_be_served, "nor is another one forked"
+    ended = fresh.run(ask(ONLY_FORKED.format(fault=fault), TESTS=str(os.getpid())), 60)
+    assert is_gone(said(ended)["pid"]), "what the first has returned is no time"
+    assert not fresh.launcher.can_fork, "nor is another one forked"
 
 
-#: never ends; tells its own pid and that of a process of its own
+@pytest.mark.parametrize("what", ["the test", "the whole process"])
+def test_a_forked_process_that_times_less_than_a_wholly_fresh_one_is_not_believed(ask, fresh, what):
+    """As where a library cannot be used in a fork, and its tests are skipped; or where it leaves early with 0."""
+    counted = """
+import os
+from pytest_attn.processes.worker import Worker
+worker = Worker.of_this_process()
+def test_it():
+    is_fresh = os.getppid() == int(os.environ["TESTS"])
+    for number in range(2 if is_fresh else 1):
+        worker.channel.send(number=number)
+    if not is_fresh and os.environ["WHAT"] == "the whole process":
+        os._exit(0)
+"""
+    ended = fresh.run(ask(counted, tests=2, TESTS=str(os.getpid()), WHAT=what), 60)
+    assert [one["number"] for one in ended.messages] == [0, 1]
+
+
+def test_what_a_process_said_before_it_died_is_kept_and_what_it_prints_is_no_message(ask):
+    garbage = """
+import os, signal, sys
+from pytest_attn.processes.worker import Worker
+worker = Worker.of_this_process()
+def test_it(capfd):
+    with capfd.disabled():
+        os.write(1, bytes(range(256)) * 1000)
+        worker.channel.send(samples=[0.5] * 100_000)
+        os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    ended = wholly_fresh(ask(garbage))
+    assert ended.returncode == -signal.SIGSEGV
+    assert [len(one["samples"]) for one in ended.messages] == [100_000], "longer than what a socket holds"
+
+
+#: never ends; tells its own pid and that of a process of its own, which holds the channel as well
 HANG = """
 import os, subprocess, time
+from pytest_attn.processes.worker import Worker
+channel = Worker.of_this_process().channel
 def test_it():
-    other = subprocess.Popen(["sleep", "60"])
-    with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
-        file.write(f"{os.getpid()} {other.pid}")
+    other = subprocess.Popen(["sleep", "60"], pass_fds=[channel.fileno()])
+    channel.send(pids=[os.getpid(), other.pid])
     time.sleep(60)
 """
 
 
-def test_a_forked_process_that_times_less_than_a_wholly_fresh_one_is_not_believed(ask, fresh):
-    """As where a library cannot be used in a fork, and its tests are skipped."""
-    counted = """
-import os
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh, is_forked):
+    ended = fresh.run(ask(HANG), 3, is_forked)
+    assert ended.returncode is None
+    (message,) = ended.messages
+    wait_until(lambda: all(map(is_gone, message["pids"])))
+    assert fresh.launcher.can_fork
+    assert (said(fresh.run(ask(SELF), 60, is_forked))["parent"] != os.getpid()) == is_forked
+
+
+@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_the_end_of_a_process_is_seen_whoever_holds_its_channel(ask, fault):
+    held = """
+import os, signal, subprocess
+from pytest_attn.processes.worker import Worker
+channel = Worker.of_this_process().channel
 def test_it():
-    lines = 2 if os.getppid() == int(os.environ["TESTS"]) else 1
-    with open(os.environ["PYTEST_ATTN_RUNS"], "a") as file:
-        file.write("time\\n" * lines)
+    other = subprocess.Popen(["sleep", "60"], pass_fds=[channel.fileno()])
+    channel.send(pid=other.pid)
+    {fault}
 """
-    command = ask(counted, tests=2, TESTS=str(os.getpid()))
-    assert fresh.run(command, 60).returncode == 0
-    assert command.times.read_text().split() == ["time", "time"]
+    begun = time.monotonic()
+    ended = wholly_fresh(ask(held.format(fault=fault)))
+    assert ended.returncode in (3, -signal.SIGKILL)
+    assert time.monotonic() - begun < 20
+    os.kill(ended.messages[0]["pid"], signal.SIGKILL)
 
 
-def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh, monkeypatch):
-    command = ask(HANG)
-    server = fresh._serving(command)
-    answer = server._answer
-
-    def waited_long_enough(wanted, end):
-        if wanted == "returncode":
-            wait_until(lambda: command.times.exists() and len(command.times.read_text().split()) == 2)
-            end = time.monotonic()
-        return answer(wanted, end)
-
-    monkeypatch.setattr(server, "_answer", waited_long_enough)
-    with pytest.raises(TimeoutError):
-        fresh.run(command, 60)
-    pids = [*map(int, command.times.read_text().split())]
-    wait_until(lambda: all(map(is_gone, pids)))
-    assert fresh.can_be_served
-    assert what_it_saw(ask(SELF), fresh.run)["parent"] != os.getpid(), "a new server"
-
-
-def test_ctrl_c_ends_the_process_and_its_server(ask, fresh, monkeypatch):
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_ctrl_c_ends_the_process(ask, fresh, monkeypatch, is_forked):
     """The wait for the process is interrupted, in the terminal of which it is not."""
-    server = fresh._serving(ask(SELF))
-    server.wait_until_ready()
-    answers = iter(("started", KeyboardInterrupt))
-    answer = server._answer
+    process = fresh.launcher.start(ask(HANG), is_forked)
+    wait, waits = process._wait, count()
 
-    def interrupted(wanted, end):
-        if next(answers) is KeyboardInterrupt:
+    def interrupted(seconds):
+        if next(waits):
             raise KeyboardInterrupt
-        interrupted.child = answer(wanted, end)
-        return interrupted.child
+        return wait(30)
 
-    monkeypatch.setattr(server, "_answer", interrupted)
+    monkeypatch.setattr(process, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fresh.run(ask("import time\ndef test_it():\n    time.sleep(60)\n"), 60)
-    wait_until(lambda: is_gone(interrupted.child) and is_gone(server.pid))
+        process.finish(60)
+    wait_until(lambda: is_gone(process.pid))
 
 
-def test_nothing_outlives_the_process_that_waits_even_if_it_is_killed(ask):
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_nothing_outlives_the_process_that_waits_even_if_it_is_killed(ask, is_forked):
     command = ask(HANG)
     script = f"""
 from pathlib import Path
-from pytest_attn.session.forked import Command, ForkServer
+from pytest_attn.processes.fork_server import Command
+from pytest_attn.processes.launcher import Launcher
 command = Command({command.arguments!r}, {dict(command.environment)!r}, Path({str(command.folder)!r}),
-                  Path({str(command.times)!r}), Path({str(command.output)!r}), 1)
-server = ForkServer(command, ["pytest", "torch"])
-server.wait_until_ready()
-print(server.pid, flush=True)
-server.run(command, 60)
+                  Path({str(command.output)!r}), {command.told!r})
+launcher = Launcher(lambda: ["pytest", "torch"])
+process = launcher.start(command, is_forked={is_forked})
+own, other = process.channel.recv()["pids"]
+print(launcher.server.pid if launcher.server else own, own, other, flush=True)
+process.finish(60)
 """
     waiting = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=command.environment)
-    server = int(waiting.stdout.readline())
-    wait_until(lambda: command.times.exists() and len(command.times.read_text().split()) == 2)
+    server, own, other = map(int, waiting.stdout.readline().split())
+    assert not any(map(is_gone, (server, own, other)))
     waiting.kill()
     waiting.wait()
     waiting.stdout.close()
-    pids = [server, *map(int, command.times.read_text().split())]
-    wait_until(lambda: all(map(is_gone, pids)))
+    wait_until(lambda: is_gone(server) and is_gone(own))
+    if is_forked:  # the server has ended the group; what begins by itself leaves its own children to themselves
+        wait_until(lambda: is_gone(other))
+    else:
+        os.kill(other, signal.SIGKILL)
 
 
 def test_a_server_ends_with_the_run(ask, fresh):
     cleanups = []
     config = SimpleNamespace(stash=pytest.Stash(), add_cleanup=cleanups.append)
-    processes = FreshProcesses.of(config)
-    assert FreshProcesses.of(config) is processes
-    server = what_it_saw(ask(SELF), processes.run)["parent"]
-    assert what_it_saw(ask(SELF), processes.run)["parent"] == server, "one server for all"
+    pool = WorkerPool.of(config)
+    assert WorkerPool.of(config) is pool
+    server = said(pool.run(ask(SELF), 60))["parent"]
+    assert said(pool.run(ask(SELF), 60))["parent"] == server, "one server for all"
     (close,) = cleanups
     close()
     assert is_gone(server)
 
 
 def test_another_environment_is_another_server(ask, fresh):
-    first = what_it_saw(ask(SELF), fresh.run)
-    second = what_it_saw(ask(SELF, OMP_PROC_BIND="true"), fresh.run)
-    third = what_it_saw(ask(SELF, OMP_PROC_BIND="true", PYTEST_ATTN_MODES="elsewhere"), fresh.run)
+    first = said(fresh.run(ask(SELF), 60))
+    second = said(fresh.run(ask(SELF, OMP_PROC_BIND="true"), 60))
+    third = said(fresh.run(ask(SELF, OMP_PROC_BIND="true"), 60))
     assert first["parent"] != second["parent"]
-    assert second["parent"] == third["parent"], "what is told to each process makes no difference"
+    assert second["parent"] == third["parent"]
     assert is_gone(first["parent"])
 
 
-def test_nothing_is_forked_where_it_is_not_asked_for(ask, fresh, monkeypatch):
-    monkeypatch.setattr(served, "ForkServer", None)
-    assert (
-        what_it_saw(ask(SELF), lambda command, seconds: fresh.run(command, seconds, is_forked=False))["parent"] == os.getpid()
-    )
-    assert fresh.can_be_served
+def test_another_environment_ends_no_server_whose_workers_live_on(ask):
+    launcher = Launcher(lambda: ["pytest", "torch"], keeps_server=True)
+    first = launcher.start(ask(HANG))
+    assert first.channel.recv(60)
+    assert said(launcher.start(ask(SELF, OMP_PROC_BIND="true")).finish(60))["environment"]["OMP_PROC_BIND"] == "true"
+    assert not is_gone(first.pid)
+    launcher.close()
+    wait_until(lambda: is_gone(first.pid))
 
 
-def test_nothing_is_forked_where_that_is_not_safe(ask, monkeypatch):
-    monkeypatch.setattr(FreshProcesses, "can_be_served", False)
-    monkeypatch.setattr(served, "ForkServer", None)
-    assert what_it_saw(ask(SELF), FreshProcesses().run)["parent"] == os.getpid()
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_nothing_is_forked_where_it_is_not_asked_for_or_not_safe(ask, fresh, monkeypatch, can_fork):
+    monkeypatch.setattr(Launcher, "can_fork", can_fork)
+    assert said(fresh.run(ask(SELF), 60, is_forked=not can_fork))["parent"] == os.getpid()
+    assert fresh.launcher.server is None
 
 
 def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
-    monkeypatch.setattr(forked, "_START_SECONDS", 0.01)
+    monkeypatch.setattr(fork_server, "_START_SECONDS", 0.01)
     server = ForkServer(ask(""), ["torch"])
     with pytest.raises(ServerError, match=r"it took more than 0\.01 s to start"):
         server.wait_until_ready()
@@ -337,15 +383,15 @@ def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
 
 def test_a_server_that_starts_ahead_is_the_one_that_serves(ask, fresh):
     fresh.start_ahead(ask(SELF))
-    server = fresh._server
+    server = fresh.launcher.server
     fresh.start_ahead(ask(SELF))
-    assert fresh._server is server
-    assert what_it_saw(ask(SELF), fresh.run)["parent"] == server.pid
+    assert fresh.launcher.server is server
+    assert said(fresh.run(ask(SELF), 60))["parent"] == server.pid
 
 
 def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
     fresh.start_ahead(ask(SELF))
-    server = fresh._server
+    server = fresh.launcher.server
     fresh.close()
     assert is_gone(server.pid)
 
@@ -353,27 +399,23 @@ def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
 #: gets ready as the plugin does, and tells which process it is
 PREPARED = """
 import os, sys
-from pytest_attn.session.turns import wait_for_turn
+from pytest_attn.processes.worker import Worker
+worker = Worker.of_this_process()
+is_gated = "is_gated" in worker.told
 {planted}
-is_warm = wait_for_turn()
+is_warm = worker.wait_at_gate()
 
 def test_it():
-    with open(os.environ["PYTEST_ATTN_RUNS"], "w") as file:
-        file.write(f"{{os.getpid()}} {{os.getppid()}} {{is_warm}}")
+    worker.channel.send(pid=os.getpid(), parent=os.getppid(), is_warm=is_warm)
 """
 
 
 @pytest.fixture
-def prepare(ask, fresh, tmp_path):
+def prepare(ask, fresh):
     """Return a function that prepares two processes; it returns their commands."""
 
     def two(planted="", **environment):
-        commands = []
-        for number in range(2):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            command = ask(PREPARED.format(planted=planted), **environment, PYTEST_ATTN_RUNS=str(folder / "times"))
-            commands.append(command._replace(times=folder / "times", output=folder / "output"))
+        commands = [ask(PREPARED.format(planted=planted), **environment) for _ in range(2)]
         fresh.prepare(commands)
         return commands
 
@@ -382,33 +424,21 @@ def prepare(ask, fresh, tmp_path):
 
 def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, fresh):
     first, second = prepare()
-    processes = [one.process for one in fresh._prepared.values()]
-    assert all(one.turn.is_awaited for one in fresh._prepared.values())
-    assert fresh.run(second, 60).returncode == 0
-    assert not first.times.exists(), "it did not wait"
-    assert fresh.run(first, 60).returncode == 0
-    ran = [one.times.read_text().split() for one in (first, second)]
-    assert [int(pid) for pid, *_ in ran] == processes
-    assert [is_warm for *_, is_warm in ran] == ["True", "False"], "the second ran first, on a device that idled until then"
-    assert fresh.can_be_served
-
-
-def test_where_processes_cannot_be_watched_none_is_prepared(prepare, fresh, monkeypatch):
-    def refused(process):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(forked.os, "pidfd_open", refused)
-    commands = prepare("import time; time.sleep(0.1)")
-    assert not fresh._prepared
-    assert [fresh.run(command, 60).returncode for command in commands] == [0, 0]
+    processes = [one.pid for one in fresh.prepared.values()]
+    ended = [fresh.run(second, 60)]
+    assert "passed" not in first.output.read_text(), "it did not wait"
+    ended.append(fresh.run(first, 60))
+    assert [said(one)["pid"] for one in reversed(ended)] == processes
+    assert [said(one)["is_warm"] for one in ended] == [False, True], "the second ran first, on a device that idled until then"
+    assert fresh.launcher.can_fork
 
 
 def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(prepare, fresh, monkeypatch):
-    monkeypatch.setattr(served, "how_many_fit", lambda process: 0)
+    monkeypatch.setattr(worker_pool, "how_many_fit", lambda process: 0)
     commands = prepare()
-    assert len(fresh._prepared) == 1
+    assert len(fresh.prepared) == 1
     assert [fresh.run(command, 60).returncode for command in commands] == [0, 0]
-    assert fresh.can_be_served
+    assert fresh.launcher.can_fork
 
 
 def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatch):
@@ -416,45 +446,41 @@ def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatc
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     group = {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "1024000\n"}
     monkeypatch.setattr(Path, "read_text", lambda self: (files | group)[str(self)])
-    assert served.how_many_fit(os.getpid()) == 3
+    assert worker_pool.how_many_fit(os.getpid()) == 3
     group["/sys/fs/cgroup/memory.max"] = str(1024000 + 700 * 1024)
-    assert served.how_many_fit(os.getpid()) == 1, "a container has less"
+    assert worker_pool.how_many_fit(os.getpid()) == 1, "a container has less"
     group["/sys/fs/cgroup/memory.max"] = "max"
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert served.how_many_fit(os.getpid()) == 1, "another worker takes as much"
+    assert worker_pool.how_many_fit(os.getpid()) == 1, "another worker takes as much"
     monkeypatch.undo()
-    assert served.how_many_fit(os.getpid()) > 0
-    assert served.how_many_fit(2**22 - 1) == 0, "it has ended"
+    assert worker_pool.how_many_fit(os.getpid()) > 0
+    assert worker_pool.how_many_fit(2**22 - 1) == 0, "it has ended"
 
 
 def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepare, fresh):
     """Each would be seen on the GPU while others are timed."""
     commands = prepare("if os.getppid() != int(os.environ['TESTS']): import torch; torch.planted = 'initialized'", TESTS="0")
-    assert not fresh._prepared
-    server = fresh._server.pid
-    for command in commands:
-        assert fresh.run(command, 60).returncode == 0
-    assert {int(command.times.read_text().split()[1]) for command in commands} == {server}, "it was needed anew"
+    assert not fresh.prepared
+    server = fresh.launcher.server.pid
+    assert {said(fresh.run(command, 60))["parent"] for command in commands} == {server}, "it was needed anew"
 
 
 def test_what_cannot_get_ready_is_asked_as_a_wholly_fresh_process(prepare, fresh):
     planted = "if os.getppid() != int(os.environ['TESTS']): raise RuntimeError('cannot be forked')"
     first, _ = prepare(planted, TESTS=str(os.getpid()))
-    assert fresh.run(first, 60).returncode == 0
-    assert int(first.times.read_text().split()[1]) == os.getpid()
+    assert said(fresh.run(first, 60))["parent"] == os.getpid()
 
 
 def test_what_takes_too_long_to_get_ready_is_not_prepared(prepare, fresh, monkeypatch):
-    monkeypatch.setattr(served, "_READY_SECONDS", 0.5)
-    planted = "import time\nif 'PYTEST_ATTN_TURN' in os.environ: time.sleep(60)"
-    first, _ = prepare(planted)
-    assert not fresh._prepared
+    monkeypatch.setattr(worker_pool, "_READY_SECONDS", 0.5)
+    first, _ = prepare("import time\nif is_gated: time.sleep(60)")
+    assert not fresh.prepared
     assert fresh.run(first, 60).returncode == 0
 
 
 def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):
     prepare()
-    processes = [one.process for one in fresh._prepared.values()]
+    processes = [one.pid for one in fresh.prepared.values()]
     assert not any(map(is_gone, processes))
     fresh.close()
     wait_until(lambda: all(map(is_gone, processes)))
@@ -463,20 +489,25 @@ def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):
 def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
     (tmp_path / "test_it.py").write_text("from pathlib import Path\ndef test_it():\n    Path('ran').touch()\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    turn = Turn(tmp_path / "turn")
-    told = {**os.environ, "PYTEST_ATTN_TURN": str(turn.path), "PYTEST_ATTN_RUNS": str(tmp_path / "times")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=told, stdout=subprocess.DEVNULL)
+    told = {"tests": ["test_it.py"], "options": {}, "waiting": [], "is_gated": True}
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_attn.processes.worker"]
+    process = StartedProcess(Command(arguments, dict(os.environ), tmp_path, tmp_path / "output", told))
     try:
-        wait_until(lambda: turn.is_awaited or process.poll() is not None, 60)
-        assert process.poll() is None
+        assert process.channel.recv(60) == {"has_touched_cuda": False}
         assert not (tmp_path / "ran").exists()
-        turn.give(is_warm=False)
-        assert process.wait(60) == 0
+        process.channel.send(is_warm=False)
+        assert process.finish(60).returncode == 0
         assert (tmp_path / "ran").exists()
     finally:
         process.kill()
-        process.wait()
+
+
+def test_a_worker_that_waits_for_nobody_ends(ask):
+    process = StartedProcess(ask("", tests=0)._replace(told={"is_gated": True}))
+    (ask(PREPARED.format(planted="")).folder / "test_it.py").write_text(PREPARED.format(planted=""))
+    process.channel.recv(60)
+    process.channel.close()
+    assert process.returncode(20) == 1
 
 
 def test_what_only_declares_things_is_imported_ahead():

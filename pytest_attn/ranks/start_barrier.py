@@ -15,7 +15,7 @@ _WORD = 8
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-class Starts:
+class StartBarrier:
     """Each rank says from when on it can begin, on the clock that all processes of a host share; the latest moment counts.
 
     Moments of successive starts lie in two banks: a rank that is one start ahead must not overwrite what another still reads.

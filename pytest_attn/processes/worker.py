@@ -1,0 +1,131 @@
+"""A worker: a pytest that another one has started to run some of its tests again, and not all that its command line says.
+
+`-p pytest_attn.processes.worker` stands on that command line, beside all arguments of the first pytest: as xdist's workers do,
+it takes these as they are, and overrides options once they are parsed. PYTEST_DONT_REWRITE: a forked worker has imported it
+before pytest would rewrite its assertions, and where warnings are errors that would end it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_attn.processes.channel import Channel
+
+#: set in a worker, which takes it out: the descriptor of its channel, and the process that started it
+CHANNEL_VARIABLE = "PYTEST_ATTN_CHANNEL"
+#: options of pytest and its plugins, by their names in `config.option`, and what they are in a worker
+OVERRIDES: Mapping[str, object] = {
+    # no other processes, and no debugger: nobody sees it
+    "numprocesses": None,
+    "maxprocesses": None,
+    "dist": "no",
+    "distload": False,
+    "tx": [],
+    "looponfail": False,
+    "usepdb": False,
+    "trace": False,
+    # the tests that it is told, all of them
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear"), False),
+    "collectonly": False,
+    "maxfail": 0,
+    "splits": None,
+    "num_shards": 1,
+    "shard_id": 0,
+    "benchmark_only": False,
+    "benchmark_skip": False,
+    # no files
+    **dict.fromkeys(("xmlpath", "report_log", "htmlpath", "pastebin", "store_durations"), None),
+    **dict.fromkeys(("benchmark_json", "benchmark_save", "benchmark_autosave", "benchmark_histogram"), None),
+    **dict.fromkeys(("benchmark_compare", "benchmark_compare_fail", "benchmark_cprofile"), None),
+    # little text
+    "verbose": -1,
+    "no_header": True,
+    "color": "no",
+    "durations": None,
+}
+_DIE_WITH_PARENT, _SIGKILL = 1, 9  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class Worker:
+    """This process, as one that another one waits for.
+
+    channel: to that one. told: its first message, with `tests`, the names of the tests to run, `options`, what else overrides
+    the command line, `waiting`, the processes that wait for this one, and `is_gated`, whether it waits before its first test.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.told = channel.recv() or {}
+
+    @classmethod
+    def of_this_process(cls) -> Worker | None:
+        """Return this process as a worker, None where it is none."""
+        global _this
+        if CHANNEL_VARIABLE in os.environ:
+            from pytest_attn.processes.channel import Channel  # only here: each start of pytest asks
+
+            descriptor, parent = map(int, os.environ.pop(CHANNEL_VARIABLE).split())
+            die_with(parent)
+            _this = cls(Channel.of_descriptor(descriptor))
+        return _this
+
+    def wait_at_gate(self) -> bool:
+        """Wait until others have been timed, where this worker was prepared beside them.
+
+        Returns whether the device is known to have worked until then.
+        """
+        if not self.told.pop("is_gated", False):
+            return False
+        torch = sys.modules.get("torch")
+        self.channel.send(has_touched_cuda=torch is not None and torch.cuda.is_initialized())
+        opened = self.channel.recv()
+        if opened is None:  # nobody waits any more
+            os._exit(1)
+        return bool(opened["is_warm"])
+
+    def override(self, config: pytest.Config) -> None:
+        """Have pytest run what it was told instead of what its command line says."""
+        if hasattr(config.option, "splits"):  # pytest-split's other option has a name that others may have
+            config.option.group = None
+        for name, value in {**OVERRIDES, **self.told["options"]}.items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+        config.args[:] = self.told["tests"]
+
+
+_this: Worker | None = None
+
+
+def own_processes() -> frozenset[int]:
+    """Return the processes that belong to this measurement: this one, and those that wait for it."""
+    worker = Worker.of_this_process()
+    waiting = {os.getppid(), *worker.told["waiting"]} if worker else ()  # the first may be a fork server
+    return frozenset([os.getpid(), *waiting])
+
+
+def die_with(parent: int) -> None:
+    """Have this process end at once when the thread that started it does, or now if that is over. Linux only.
+
+    parent: the process of that thread, 0 where the thread may end before.
+    """
+    if sys.platform != "linux" or not parent:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, _SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    """Override options before any plugin, xdist's included, acts upon them."""
+    if worker := Worker.of_this_process():
+        worker.override(config)
+    return (yield)
