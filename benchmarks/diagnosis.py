@@ -23,6 +23,7 @@ import torch
 from hints import FAULTS, OBSERVED, RIGHT
 from mutation import Case, cases_of, workloads_of
 
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
@@ -113,7 +114,7 @@ def main() -> int:
             silent += [] if found else [mutant.name]
     for fault in FAULTS if "named" in kinds else ():
         if not names or fault.name in names:
-            spec = CheckSpec(fault.workload, CPU, fault.backward, INPUTS, returns_lse=fault.returns_lse)
+            spec = CheckSpec(fault.workload, CPU, fault.backward, INPUTS, Declaration(returns_lse=fault.returns_lse))
             row = row_of("named", fault.name, spec.subject(Registry(), fault.kernel), spec, fault.right)
             if row is None:
                 silent.append(fault.name)

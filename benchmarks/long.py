@@ -26,6 +26,7 @@ import pytest_attn
 import pytest_attn.messages.mismatch
 import pytest_attn.workloads.catalog
 from pytest_attn import Window, Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness import blocks, judge, reference, references
 from pytest_attn.correctness.calling import call_kernel
@@ -200,7 +201,7 @@ GRADIENT_FAULTS = {
 
 def run(case: Case, device: torch.device) -> None:
     w, precision = case.workload, "flash" if device.type == "cuda" else "torch_cpu"
-    spec = CheckSpec(w, device, case.backward, precision=precision)
+    spec = CheckSpec(w, device, case.backward, declared=Declaration(precision=precision))
     say(f"{w.id} {'forward and backward' if case.backward else 'forward'}: begins")
     clock, cache = Clock(device), ReferenceCache()
     with instrumented(clock), measured_peak(device) as peak, clock.phase("rest"):
@@ -274,7 +275,7 @@ def try_faults(case: Case, spec: CheckSpec, cache: ReferenceCache) -> None:
     w = case.workload
     if not case.faults:
         return
-    forward = CheckSpec(w, spec.device, precision=spec.precision)
+    forward = CheckSpec(w, spec.device, declared=spec.declared)
     exact = cache.reference_of(spec)
     for fault in case.faults:
         start = time.perf_counter()

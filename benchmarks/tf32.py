@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
@@ -103,7 +104,7 @@ def main() -> int:
                 if kernel is None:
                     continue
                 backward = name == "eager" and not w.kv_pages
-                spec = CheckSpec(w, DEVICE, backward, tuple(DISTRIBUTIONS), profile)
+                spec = CheckSpec(w, DEVICE, backward, tuple(DISTRIBUTIONS), Declaration(precision=profile))
                 found = judge(spec.subject(Registry(), kernel, None if kernel is eager else name), spec, references)
                 for row in found.tensors:
                     levels = worst.setdefault((profile, name, row.name), [0.0] * 3)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+import inspect
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.declaration import Declaration, Declared, arguments_of, described
 from pytest_attn.backends.machine import current, machine_of, resolve_device
-from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
-from pytest_attn.correctness.signature import signature_of
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
@@ -25,34 +26,62 @@ from pytest_attn.latency.work import direction_of, work_of
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Judged = TypeVar("_Judged", Comparison, InvariantReport)
 
 
+def takes_declaration(function: _Function) -> _Function:
+    """Show the fields of `Declaration` in place of a function's **declared: in its signature, annotations and docstring."""
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    types = get_type_hints(Declaration)
+    keywords = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
+        for one in arguments_of(Declaration)
+    ]
+    shown = signature.replace(parameters=[*own, *keywords])
+    function.__signature__ = shown  # type: ignore[attr-defined]
+    function.__annotations__ = {
+        **{name: one.annotation for name, one in shown.parameters.items()},
+        "return": signature.return_annotation,
+    }
+    if function.__doc__:  # there is none under python -OO
+        function.__doc__ = re.sub(
+            r"( +)\*\*declared: .*", lambda line: described(arguments_of(Declaration), line[1]), function.__doc__
+        )
+    return function
+
+
+def _declaration(function: Callable[..., Any], keywords: Declared) -> Declaration:
+    """Return what keywords of a function declare; raises TypeError for one that it does not have."""
+    known = inspect.signature(function).parameters
+    for name in keywords.keys() - known.keys():
+        meant = did_you_mean(name, known)
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{meant and f';{meant}'}")
+    return Declaration(**keywords)
+
+
+@takes_declaration
 def check(
     fn: Callable[..., Any] | Backend | str,
     workload: Workload | str,
     *,
     backward: bool = False,
     inputs: str | tuple[str, ...] | None = None,
-    precision: str | Precision = "flash",
-    layout: str = "bhsd",
-    returns_lse: bool = False,
-    returns: Sequence[str] | None = None,
-    out_layout: str | None = None,
-    lse_base: str | int = "e",
-    lse_layout: str | None = None,
-    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
     limits: str = "default",
-    empty_rows: str = "zero",
-    contiguous: bool = False,
     name: str | None = None,
     dequantized: Dequantizer | None = None,
+    **declared: Unpack[Declared],
 ) -> Comparison:
     """Hold a callable against exact attention in float64, without pytest.
 
@@ -61,25 +90,13 @@ def check(
         workload: a `Workload`, or a name of the catalog that stands for one.
         backward: compare dq, dk and dv as well.
         inputs: names of input distributions, by default ("structured", "flat").
-        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
-        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
-            packed workloads are "thd".
-        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
-        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
-            row), "keep" (what dropout has left) and "ignored".
-        out_layout: that of out, where it is another.
-        lse_base: "e" or 2, of lse and max.
-        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
-        takes_out: fn writes out into its argument out=, which is filled with NaN before.
         device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
         seed: of the inputs.
         limits: "default" or "strict": the largest z of an element, and RMS of a row and of a head.
-        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
-            these rows and their dout out.
-        contiguous: whether fn takes contiguous tensors only, as its documentation says.
         name: what reports call a callable, by default its qualified name.
         dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
             tensors: exact attention is that of these values.
+        **declared: what fn says of itself (`Declaration`).
 
     Returns:
         The comparison: a row per tensor and input distribution.
@@ -89,17 +106,17 @@ def check(
         ContractError: what fn returned cannot be compared; an AssertionError, too.
         NotImplementedError: fn declines the workload by one with a text.
         ValueError: an argument is none of the known, or a backend cannot take the workload.
-        TypeError: fn is none of the three.
+        TypeError: fn is none of the three, or there is no such argument.
     """
     __tracebackhide__ = True
-    names = distribution_names(inputs)
     spec = CheckSpec(
-        *(_named(workload), resolve_device(device), backward, names, precision, layout, returns_lse, seed, limits),
-        *(empty_rows, contiguous, signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out)),
+        *(_named(workload), resolve_device(device), backward, distribution_names(inputs)),
+        *(_declaration(check, declared), seed, limits),
     )
     return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec)
 
 
+@takes_declaration
 def check_invariants(
     fn: Callable[..., Any] | Backend | str,
     workload: Workload | str,
@@ -108,72 +125,40 @@ def check_invariants(
     skip: Names = None,
     thorough: bool = False,
     backward: bool = False,
-    precision: str | Precision = "flash",
-    layout: str = "bhsd",
-    returns_lse: bool = False,
-    returns: Sequence[str] | None = None,
-    out_layout: str | None = None,
-    lse_base: str | int = "e",
-    lse_layout: str | None = None,
-    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
-    empty_rows: str = "zero",
-    contiguous: bool = False,
     name: str | None = None,
     dequantized: Dequantizer | None = None,
+    **declared: Unpack[Declared],
 ) -> InvariantReport:
-    """Ask a callable every invariant that applies, without pytest: what holds of right kernels and needs no tolerance.
+    """Run every invariant that applies on a callable, without pytest: what holds of right kernels and needs no tolerance.
 
     Args:
-        fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
-        workload: a `Workload`, or a name of the catalog that stands for one.
-        only: names of the invariants to ask; by default all but the thorough ones.
+        fn: as for `check`.
+        workload: as for `check`.
+        only: names of the invariants to run; by default all but the thorough ones.
         skip: names of invariants to leave out.
-        thorough: ask all of them, with more repetitions.
-        backward: compare dq, dk and dv as well.
-        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
-        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
-            packed workloads are "thd".
-        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
-        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
-            row), "keep" (what dropout has left) and "ignored".
-        out_layout: that of out, where it is another.
-        lse_base: "e" or 2, of lse and max.
-        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
-        takes_out: fn writes out into its argument out=, which is filled with NaN before.
-        device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
-        seed: of the inputs.
-        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
-            these rows and their dout out.
-        contiguous: whether fn takes contiguous tensors only, as its documentation says.
-        name: what reports call a callable, by default its qualified name.
-        dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
-            tensors: exact attention is that of these values.
+        thorough: run all of them, with more repetitions.
+        backward: run those of dq, dk and dv as well.
+        device: as for `check`.
+        seed: as for `check`.
+        name: as for `check`.
+        dequantized: as for `check`.
+        **declared: what fn says of itself (`Declaration`).
 
     Returns:
         The report: a finding per invariant.
 
     Raises:
         AssertionError: an invariant is broken; the text is the evidence.
-        ContractError: what fn returned cannot be compared; an AssertionError, too.
-        NotImplementedError: fn declines the workload by one with a text.
-        ValueError: an argument is none of the known, or a backend cannot take the workload.
-        TypeError: fn is none of the three.
+        ContractError: as for `check`.
+        NotImplementedError: as for `check`.
+        ValueError: as for `check`, or no invariant has the name.
+        TypeError: as for `check`.
     """
     __tracebackhide__ = True
-    spec = CheckSpec(
-        _named(workload),
-        resolve_device(device),
-        backward,
-        precision=precision,
-        layout=layout,
-        returns_lse=returns_lse,
-        seed=seed,
-        empty_rows=empty_rows,
-        contiguous=contiguous,
-        signature=signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out),
-    )
+    made = _declaration(check_invariants, declared)
+    spec = CheckSpec(_named(workload), resolve_device(device), backward, declared=made, seed=seed)
     subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
     if not report.passed:
@@ -181,75 +166,49 @@ def check_invariants(
     return report
 
 
+@takes_declaration
 def measure(
     fn: Callable[..., Any] | Backend | str,
     workload: Workload | str,
     *,
     backward: bool | Literal["both"] = False,
     inputs: str | tuple[str, ...] | None = None,
-    precision: str | Precision = "flash",
-    layout: str = "bhsd",
-    returns_lse: bool = False,
-    returns: Sequence[str] | None = None,
-    out_layout: str | None = None,
-    lse_base: str | int = "e",
-    lse_layout: str | None = None,
-    takes_out: bool = False,
     device: str = "auto",
     seed: int = 0,
     cold: bool = True,
     cpu_threads: int | None = None,
-    empty_rows: str = "zero",
-    contiguous: bool = False,
     name: str | None = None,
+    **declared: Unpack[Declared],
 ) -> Latency:
     """Check a callable as `check` does, then time it, without pytest and without a baseline.
 
     Args:
-        fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
-        workload: a `Workload`, or a name of the catalog that stands for one.
+        fn: as for `check`.
+        workload: as for `check`.
         backward: False times the forward pass, True the backward pass alone, "both" one after the other.
-        inputs: names of input distributions, by default ("structured", "flat").
-        precision: where the kernel says it rounds ("flash", "flash2", "eager", ..., or a `Precision`).
-        layout: "bhsd" or "bshd", in which fn takes and returns tensors; "hsd" or "shd" where they have no batch dimension;
-            packed workloads are "thd".
-        returns_lse: fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm.
-        returns: what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each
-            row), "keep" (what dropout has left) and "ignored".
-        out_layout: that of out, where it is another.
-        lse_base: "e" or 2, of lse and max.
-        lse_layout: "bhs", "bsh", "hs" or "sh", of lse and max.
-        takes_out: fn writes out into its argument out=, which is filled with NaN before.
-        device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
-        seed: of the inputs.
+        inputs: as for `check`.
+        device: as for `check`.
+        seed: as for `check`.
         cold: flush a GPU's L2 cache before each sample.
         cpu_threads: threads of torch while a CPU is timed; None leaves them.
-        empty_rows: what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves
-            these rows and their dout out.
-        contiguous: whether fn takes contiguous tensors only, as its documentation says.
-        name: what reports call a callable, by default its qualified name.
+        name: as for `check`.
+        **declared: what fn says of itself (`Declaration`).
 
     Returns:
         The latency, in seconds.
 
     Raises:
-        AssertionError: fn is wrong; the text is the diagnosis.
+        AssertionError: as for `check`.
         StaleError: when called again, fn left results that are not those of its data.
-        ContractError: what fn returned cannot be compared; an AssertionError, too.
-        NotImplementedError: fn declines the workload by one with a text.
-        ValueError: an argument is none of the known, or a backend cannot take the workload.
-        TypeError: fn is none of the three.
+        ContractError: as for `check`.
+        NotImplementedError: as for `check`.
+        ValueError: as for `check`.
+        TypeError: as for `check`.
     """
     __tracebackhide__ = True
-    direction = direction_of(backward)
-    where = resolve_device(device)
-    names = distribution_names(inputs)
-    spec = CheckSpec(
-        *(_named(workload), where, bool(backward), names, precision, layout, returns_lse, seed),
-        empty_rows=empty_rows,
-        contiguous=contiguous,
-        signature=signature_of(layout, returns_lse, returns, out_layout, lse_base, lse_layout, takes_out),
-    )
+    direction, where = direction_of(backward), resolve_device(device)
+    made = _declaration(measure, declared)
+    spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
     with current(where), threads(cpu_threads if where.type == "cpu" else None):

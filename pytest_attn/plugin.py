@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,26 +37,7 @@ __all__ = [  # what pytest finds as fixtures here
     "qkv",
 ]
 
-MARKERS = (
-    "attention(*workloads, backends=None, dtypes=None, layout='bhsd', device=None, backward=False, inputs=None,"
-    " precision='flash', returns_lse=False, returns=None, out_layout=None, lse_base='e', lse_layout=None, takes_out=False,"
-    " empty_rows='zero', contiguous=False, ranks=None, shard='contiguous'): run the test on these attention workloads"
-    " (catalog names or Workload objects), and on each selected backend if it uses attn_backend. layout: 'bhsd' (torch) or"
-    " 'bshd' (flash-attn), of the tensors that fn takes and returns, 'hsd' or 'shd' without a batch; backward: gradients too,"
-    " or of what ('q', 'k', 'v', 'sinks', 'bias', 'alibi'); inputs: names of distributions"
-    " ('structured', 'flat', 'randn', 'peaky', 'flux', 'outlier', 'onehot', 'large'); precision: where fn rounds ('flash',"
-    " 'eager', ..., or a Precision); returns_lse: fn returns (out, lse); returns: names of what it returns ('out',"
-    " 'lse', 'weights', 'max', 'keep', 'ignored'); out_layout: of out, if another; lse_base ('e', 2) and lse_layout ('bhs',"
-    " 'bsh', 'hs', 'sh'): of lse; takes_out: fn writes into out=; empty_rows: what fn returns where a row sees no key"
-    " ('zero', 'finite', 'any'); contiguous: fn takes contiguous tensors only; ranks: how many"
-    " processes call fn, each with its shards, or several such numbers; shard: 'contiguous', 'head-tail', 'striped', or a"
-    " function (length, ranks) -> positions of each rank",
-    "attention_model(backends=None, backward=True, device=None): the test holds a model's attention with attn_model, on each"
-    " selected backend if it uses attn_backend. backward: gradients too",
-    "attention_requires(backend=None, arch=None, memory=None, gpus=None): skip the test, with the reason, where a backend"
-    " ('flash2>=2.7'), a compute capability ('>=8.0,<10.0', 'gfx942', 'cpu'), device memory ('40 GiB') or a number of GPUs"
-    " is missing",
-)
+MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requires(...)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the settings once, refuse unknown names, and start to collect records."""
     from pytest_attn.session.session import SESSION, AttentionSession
 
-    for marker in MARKERS:
+    for marker in _marker_lines(config):
         config.addinivalue_line("markers", marker)
     session = config.stash[SESSION] = AttentionSession(config)
     settings = session.settings
@@ -99,6 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
         open_json_lines(session, config)
     config.pluginmanager.register(session.results, "attn-results")
+
+
+def _marker_lines(config: pytest.Config) -> Iterable[str]:
+    """Return the markers to declare; their help is long, and is made only where `pytest --markers` shows it."""
+    if not config.getoption("markers", False):
+        return MARKERS
+    from pytest_attn.session.marks import marker_help
+
+    return (one.text for one in marker_help())
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:

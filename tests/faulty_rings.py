@@ -83,7 +83,7 @@ def judged_over_ranks(kernel, workload, ranks, shard="contiguous", fault="", ref
     sharding = Sharding(workload, shard, ranks)
     problem, spec = Problem.of(sharding), spec_of(workload, **{"backward": True, **options})
     team = EmulatedTeam(
-        lambda exchange: kernel(exchange, problem, fault, spec.returns_lse), sharding, spec.layout, spec.returns_lse
+        lambda exchange: kernel(exchange, problem, fault, spec.declared.has_lse), sharding, spec.layout, spec.declared.has_lse
     )
     callable_ = spec.subject(Registry(), lambda q, k, v: None, kernel.__name__)
     comparison = judge(RankedCallable(callable_, team, sharding), spec, references)

@@ -1,6 +1,7 @@
 """Short ways to judge or time a kernel in a test, the kernels that most of them judge or time, and where."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
 from pytest_attn import Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
@@ -83,7 +85,8 @@ def failure(fn, workload, **options):
 
 def spec_of(workload=FULL, **options):
     """Return what a check on a CPU depends on."""
-    return CheckSpec(workload, torch.device("cpu"), **options)
+    declared = Declaration(**{one.name: options.pop(one.name) for one in fields(Declaration) if one.name in options})
+    return CheckSpec(workload, torch.device("cpu"), declared=declared, **options)
 
 
 def with_gradients(gradients_of):

@@ -34,6 +34,7 @@ from test_readme import without_figures
 
 import pytest_attn
 from pytest_attn import hooks, plugin
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.session.marks import AttentionMark
 
 if sys.version_info >= (3, 11):
@@ -294,9 +295,11 @@ def test_every_option_in_the_pages_is_one(pytestconfig):
 
 
 def test_the_table_of_arguments_is_that_of_the_marker():
-    arguments = (DOCS / "reference" / "markers.md").read_text().partition("## Arguments of attention\n")[2].partition("## ")[0]
-    listed = re.findall(r"^\| `\*?(\w+)` \|", arguments, re.M)
-    assert listed == [field.name for field in fields(AttentionMark) if field.name != "parameters"]
+    arguments = (DOCS / "reference" / "markers.md").read_text().partition("## attention\n")[2].partition("## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", arguments, re.M)
+    declared = [field.name for field in fields(Declaration)]
+    own = [field.name for field in fields(AttentionMark) if field.name not in ("workloads", "declared", "parameters")]
+    assert sorted(listed) == sorted([*own, *declared])
 
 
 #: what the examples in docstrings take for granted

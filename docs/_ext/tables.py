@@ -17,13 +17,14 @@ import field_tables
 
 import pytest_attn
 from pytest_attn import hooks, plugin
+from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.plugin import MARKERS
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
+from pytest_attn.session.marks import marker_help
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
@@ -61,9 +62,28 @@ def _first(documented: object) -> str:
 
 def markers() -> Iterator[str]:
     """Every marker: its signature and what it does."""
-    for marker in MARKERS:
-        signature, _, text = marker.partition("): ")
-        yield from (f"`@pytest.mark.{signature})`", "", f"{plain(text[0].upper() + text[1:])}.", "")
+    for marker in marker_help():
+        summary = plain(marker.summary[0].upper() + marker.summary[1:])
+        yield from (f"## {marker.name}", "", f"`@pytest.mark.{marker.signature}`", "", f"{summary}.", "")
+        yield from _arguments(marker.arguments)
+        yield ""
+
+
+def _arguments(arguments: Iterable[Argument]) -> Iterator[str]:
+    rows = ((f"`{one.name}`", _with_code(one.meaning), _with_code(one.unset or _literal(one.default))) for one in arguments)
+    yield from table(("argument", "what it says", "default"), rows)
+
+
+def _literal(default: object) -> str:
+    return f'"{default}"' if isinstance(default, str) else f"`{default!r}`"
+
+
+def _with_code(text: str) -> str:
+    """Return text as Markdown in which options, quoted words and tuples of these are code."""
+    code = re.compile(r'`[^`]+`|\([^()]*"[^()]*\)|"[^"]+"|--attn-[\w-]+')
+    prose = [part.replace("*", r"\*").replace("<", r"\<") for part in code.split(text)]
+    spans = [f"`{span.strip('`')}`" for span in code.findall(text)]
+    return "".join(part for pair in zip(prose, [*spans, ""], strict=True) for part in pair)
 
 
 def fixtures() -> Iterator[str]:

@@ -10,6 +10,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES, OVER_RANKS
 from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.backends.graphed import Graphed
 from pytest_attn.backends.over_ranks import RankBackend
@@ -111,17 +112,14 @@ class Registry:
         self,
         target: Callable[..., Any] | Backend | str,
         name: str | None = None,
-        *,
-        layout: str = "bhsd",
-        precision: str | Precision = "flash",
-        returns_lse: bool = False,
+        declared: Declaration = Declaration(),
         within: str = "",
         dequantized: Dequantizer | None = None,
     ) -> Subject:
         """Return what is tested behind its one type: a backend as it is or by its name, or a callable of (q, k, v).
 
-        name: what reports call a callable. layout, precision, returns_lse: what its test declares; a backend declares them
-        itself. within: the qualified name of that test. dequantized: what a callable that quantizes makes of q, k and v.
+        name: what reports call a callable. declared: what its test says of it; a backend says it itself. within: the
+        qualified name of that test. dequantized: what a callable that quantizes makes of q, k and v.
         Raises ValueError for an unknown backend, TypeError for what is none of the three, and for a name that is none.
         """
         if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
@@ -134,7 +132,7 @@ class Registry:
             return target
         if not callable(target):
             raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
-        subject = CallableSubject(target, name, layout, precision, returns_lse, within)
+        subject = CallableSubject(target, name, declared, within)
         return subject if dequantized is None else subject.quantizing(dequantized)
 
     def canonical(self, name: str) -> str:

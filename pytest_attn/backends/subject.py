@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet, untraced
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.declining import declined_because
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine, current
@@ -79,6 +80,13 @@ class Subject(ABC):
         """Return its precision profile on a type of device ("cpu", "cuda", ...)."""
         del kind
         return self.precision
+
+    def declares(self, asked: Declaration, kind: str) -> Declaration:
+        """Return what it takes and returns on a type of device. asked: what its test declares.
+
+        Raises ValueError for a precision that is none.
+        """
+        return asked.of_backend(self.precision_on(kind), self.returns_lse)
 
     def calling(self) -> AbstractContextManager[object]:
         """Return what its code runs in: a library's warnings must not fail a test, those of a user's own function may."""
@@ -179,14 +187,16 @@ class CallableSubject(Subject):
         self,
         fn: Callable[..., Any],
         name: str | None = None,
-        layout: str = "bhsd",
-        precision: str | Precision = "flash",
-        returns_lse: bool = False,
+        declared: Declaration = Declaration(),
         within: str = "",
     ) -> None:
-        self.user_function = fn
+        self.user_function, self.declared = fn, declared
         self.name, self.given_name = name or called_name(fn, within), name or ""
-        self.layout, self.precision, self.returns_lse = layout, precision, returns_lse
+        self.layout, self.precision, self.returns_lse = declared.inner_layout, declared.precision, declared.has_lse
+
+    def declares(self, asked: Declaration, kind: str) -> Declaration:
+        """Return what its test has declared of it."""
+        return self.declared
 
     def quantizing(self, dequantizer: Dequantizer) -> CallableSubject:
         """Have the callable held against exact attention on what `dequantizer` says that it makes of q, k and v.
@@ -220,7 +230,7 @@ class CallableSubject(Subject):
 
     @property
     def _identity(self) -> tuple[object, ...]:
-        return *identity_of(self.user_function), self.name, self.layout, self.precision, self.returns_lse
+        return *identity_of(self.user_function), self.name, self.declared
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return the callable itself."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -164,10 +163,9 @@ class RankCase(CaseTensors):
     def _served(self, fn: Callable[..., Any] | Backend | str, name: str | None) -> Any:
         spec, backend = self._spec, self._registry[fn] if isinstance(fn, str) else fn
         if isinstance(backend, RankBackend):
-            fn, spec = self._prepared(backend), replace(spec, layout="bhsd", returns_lse=False)
-        layout = "thd" if self._workload.is_packed else spec.layout
+            fn, spec = self._prepared(backend), spec.for_subject(backend)
         assert callable(fn)
-        server = RankServer(fn, self._sharding, self.rank, layout, spec.returns_lse, self.device)
+        server = RankServer(fn, self._sharding, self.rank, spec.layout, spec.declared.has_lse, self.device)
         timing = RankTiming(fn, spec, self._sharding, self._rank)
         with threads(None):  # which a measurement may change
             return self._rank.serve(server, timing, name or "")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.backends.subject import CallableSubject
 from pytest_attn.reports.records import Record, changed
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.version import __version__
@@ -100,7 +101,8 @@ def _kernel(session: AttentionSession, subject: Subject | str) -> dict[str, Any]
     """Say which library a backend is of; a callable is of none, whatever its name."""
     if isinstance(subject, str) or not subject.is_backend:
         name = subject if isinstance(subject, str) else subject.name
-        return {"tags": {"family": "callable", "backend": name, "compile": "none"}, "version": ""}
+        declared = subject.declared.stated() if isinstance(subject, CallableSubject) else {}
+        return {"tags": {"family": "callable", "backend": name, "compile": "none"}, "version": "", "declared": declared}
     name, _, variant = subject.name.partition("+")
     tags = {"family": subject.library, "backend": name, "compile": variant or "none"}
     return {"tags": tags, "version": session.registrations.version_of(subject)}

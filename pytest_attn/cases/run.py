@@ -18,7 +18,6 @@ from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment, Refusal, R
 from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.parameters import parameters_of
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.lines import labeled
 from pytest_attn.ranks.rank_group import RankRaisedError
@@ -29,6 +28,7 @@ from pytest_attn.session.kernels import Target
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.workloads.parameters import parameters_of
 
 
 class CaseRun:

@@ -19,7 +19,7 @@ from pytest_attn.cases.records import change_last_record
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures.data import FailureData, tensors_of
-from pytest_attn.failures.encoding import encode_precision, encode_workload
+from pytest_attn.failures.encoding import encode_declaration, encode_precision, encode_workload
 from pytest_attn.failures.failure import ENVIRONMENT, FORMAT, SCRIPT, TENSORS, write_tensors
 from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
 from pytest_attn.failures.script import (
@@ -131,15 +131,10 @@ class FailureSaver:
                 "distribution": data.distribution,
                 "seed": spec.seed,
                 "backward": data.backward,
-                "layout": spec.layout,
-                "returns_lse": spec.returns_lse,
-                "precision": encode_precision(spec.precision),
-                "declared": encode_precision(spec.for_subject(self._subject).precision if self._subject else spec.precision),
+                "declared": encode_declaration(spec.declared),
+                "precision": encode_precision((spec.for_subject(self._subject) if self._subject else spec).declared.precision),
                 "limits": spec.limits,
-                "empty_rows": spec.empty_rows,
-                "contiguous": spec.contiguous,
                 "parameters": list(spec.parameters),
-                "signature": asdict(spec.signature) if spec.signature else None,
                 "thorough": self._session.settings.thorough,
             },
             "machine": {**asdict(machine), "kind": machine.kind, "torch_version": str(machine.torch_version)},

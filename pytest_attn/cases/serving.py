@@ -78,9 +78,7 @@ class ServingTensors:
     def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self._spec
         _, k, v = spec.handed(self._inputs)
-        if spec.signature is None:
-            return k, v
-        return spec.signature.given(k, spec.workload, is_kv=True), spec.signature.given(v, spec.workload, is_kv=True)
+        return spec.declared.given(k, spec.workload, is_kv=True), spec.declared.given(v, spec.workload, is_kv=True)
 
     def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
         """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""

@@ -152,16 +152,19 @@ class CaseTensors(ServingTensors):
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
         """What a test may close over and is asked for a gradient of."""
-        from pytest_attn.correctness.parameters import HELD_IN, parameters_of
+        from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 
-        return {name: getattr(self._inputs, HELD_IN[name]) for name in parameters_of(self._workload, self._mark.parameters)}
+        return {
+            name: getattr(self._inputs, PARAMETERS[name].tensor)
+            for name in parameters_of(self._workload, self._mark.parameters)
+        }
 
     def _with_gradients(self, inputs: Inputs) -> Inputs:
         """Have the parameters require a gradient before anybody is given them."""
-        from pytest_attn.correctness.parameters import HELD_IN, parameters_of
+        from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 
         for name in parameters_of(self._workload, self._mark.parameters):
-            getattr(inputs, HELD_IN[name]).requires_grad_()
+            getattr(inputs, PARAMETERS[name].tensor).requires_grad_()
         return inputs
 
     @property
@@ -176,15 +179,10 @@ class CaseTensors(ServingTensors):
             device=self.device,
             backward=mark.backward,
             inputs=distribution_names(mark.inputs),
-            precision=mark.precision,
-            layout=mark.layout,
-            returns_lse=mark.returns_lse,
+            declared=mark.declared,
             seed=settings.seed,
             limits=settings.limits,
             diagnosis_timeout=settings.diagnosis_timeout,
-            empty_rows=mark.empty_rows,
-            contiguous=mark.contiguous,
-            signature=mark.signature,
         )
 
     @property
@@ -217,10 +215,8 @@ class CaseTensors(ServingTensors):
 
     def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
         spec = self._spec
-        tensor = spec.in_layout(tensor)
-        return tensor if spec.signature is None else spec.signature.given(tensor, spec.workload)
+        return spec.declared.given(spec.in_layout(tensor), spec.workload)
 
     def _as_returned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of the judgment as the marker says that a callable returns it."""
-        signature = self._spec.signature
-        return tensor if signature is None else signature.declared(name, tensor, self._workload.is_packed)
+        return self._spec.declared.declared(name, tensor, self._workload.is_packed)

@@ -42,7 +42,7 @@ def call_kernel(
         laid[2] = laid[1][..., : spec.workload.v_head_dim]
     given = [t.requires_grad_(spec.backward) for t in laid]
     names = spec.results
-    empty_rows = EmptyRows(pristine, spec.empty_rows)
+    empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
     gradients = nullcontext() if spec.backward else torch.no_grad()
     with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
         result = kernel(*given)

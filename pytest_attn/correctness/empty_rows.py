@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: What a kernel returns in such rows: out 0 and lse -inf (as FlashAttention), any finite numbers, anything.
-EMPTY_ROWS = ("zero", "finite", "any")
 #: (query, key) pairs that are looked at together
 _PAIRS = 1 << 26
 _EXACT = {"out": 0.0, "lse": -math.inf, "dq": 0.0, "weights": 0.0, "max": -math.inf}

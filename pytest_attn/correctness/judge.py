@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.correctness.adapted import as_out
 from pytest_attn.correctness.calling import call_kernel, fault_of_change, late_refusals_of
 from pytest_attn.correctness.compare import compare_all
 from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch, Returned, TensorComparison
@@ -20,7 +21,6 @@ from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.location import location_of, looked_at, wrong_rows
 from pytest_attn.correctness.reference import Reference, as_compared
 from pytest_attn.correctness.references import ReferenceCache
-from pytest_attn.correctness.signed import as_out
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, StridePattern, refusals
 
@@ -57,9 +57,9 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference) -> Comparis
     """Compare one output, already computed and in the spec's layout, with its reference; arguments as those of `judge`."""
     if spec.workload.dropout:
         raise ValueError("with dropout, out alone says not what was dropped; use attn.check")
-    out = out if spec.signature is None else as_out(out, spec.signature, reference.inputs)
+    out = out if spec.declared.is_plain else as_out(out, spec.declared, reference.inputs)
     (tensor,) = check_contract(out, ("out",), reference, spec.workload, spec.layout)
-    empty_rows = EmptyRows(reference.called_with, spec.empty_rows)
+    empty_rows = EmptyRows(reference.called_with, spec.declared.empty_rows)
     limits, tensors = limits_named(spec.limits), empty_rows.forget({"out": spec.in_layout(tensor).detach().clone()})
     (row,) = compare_all(spec.inputs[0], tensors, reference, spec.workload, limits)
     returned = Returned(row.distribution, reference, tensors)
@@ -187,7 +187,7 @@ class _Judgment:
     def _takes_views(self) -> bool:
         """Whether tensors are handed over as models do; pools are as they are, and other strides cost another compilation."""
         is_compiled = self.kernel is not None and compilation_of(self.kernel) is not None
-        return not (is_compiled or self.spec.contiguous or self.spec.workload.kv_pages)
+        return not (is_compiled or self.spec.declared.contiguous or self.spec.workload.kv_pages)
 
     def _results(
         self, distribution: str, reference: Reference, pattern: StridePattern

@@ -12,7 +12,7 @@ The variances are those of dS and D (`gradients.py`): one D moves all dS of its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.backends.precision import Precision
@@ -20,6 +20,7 @@ from pytest_attn.correctness.blocks import Block, Chunk
 from pytest_attn.correctness.exact import distances_of, sinks_of
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, ScoreGradient
 from pytest_attn.correctness.rounding import Rounding
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,31 +28,6 @@ if TYPE_CHECKING:
 
 #: values and variances by name
 Sums: TypeAlias = "dict[str, tuple[torch.Tensor, torch.Tensor]]"
-
-#: what a workload may have a gradient of, beside q, k and v
-PARAMETERS = ("sinks", "bias", "alibi")
-#: the tensor of a workload's inputs that holds it
-HELD_IN = {"sinks": "sinks", "bias": "bias", "alibi": "alibi_slopes"}
-
-
-def parameters_of(workload: Workload, among: Iterable[str] = PARAMETERS) -> list[str]:
-    """Return which of these parameters a workload has. What comes before a score_mod has no gradient that is known here."""
-    known = PARAMETERS if workload.score_mod is None else ("sinks",)
-    return [name for name in among if name in known and getattr(workload, name)]
-
-
-def shape_of(name: str, w: Workload) -> tuple[int, int, int, int]:
-    """Return the shape of a parameter's gradient as it is compared; sinks and slopes have heads alone."""
-    if name != "bias":
-        return w.batch if name == "alibi" and w.alibi == "batch" else 1, w.heads, 1, 1
-    sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-    b, h, q, k = (size if dim in str(w.bias) else 1 for dim, size in sizes.items())
-    return b, h, q, k
-
-
-def is_of_parameter(name: str) -> bool:
-    """Whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
-    return name[1:] in PARAMETERS
 
 
 class ParameterGradients:
@@ -116,7 +92,7 @@ def sums_of(parameters: tuple[str, ...], w: Workload, device: torch.device) -> S
     import torch
 
     def zeros(name: str) -> torch.Tensor:
-        return torch.zeros(shape_of(name, w), dtype=torch.float64, device=device)
+        return torch.zeros(PARAMETERS[name].shape(w), dtype=torch.float64, device=device)
 
     return {name: (zeros(name), zeros(name)) for name in parameters}
 
@@ -125,5 +101,5 @@ def rounded(sums: Sums, precision: Precision, w: Workload) -> Iterator[tuple[str
     """Yield name, value and variance of each sum once it is rounded to the dtype of its parameter."""
     terms = w.batch * w.q_len
     for name, (value, variance) in sums.items():
-        rounding = Rounding(precision, str(w.sinks) if name == "sinks" and w.sinks is not True else w.out_dtype)
+        rounding = Rounding(precision, PARAMETERS[name].dtype(w))
         yield f"d{name}", value, variance + rounding.of_result(value, terms)

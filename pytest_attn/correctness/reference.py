@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import Block, Segment, head_blocks
 from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.parameters import is_of_parameter, rounded, shape_of, sums_of
+from pytest_attn.correctness.parameters import rounded, sums_of
 from pytest_attn.correctness.passes import compute_block
 from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
+from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -117,7 +118,7 @@ def heads_first(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
 
 def as_compared(name: str, tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     """View a native result as it is compared: (batch, heads, rows, ...), or as the gradient of a parameter is."""
-    return tensor.view(shape_of(name[1:], workload)) if is_of_parameter(name) else heads_first(tensor, workload)
+    return tensor.view(PARAMETERS[name[1:]].shape(workload)) if is_of_parameter(name) else heads_first(tensor, workload)
 
 
 def compute_reference(

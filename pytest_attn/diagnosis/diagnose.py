@@ -16,7 +16,6 @@ from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Location, Mismatch, TensorComparison
 from pytest_attn.correctness.location import describe_rows, location_of, looked_at, wrong_rows
 from pytest_attn.correctness.mask_mistakes import TILES
-from pytest_attn.correctness.parameters import is_of_parameter
 from pytest_attn.correctness.reference import Reference, score_elements
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.backward import (
@@ -35,6 +34,7 @@ from pytest_attn.diagnosis.precision import fitting_profiles, scale_or_profile
 from pytest_attn.diagnosis.softmax import WholeResult, faults_of_extra, faults_of_lse
 from pytest_attn.diagnosis.steps import regions_of
 from pytest_attn.workloads.heads import repeated
+from pytest_attn.workloads.parameters import is_of_parameter
 
 #: |lse| above which its exponential leaves float32
 _EXP_REACH = 88

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.parameters import PARAMETERS
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.quantized import Descales
 from pytest_attn.workloads.workload import Workload
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.functions import decode_function, encode_function
 from pytest_attn.workloads.masks.registry import mask_from_dict, mask_to_dict
@@ -43,3 +44,14 @@ def encode_precision(precision: str | Precision) -> str | dict[str, Any]:
 def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:
     """Return the precision of `encode_precision`."""
     return encoded if isinstance(encoded, str) else Precision(**encoded)
+
+
+def encode_declaration(declared: Declaration) -> dict[str, Any]:
+    """Return what a callable says of itself as builtin types."""
+    fields = {field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)}
+    return {**fields, "precision": encode_precision(declared.precision)}
+
+
+def decode_declaration(encoded: dict[str, Any]) -> Declaration:
+    """Return the declaration of `encode_declaration`."""
+    return Declaration(**{**encoded, "precision": decode_precision(encoded["precision"])})

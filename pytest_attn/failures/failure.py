@@ -17,27 +17,26 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.parameters import HELD_IN
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.references import ReferenceCache
-from pytest_attn.correctness.signature import Signature
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.failures.data import inputs_from, reference_from
-from pytest_attn.failures.encoding import decode_precision, decode_workload
+from pytest_attn.failures.encoding import decode_declaration, decode_precision, decode_workload
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.messages.lines import LABEL_WIDTH, labeled
 from pytest_attn.workloads.functions import UnknownFunctionError
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
 #: of the folder: a later version that writes another one says so here
-FORMAT = 1
+FORMAT = 2
 TENSORS, ENVIRONMENT, SCRIPT = "tensors.safetensors", "environment.json", "repro.py"
 _INSTALL = 'pip install "pytest-attn[failures]"'
 
@@ -147,17 +146,12 @@ class Failure:
             device=where,
             backward=asked["backward"],
             inputs=(asked["distribution"],),
-            precision=decode_precision(asked["precision"]),
-            layout=asked["layout"],
-            returns_lse=asked["returns_lse"],
+            declared=decode_declaration(asked["declared"]),
             seed=asked["seed"],
             limits=asked["limits"],
-            empty_rows=asked.get("empty_rows", "zero"),
-            contiguous=asked.get("contiguous", False),
-            signature=Signature(**asked["signature"]) if asked.get("signature") else None,
-            parameters={name: self.tensors[HELD_IN[name]] for name in asked.get("parameters", ())},
+            parameters={name: self.tensors[PARAMETERS[name].tensor] for name in asked.get("parameters", ())},
         )
-        declared = precision_named(decode_precision(asked["declared"]))
+        declared = precision_named(decode_precision(asked["precision"]))
         reference = reference_from(self.tensors, inputs, declared)
         return spec, SavedReferences(inputs, reference, declared, self.environment["kernel"]["name"])
 
@@ -211,7 +205,7 @@ def load_failure(folder: str | os.PathLike[str]) -> Failure:
         raise ValueError(f"{place / ENVIRONMENT} describes no workload: {type(error).__name__}: {error}") from None
     environment["workload"]["lost"] = lost
     for name in environment.get("question", {}).get("parameters", ()):
-        tensors[HELD_IN[name]].requires_grad_()
+        tensors[PARAMETERS[name].tensor].requires_grad_()
     return Failure(place, workload, tensors, environment)
 
 

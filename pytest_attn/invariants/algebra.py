@@ -76,7 +76,7 @@ def _is_merged(probe: Probe) -> str:
     """Ask about the two halves of the keys, and put the results together by their lse, as split kernels do."""
     w, inputs = probe.workload, probe.inputs
     is_plain = w.mask is None and _keys_are_alike(w) and not w.sinks and w.bias is None and w.kv_pages is None
-    if not probe.spec.returns_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
+    if not probe.spec.declared.has_lse or not is_plain or w.is_packed or w.kv_len < 2 or not probe.is_short:
         return ""
     halves = []
     for keys in (slice(0, w.kv_len // 2), slice(w.kv_len // 2, None)):

@@ -124,7 +124,7 @@ class LseGradient(Invariant):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Backward, with lse, and scores that are scale * q . k but for a constant."""
         w = probe.workload
-        if not probe.spec.returns_lse:
+        if not probe.spec.declared.has_lse:
             return "the kernel returns no lse"
         if w.sinks or w.softcap is not None or w.score_mod is not None:
             return "softcap, sinks and score_mod change what a shift of the keys does"

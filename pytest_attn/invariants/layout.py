@@ -91,7 +91,7 @@ class Layout(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out kernels that are documented to take contiguous tensors."""
-        return CONTIGUOUS_ONLY if probe.spec.contiguous else None
+        return CONTIGUOUS_ONLY if probe.spec.declared.contiguous else None
 
     def run(self, probe: Probe) -> str:
         """Call with each arrangement that the kernel does not refuse."""
@@ -198,7 +198,7 @@ class Alignment(Invariant):
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Leave out kernels that are documented to take contiguous tensors."""
-        return CONTIGUOUS_ONLY if probe.spec.contiguous else None
+        return CONTIGUOUS_ONLY if probe.spec.declared.contiguous else None
 
     def run(self, probe: Probe) -> str:
         """Call with each arrangement that the kernel does not refuse."""

@@ -158,7 +158,7 @@ class Probe:
         thorough: bool = False,
         count: Count | None = None,
     ) -> None:
-        self.empty_rows = EmptyRows(inputs, spec.empty_rows)
+        self.empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
         self.subject, self.spec, self.inputs = subject, spec, inputs
         self.deadline, self.thorough = deadline, thorough
         self.count = count or Count()
@@ -289,8 +289,7 @@ class Probe:
             return None
         if any(not defect.invariants for defect in self.subject.defects_on(workload, machine, self.backward)):
             return None  # those that name invariants show in these alone, not in plain calls
-        layout = "thd" if workload.is_packed else "bhsd"
-        spec = dataclasses.replace(self.spec, workload=workload, layout=layout)
+        spec = dataclasses.replace(self.spec, workload=workload)
         inputs = other if isinstance(other, Inputs) else draw_inputs(other, spec.inputs[0], spec.seed, self.device)
         return self._beside(spec, inputs)
 

@@ -182,7 +182,7 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> W
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare_timed(inputs, backward=direction != "forward")
     tensors = list(spec.handed(inputs))
-    empty_rows = EmptyRows(inputs, spec.empty_rows)
+    empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
 
     if spec.workload.dropout:
         return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, _Signs())

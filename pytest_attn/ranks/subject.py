@@ -84,7 +84,7 @@ class RankedCallable(RankedSubject, CallableSubject):
     """A user's callable over ranks."""
 
     def __init__(self, callable_: CallableSubject, team: RankGroup, sharding: Sharding) -> None:
-        super().__init__(callable_.user_function, callable_.name, callable_.layout, callable_.precision, callable_.returns_lse)
+        super().__init__(callable_.user_function, callable_.name, callable_.declared)
         self.given_name = callable_.given_name
         self.team, self.sharding, self._numbers = team, sharding, count(1)
 

@@ -158,7 +158,7 @@ class RankTiming:
         spec = self._spec
         inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, self._device)
         shards = [*parts_of(whole_of(inputs, spec), self._sharding, spec.layout, self._rank.rank).values()]
-        empty_rows = EmptyRows(inputs, spec.empty_rows)
+        empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
         dout = spec.in_layout(empty_rows.blanked(inputs.dout))
         is_whole = False
         if direction != "forward":

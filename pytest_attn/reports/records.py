@@ -62,6 +62,9 @@ class Record(TypedDict):
         dict[str, Any], "family (the library), backend (without variant), compile (none, compile, max_autotune or graph)"
     ]
     version: Annotated[str, "of the library; empty for a callable"]
+    declared: Annotated[
+        dict[str, Any], "what a callable's test says of it (arguments of the marker), where that is not the default"
+    ]
     direction: Annotated[str, "forward, backward or forward+backward (that, of a check: out and gradients)"]
     backward: Annotated[bool, "whether gradients were asked for"]
     tensor: Annotated[str, "of all tensors and input distributions, the one closest to its limits, or furthest over them"]

@@ -48,9 +48,7 @@ class SelectedKernels:
         """
         workloads = self.selection.workloads(mark)
         for workload in workloads:
-            if mark.layout == "thd" and not workload.is_packed:
-                raise ValueError(f"layout 'thd' needs a packed workload (q_lens), {workload.id} is not one")
-            if mark.signature is not None and (reason := mark.signature.unfit_for(workload)):
+            if reason := mark.declared.unfit_for(workload):
                 raise ValueError(reason)
         backends = self.backends(mark) if takes_backend else [None]
         return [CaseParameter(workload, backend) for workload in workloads for backend in backends]

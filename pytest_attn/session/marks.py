@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.backends.declaration import FORM, Argument, Declaration, argument, arguments_of, checked, described, one_of
 from pytest_attn.backends.machine import is_device_name
-from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.versions import satisfies
-from pytest_attn.correctness.empty_rows import EMPTY_ROWS
-from pytest_attn.correctness.parameters import PARAMETERS, parameters_of
-from pytest_attn.correctness.signature import Signature, signature_of
 from pytest_attn.session.options import size
 from pytest_attn.workloads.catalog import Catalog
-from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.fields import dtype_name
 from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.sharding import SHARDS, Shard
 from pytest_attn.workloads.workload import Workload
 
@@ -28,8 +26,9 @@ if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.registry import Registry
 
-#: the arguments that say what a callable takes and returns
-SIGNATURE = frozenset(("layout", "returns_lse", "returns", "out_layout", "lse_base", "lse_layout", "takes_out"))
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,42 @@ class AttentionMark:
     """`@pytest.mark.attention(...)`; workloads is empty where the run's selection decides."""
 
     workloads: tuple[Workload, ...] = ()
-    backends: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] | None = None
-    layout: str = "bhsd"
-    device: str | None = None
-    backward: bool = False
-    inputs: tuple[str, ...] | None = None
-    precision: str | Precision = "flash"
-    returns_lse: bool = False
-    returns: tuple[str, ...] | None = None
-    out_layout: str | None = None
-    lse_base: str | int = "e"
-    lse_layout: str | None = None
-    takes_out: bool = False
-    empty_rows: str = "zero"
-    contiguous: bool = False
+    backends: tuple[str, ...] | None = argument(
+        None, "names for attn_backend; --attn-backends narrows them", unset="the run's selection"
+    )
+    dtypes: tuple[str, ...] | None = argument(
+        None, "replace the dtype of each workload, one item for each; --attn-dtypes narrows them", unset="the workload's"
+    )
+    declared: Declaration = dataclasses.field(default_factory=Declaration)
+    device: str | None = argument(None, '"cpu", "cuda", "cuda:N", "xpu" or "mps"', unset="--attn-device")
+    backward: bool = argument(
+        False,
+        'whether dq, dk and dv are compared as well; ("q", "k", "v", "sinks"), with any of'
+        f" {', '.join(map(_quoted, PARAMETERS))}, compares the gradients of these, too",
+        one_of(True, False),
+    )
+    inputs: tuple[str, ...] | None = argument(
+        None, f"names of input distributions: {', '.join(map(_quoted, DISTRIBUTIONS))}", unset='("structured", "flat")'
+    )
     parameters: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-    shard: Shard = "contiguous"
+    ranks: tuple[int, ...] = argument(
+        None,
+        "how many processes call fn, each with its shards; several numbers make an item each",
+        unset="one process, whole tensors",
+    )
+    shard: Shard = argument(
+        "contiguous",
+        f"which rank holds what: {', '.join(map(_quoted, SHARDS))}, or a function of (length, ranks) that returns the"
+        " positions of each rank",
+    )
+
+    def __post_init__(self) -> None:
+        checked(self)
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        _refuse_unknown("attention", mark.kwargs, cls, besides=("workloads", "parameters"))
+        _refuse_unknown("attention", mark.kwargs, [one.name for one in arguments_of(cls)])
         values: dict[str, Any] = dict(mark.kwargs)
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
         if mark.args and not values["workloads"]:
@@ -73,36 +85,24 @@ class AttentionMark:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:
             values["inputs"] = distribution_names(values["inputs"])
-        signature_of(**{name: values[name] for name in SIGNATURE & values.keys()})
-        if isinstance(values.get("returns"), list | str):
-            values["returns"] = _as_tuple(values["returns"])
-        precision_named(values.get("precision", "flash"))
-        _one_of("empty_rows", values.get("empty_rows", "zero"), EMPTY_ROWS)
+        said = {one.name: values.pop(one.name) for one in arguments_of(Declaration) if one.name in values}
+        values["declared"] = Declaration(**said)
         if isinstance(values.get("backward"), list | tuple):
             values["parameters"] = _parameters(values["backward"], values["workloads"])
             values["backward"] = True
-        for flag in ("backward", "returns_lse", "contiguous"):
-            _one_of(flag, values.get(flag, False), (True, False))
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
-        values["ranks"] = _ranks(values)
+        values["ranks"] = _ranks(values, said)
         return cls(**values)
-
-    @property
-    def signature(self) -> Signature | None:
-        """What the callable takes and returns, None where layout and returns_lse say all."""
-        return signature_of(**{name: getattr(self, name) for name in SIGNATURE})
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
     """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None)`; raises as `from_marker` does."""
     if mark.args:
         raise ValueError(f"attention_model takes keyword arguments only, got {mark.args[0]!r}")
-    for name in mark.kwargs:
-        if name not in ("backends", "backward", "device"):
-            raise ValueError(f"attention_model got an unknown argument {name!r}; known: backends, backward, device")
-    _one_of("backward", mark.kwargs.get("backward", True), (True, False))
+    _refuse_unknown("attention_model", mark.kwargs, ("backends", "backward", "device"))
+    one_of(True, False)("backward", mark.kwargs.get("backward", True))
     given = pytest.mark.attention(**{"backward": True, **mark.kwargs}).mark
     return AttentionMark.from_marker(given, Catalog(), registry)
 
@@ -111,17 +111,17 @@ def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
 class RequiresMark:
     """`@pytest.mark.attention_requires(...)`: what the machine must have."""
 
-    backend: str | None = None
-    arch: str | None = None
-    memory: int | None = None
-    gpus: int | None = None
+    backend: str | None = argument(None, 'that can run here, of a version or of any: "flash2", "flash2>=2.7"')
+    arch: str | None = argument(None, 'compute capability, ">=8.0,<10.0", or "sm90", "gfx942", "cpu"')
+    memory: int | None = argument(None, 'of the device: "40 GiB"')
+    gpus: int | None = argument(None, "how many")
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
         if mark.args:
             raise ValueError(f"attention_requires takes keyword arguments only, got {mark.args[0]!r}")
-        _refuse_unknown("attention_requires", mark.kwargs, cls)
+        _refuse_unknown("attention_requires", mark.kwargs, [one.name for one in arguments_of(cls)])
         values: dict[str, Any] = dict(mark.kwargs)
         if values.get("backend") is not None:
             registry.require(_split_version(values["backend"])[0])
@@ -156,8 +156,54 @@ class RequiresMark:
         return None
 
 
-def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], cls: type, besides: tuple[str, ...] = ()) -> None:
-    known = [f.name for f in dataclasses.fields(cls) if f.name not in besides]
+@dataclass(frozen=True)
+class MarkerHelp:
+    """What `pytest --markers` and docs/reference/markers.md show of a marker. before: what its arguments begin with."""
+
+    name: str
+    summary: str
+    arguments: tuple[Argument, ...]
+    before: str = ""
+
+    @property
+    def signature(self) -> str:
+        """The marker with its arguments and their defaults."""
+        given = [self.before] if self.before else []
+        return f"{self.name}({', '.join([*given, *(f'{one.name}={one.default!r}' for one in self.arguments)])})"
+
+    @property
+    def text(self) -> str:
+        """The whole, as a line of pytest's ini value `markers` that goes on over several."""
+        return f"{self.signature}: {self.summary}.\n{described(self.arguments, width=100)}"
+
+
+def marker_help() -> tuple[MarkerHelp, ...]:
+    """Return the help of each marker."""
+    of_attention = tuple(arguments_of(AttentionMark))
+    of_model = {one.name: one for one in of_attention}
+    backward = Argument("backward", True, "whether gradients are compared as well", "")
+    return (
+        MarkerHelp(
+            "attention",
+            "run the test on these attention workloads (catalog names, Workload objects, lists of both; by default the run's"
+            " selection), which --attn-workloads narrows, and on each selected backend if it uses attn_backend",
+            of_attention,
+            before="*workloads",
+        ),
+        MarkerHelp(
+            "attention_model",
+            "the test holds a model's attention with attn_model, on each selected backend if it uses attn_backend",
+            (of_model["backends"], backward, of_model["device"]),
+        ),
+        MarkerHelp(
+            "attention_requires",
+            "skip the test, with the reason, where something that it needs is missing",
+            tuple(arguments_of(RequiresMark)),
+        ),
+    )
+
+
+def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in kwargs:
         if name not in known:
             raise ValueError(f"{marker} got an unknown argument {name!r}; known: {', '.join(known)}")
@@ -185,8 +231,8 @@ def _parameters(names: Sequence[object], workloads: Sequence[Workload]) -> tuple
     return wanted
 
 
-def _ranks(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the world sizes of a marker, none where it names none; check what goes with them."""
+def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the world sizes of a marker, none where it names none; check what goes with them. said: of the callable."""
     ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
     if not (callable(shard) or (isinstance(shard, str) and shard in SHARDS)):
         raise ValueError(f"shard must be {', '.join(SHARDS)}, or a function of (length, ranks), got {shard!r}")
@@ -197,7 +243,7 @@ def _ranks(values: Mapping[str, Any]) -> tuple[int, ...]:
     found = _as_tuple(ranks)
     if not found or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in found):
         raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
-    if unfit := [name for name in sorted(SIGNATURE) if name in values and name not in ("layout", "returns_lse")]:
+    if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
     if values.get("parameters"):
         raise ValueError("ranks have gradients of q, k and v; leave out sinks, bias and alibi in backward")
@@ -214,11 +260,6 @@ def _name_tuple(field: str, value: object) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise ValueError(f"{field} must be names, got {name!r}")
     return names
-
-
-def _one_of(field: str, value: object, known: tuple[object, ...]) -> None:
-    if not any(value is k or (isinstance(value, str) and value == k) for k in known):
-        raise ValueError(f"{field} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 def _split_version(text: str) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import install, uninstall
+from judging import spec_of
 
 from pytest_attn import Machine, Neighborhood, Pages, Workload
 from pytest_attn.backends.configured import expanded, joined, label_of, options_of, split
@@ -205,7 +206,9 @@ def test_flash_attn_gets_the_number_of_splits(monkeypatch, tmp_path):
     )
     decode = W.replace(q_len=3, mask="causal-bottom-right")
     assert judge(
-        Registry()["flash2_kvcache@num_splits=4"], CheckSpec(decode, CPU, precision="flash2"), ReferenceCache()
+        Registry()["flash2_kvcache@num_splits=4"],
+        spec_of(decode, precision="flash2"),
+        ReferenceCache(),
     ).passed
     assert set(seen) == {4}
     uninstall(files)

@@ -8,6 +8,7 @@ import torch
 
 from pytest_attn import Backend, KnownDefect, Machine, Pages, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Subject, obstacle_of_any
@@ -37,8 +38,8 @@ class Own(Backend):
         return self.broken
 
 
-def subject(target, *args, **declared):
-    return Registry().subject(target, *args, **declared)
+def subject(target, name=None, within="", **declared):
+    return Registry().subject(target, name, Declaration(**declared), within)
 
 
 # -- what it is made of --------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def test_a_callable_without_a_name_is_called_as_its_author_calls_it():
 
 def test_a_backend_declares_itself_whatever_its_test_says():
     own = Own()
-    one = subject(own, "another", layout="thd", precision="flash2", returns_lse=False)
+    one = subject(own, "another", layout="bshd", precision="flash2", returns_lse=False)
     assert one is own
     assert (one.name, one.layout, one.precision, one.returns_lse) == ("own", "bshd", "eager", True)
     assert one.is_backend
@@ -103,10 +104,10 @@ def test_what_is_no_name_is_refused(name):
 
 
 def test_a_check_takes_its_layout_and_precision_from_the_subject():
-    spec = CheckSpec(PLAIN, torch.device("cpu"), precision="flash", layout="bhsd")
+    spec = CheckSpec(PLAIN, torch.device("cpu"))
     of_backend, of_callable = (spec.for_subject(spec.subject(Registry(), target)) for target in (Own(), mine))
-    assert (of_backend.layout, of_backend.precision, of_backend.returns_lse) == ("bhsd", "eager", True)
-    assert (of_callable.layout, of_callable.precision, of_callable.returns_lse) == ("bhsd", "flash", False)
+    assert (of_backend.layout, of_backend.declared.precision, of_backend.declared.has_lse) == ("bhsd", "eager", True)
+    assert (of_callable.layout, of_callable.declared.precision, of_callable.declared.has_lse) == ("bhsd", "flash", False)
     packed = CheckSpec(Workload(q_lens=(3, 5)), torch.device("cpu"))
     assert packed.for_subject(Own()).layout == "thd"
 

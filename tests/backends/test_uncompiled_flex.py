@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from judging import judged
+from judging import judged, spec_of
 from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_attn import Workload
@@ -12,7 +12,6 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.models.capture import precision_of
 from pytest_attn.models.interception import InterceptedCall
 
@@ -31,7 +30,7 @@ def test_releases_before_2_10_round_the_scores(version, rounds_scores):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_torch_as_it_is_here_passes_its_own_profile(dtype):
-    spec = CheckSpec(Workload(64, heads=2, dtype=dtype), CPU, precision=uncompiled_flex_precision(torch.__version__))
+    spec = spec_of(Workload(64, heads=2, dtype=dtype), precision=uncompiled_flex_precision(torch.__version__))
     assert judged(flex_attention, spec).passed
 
 
@@ -42,7 +41,7 @@ def test_rounded_scores_excuse_no_scale_that_is_two_percent_off(scale):
         return scores.softmax(-1).to(q.dtype) @ v
 
     for profile in (OLD, uncompiled_flex_precision("2.10.0")):
-        spec = CheckSpec(Workload(64, heads=2, dtype="fp16"), CPU, precision=profile)
+        spec = spec_of(Workload(64, heads=2, dtype="fp16"), precision=profile)
         assert not judged(faulty, spec).passed
 
 

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
 from pytest_attn import Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis import precision
 from pytest_attn.messages.mismatch import describe
@@ -72,7 +73,9 @@ def test_a_factor_of_a_gradient_is_named_only_if_all_distributions_have_it():
 
         return judged(with_gradients(gradients_of), spec)
 
-    spec = CheckSpec(CAUSAL.replace(mask=None, dtype="float32"), CPU, backward=True, precision="torch_cpu")
+    spec = CheckSpec(
+        CAUSAL.replace(mask=None, dtype="float32"), CPU, backward=True, declared=Declaration(precision="torch_cpu")
+    )
     assert "its sign is flipped" in describe(flipped(*range(9)))
     assert "its sign is flipped" not in describe(flipped(0))
 

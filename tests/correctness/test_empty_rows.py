@@ -8,6 +8,7 @@ from judging import explicit, failure, positions
 
 import pytest_attn
 from pytest_attn import Causal, Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.empty_rows import EmptyRows, rows_without_keys
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import BooleanMask
@@ -134,7 +135,7 @@ def test_an_output_that_a_test_computed_is_left_as_it_is():
     from pytest_attn.correctness.references import ReferenceCache
     from pytest_attn.correctness.spec import CheckSpec
 
-    spec = CheckSpec(LATE, torch.device("cpu"), empty_rows="any")
+    spec = CheckSpec(LATE, torch.device("cpu"), declared=Declaration(empty_rows="any"))
     reference = ReferenceCache().reference_of(spec)
     out = kernel(nothing)(*(getattr(reference.inputs, name) for name in "qkv"))
     assert judge_output(out, spec, reference).passed

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
 from pytest_attn import Document, Window, Workload, draw_inputs
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
@@ -63,7 +64,7 @@ def without_key(key):
 
 
 def compared(fn, workload=CAUSAL, **asked):
-    spec = CheckSpec(workload, CPU, precision="torch_cpu", **asked)
+    spec = CheckSpec(workload, CPU, declared=Declaration(precision="torch_cpu"), **asked)
     return judge(spec.subject(Registry(), fn), spec, ReferenceCache())
 
 

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Document, Neighborhood, Pages, Window, Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.mask_mistakes import mask_mistakes
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -176,7 +177,7 @@ def test_the_fault_of_a_mutant_is_named(name):
 def of_gradients(changed, workload=FULL):
     """Return the text for attention whose gradients are what a function makes of (dq, dk, dv)."""
     kernel = with_gradients(lambda gradients, dout: changed(*gradients(dout)))
-    spec = CheckSpec(workload.replace(dtype="float32"), CPU, backward=True, precision="torch_cpu")
+    spec = CheckSpec(workload.replace(dtype="float32"), CPU, backward=True, declared=Declaration(precision="torch_cpu"))
     return describe(judged(kernel, spec))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pytest_attn import Machine, Pages, Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
@@ -38,7 +39,7 @@ def test_exact_attention_is_that_of_packed_keys(options):
 
 
 def test_an_honest_kernel_is_right_and_keeps_the_invariants(cache):
-    spec = CheckSpec(W, CPU, returns_lse=True)
+    spec = CheckSpec(W, CPU, declared=Declaration(returns_lse=True))
     subject = spec.subject(Registry(), honest_backend())
     assert judge(subject, spec, cache).passed
     report = judge_invariants(subject, spec, cache, ("poison", "leak", "options", "equivalence"), None)

@@ -7,11 +7,11 @@ import torch
 from judging import judged, positions
 
 from pytest_attn import Workload
-from pytest_attn.correctness.parameters import parameters_of
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.parameters import parameters_of
 
 CPU = torch.device("cpu")
 REFERENCES = ReferenceCache()

@@ -1,14 +1,13 @@
 """What explains a fault is looked for as long as there is time, and what was left out is said."""
 
 import pytest
-import torch
 import torch.nn.functional as F
+from judging import spec_of
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.references import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis import diagnose as diagnosing
 from pytest_attn.diagnosis.case import TimeBudget
 from pytest_attn.diagnosis.diagnose import diagnose
@@ -44,7 +43,7 @@ def test_nothing_is_left_out_of_what_was_done_in_time():
 def judged(monkeypatch, seconds, kernel, backward=False):
     """Judge a wrong kernel with a clock of steps; return what is said of it."""
     monkeypatch.setattr(diagnosing, "TimeBudget", lambda seconds: TimeBudget(seconds, Clock()))
-    spec = CheckSpec(CAUSAL, torch.device("cpu"), backward=backward, precision="torch_cpu")
+    spec = spec_of(CAUSAL, backward=backward, precision="torch_cpu")
     return describe(diagnose(judge(spec.subject(Registry(), kernel), spec, ReferenceCache()), seconds))
 
 

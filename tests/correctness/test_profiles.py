@@ -3,9 +3,10 @@
 import pytest
 import torch
 from honest.variants import VARIANTS, ScaledKey
-from judging import judged
+from judging import judged, spec_of
 
 from pytest_attn import Precision, Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -27,7 +28,7 @@ FEW = [pytest.param(w, id=w.id, marks=[pytest.mark.slow] * (number > 1)) for num
 
 
 def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
-    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, precision, **more)
+    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
 @pytest.mark.one_in(3)
@@ -102,4 +103,4 @@ def test_the_maximum_that_is_subtracted_may_be_a_sink_s(dtype):
         score = torch.cat([q @ k.mT * workload.softmax_scale, sinks.view(1, -1, 1, 1).expand(1, 2, 64, 1)], -1)
         return (score - score.amax(-1, keepdim=True)).softmax(-1)[..., :256] @ v
 
-    assert judged(attention, CheckSpec(workload, CPU, True, precision="eager_shifted"), REFERENCES).passed
+    assert judged(attention, spec_of(workload, backward=True, precision="eager_shifted"), REFERENCES).passed

@@ -7,7 +7,10 @@ import torch
 
 import pytest_attn
 from pytest_attn import Workload
-from pytest_attn.correctness.signature import Signature, signature_of
+from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.adapted import AdaptedCallable
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import draw_inputs
 
 W = Workload(20, 36, heads=3, head_dim=16, mask="causal-bottom-right")
@@ -234,7 +237,7 @@ def test_contiguous_kernels_get_a_contiguous_dout_in_their_own_layout():
 )
 def test_what_cannot_be_declared(arguments, said):
     with pytest.raises(ValueError, match=said):
-        signature_of(**arguments)
+        Declaration(**arguments)
 
 
 def test_a_batch_needs_its_dimension():
@@ -242,11 +245,29 @@ def test_a_batch_needs_its_dimension():
         pytest_attn.check(attention, W.replace(batch=2), layout="hsd")
 
 
-def test_plain_forms_have_no_signature():
-    assert signature_of() is None
-    assert signature_of("bshd", returns_lse=True) is None
-    assert signature_of(returns=("out", "lse")) == Signature(returns=("out", "lse"))
-    assert signature_of(returns=["lse", "out"]) == Signature(returns=("lse", "out"))
+@pytest.mark.parametrize(
+    ("declared", "is_plain"),
+    [
+        ({}, True),
+        ({"layout": "bshd", "returns_lse": True}, True),
+        ({"returns": "out", "out_layout": "bhsd", "precision": "eager", "empty_rows": "any"}, True),
+        ({"layout": "hsd"}, False),
+        ({"out_layout": "bshd"}, False),
+        ({"takes_out": True}, False),
+        ({"returns": ("out", "lse")}, False),
+        ({"returns_lse": True, "lse_base": 2}, False),
+        ({"returns_lse": True, "lse_layout": "bsh"}, False),
+    ],
+)
+def test_a_callable_is_adapted_where_it_takes_or_returns_something_else(declared, is_plain):
+    assert Declaration(**declared).is_plain == is_plain
+    adapted = CheckSpec(W, torch.device("cpu"), declared=Declaration(**declared)).subject(Registry(), attention)
+    assert isinstance(adapted, AdaptedCallable) != is_plain
+
+
+def test_names_in_a_list_are_those_in_a_tuple():
+    assert Declaration(returns=["lse", "out"]) == Declaration(returns=("lse", "out"))
+    assert Declaration(returns=["lse", "out"]).results == ("out", "lse")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 from honest.variants import VARIANTS, Tf32Products
 from judging import judged
 
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -30,7 +31,7 @@ FAULTS = [mutant for mutant in MUTANTS if mutant.condition == "call" and mutant.
 
 
 def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
-    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, precision, **more)
+    return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
 @pytest.mark.one_in(5)

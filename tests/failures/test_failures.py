@@ -14,6 +14,7 @@ import torch
 
 import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import FailureSaver
@@ -187,7 +188,7 @@ def test_tensors_of_every_dtype_and_stride_come_back(tmp_path, dtype):
     given = {"whole": whole, "turned": whole.transpose(0, 2), "part": whole[:, 1], "same": whole, "none": whole[:0]}
     given["spread"] = whole[:1].expand(5, 3, 4)
     write_tensors(tmp_path / TENSORS, given, "title")
-    (tmp_path / ENVIRONMENT).write_text(json.dumps({"format": 1, "workload": {"fields": encode_workload(Workload(8))}}))
+    (tmp_path / ENVIRONMENT).write_text(json.dumps({"format": 2, "workload": {"fields": encode_workload(Workload(8))}}))
     found = load_failure(tmp_path).tensors
     assert found.keys() == given.keys()
     for name, tensor in given.items():
@@ -306,7 +307,7 @@ def test_a_long_workload_is_judged_on_its_sampled_rows(tmp_path, monkeypatch):
 
 
 def test_lse_and_the_other_layout_come_back(tmp_path):
-    spec = CheckSpec(Workload(16, heads=2), CPU, layout="bshd", returns_lse=True)
+    spec = CheckSpec(Workload(16, heads=2), CPU, declared=Declaration(layout="bshd", returns_lse=True))
     failure = save(tmp_path, spec, lambda q, k, v: (v, torch.zeros(1, 2, 16)))
     exact = failure.tensors["reference.out"].bfloat16().transpose(1, 2), failure.tensors["reference.lse"]
     assert failure.check(lambda q, k, v: exact).passed
@@ -341,10 +342,10 @@ def test_a_device_that_is_not_there_is_named(tmp_path):
             "is not a saved failure: No such file or directory: environment.json",
         ),
         (lambda folder: (folder / ENVIRONMENT).write_text("{"), "environment.json cannot be read"),
-        (lambda folder: (folder / ENVIRONMENT).write_text('{"format": 2}'), "has format 2; this version .* reads 1"),
+        (lambda folder: (folder / ENVIRONMENT).write_text('{"format": 3}'), "has format 3; this version .* reads 2"),
         (lambda folder: (folder / ENVIRONMENT).write_text("[]"), "has format None"),
         (
-            lambda folder: (folder / ENVIRONMENT).write_text('{"format": 1, "workload": {"fields": {}}}'),
+            lambda folder: (folder / ENVIRONMENT).write_text('{"format": 2, "workload": {"fields": {}}}'),
             "describes no workload",
         ),
         (lambda folder: (folder / TENSORS).write_bytes(b"nothing"), "tensors.safetensors cannot be read"),

@@ -9,6 +9,7 @@ from honest.variants import HONEST, VARIANTS
 from judging import asked
 
 from pytest_attn import Window, Workload, check, check_invariants
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
@@ -275,7 +276,7 @@ def test_what_a_graph_leaves_out_is_seen(monkeypatch):
         stand_ins = {"CUDAGraph": lambda: cuda, "graph": cuda.graph, "stream": nullcontext}
         for name, stand_in in {**stand_ins, "Stream": lambda: stream, "current_stream": lambda: stream}.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        return asked(cuda.kernel, CheckSpec(PLAIN, CPU, returns_lse=True), "graph")
+        return asked(cuda.kernel, CheckSpec(PLAIN, CPU, declared=Declaration(returns_lse=True)), "graph")
 
     assert found_of("").findings[0].evidence == "needs a CUDA device"
     monkeypatch.setattr("pytest_attn.invariants.runtime.Graph.inapplicable_because", lambda *_: None)

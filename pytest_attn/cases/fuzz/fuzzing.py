@@ -120,8 +120,8 @@ class Fuzzing:
         from pytest_attn.strategies import workloads
 
         drawn = workloads(**scope_of(self._case.mark, self._session.settings.dtypes, self._case.backend))
-        signature = self._case.mark.signature
-        return drawn if signature is None else drawn.map(signature.fitted).filter(lambda w: not signature.unfit_for(w))
+        declared = self._case.mark.declared
+        return drawn.map(declared.fitted).filter(lambda w: not declared.unfit_for(w))
 
     def _try(self, workload: Workload) -> None:
         """Run the test's function on one drawn workload, which Hypothesis forgets if it is refused."""

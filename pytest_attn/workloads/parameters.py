@@ -1,0 +1,58 @@
+"""The tensors of a workload beside q, k and v that may be trained: sinks, the bias, ALiBi's slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pytest_attn.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One of them.
+
+    name: of the workload's field. tensor: the field of its inputs. dims: along which of batch, heads, rows and keys
+    ("b", "h", "q", "k") it differs; its gradient is summed over the others. dtype: of the tensor and its gradient.
+    is_in_scores: whether it is added to scores, so that a score_mod may follow, whose slope nobody knows.
+    """
+
+    name: str
+    tensor: str
+    dims: Callable[[Workload], str]
+    dtype: Callable[[Workload], str]
+    is_in_scores: bool = True
+
+    def shape(self, w: Workload) -> tuple[int, int, int, int]:
+        """Return the shape of its gradient as it is compared: 1 in place of what it is summed over."""
+        sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
+        b, h, q, k = (size if dim in self.dims(w) else 1 for dim, size in sizes.items())
+        return b, h, q, k
+
+
+#: by name
+PARAMETERS = {
+    one.name: one
+    for one in (
+        Parameter(
+            "sinks",
+            "sinks",
+            dims=lambda w: "h",
+            dtype=lambda w: w.out_dtype if w.sinks is True else str(w.sinks),
+            is_in_scores=False,
+        ),
+        Parameter("bias", "bias", dims=lambda w: str(w.bias), dtype=lambda w: w.out_dtype),
+        Parameter("alibi", "alibi_slopes", dims=lambda w: "bh" if w.alibi == "batch" else "h", dtype=lambda w: w.out_dtype),
+    )
+}
+
+
+def parameters_of(workload: Workload, among: Iterable[str] = tuple(PARAMETERS)) -> list[str]:
+    """Return which of these parameters a workload has whose gradient is known: not before a score_mod."""
+    known = [one.name for one in PARAMETERS.values() if workload.score_mod is None or not one.is_in_scores]
+    return [name for name in among if name in known and getattr(workload, name)]
+
+
+def is_of_parameter(name: str) -> bool:
+    """Whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
+    return name[1:] in PARAMETERS
