@@ -13,7 +13,6 @@ from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.ranks.located import located
 from pytest_attn.ranks.pool import Pool, PoolRegistry
-from pytest_attn.ranks.shared_gpu import nccl_refuses_because
 from pytest_attn.ranks.subject import RankedBackend, RankedCallable
 from pytest_attn.session.items import name_for_processes
 from pytest_attn.session.requirements import too_few_gpus_because
@@ -45,7 +44,7 @@ class OnRanks(Executor):
             return f"ranks run on cpu and cuda, not on {device.type}"
         if not dist.is_available() or not (dist.is_gloo_available() if device.type == "cpu" else dist.is_nccl_available()):
             return f"this torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}, which ranks on {device.type} need"
-        return self._too_few_gpus() or self.sharding.refused_because()
+        return too_few_gpus_because(self.ranks, self._machine) or self.sharding.refused_because()
 
     def asked(self, subject: Subject | None) -> Subject | None:
         """Ask a backend that computes over ranks about its shards, too."""
@@ -88,8 +87,7 @@ class OnRanks(Executor):
         """Return the pool, whose ranks have come to their next judgment. Raises RanksLostError where they do not."""
         if self._pool is None:
             pools = PoolRegistry.of(self._item.config)
-            limits = self._settings.rank_timeout, self._settings.ranks_share_gpu
-            self._pool = pools.pool(self.ranks, self._device.type, *limits)
+            self._pool = pools.pool(self.ranks, self._device.type, self._settings.rank_timeout)
             self._pool.run(name_for_processes(self._item))
         self._pool.await_callable()
         return self._pool
@@ -103,12 +101,6 @@ class OnRanks(Executor):
     def _ready(self) -> Pool:
         assert self._pool is not None
         return self._pool
-
-    def _too_few_gpus(self) -> str:
-        """Say that there are fewer GPUs than ranks, which may or can not share one, "" where that is not so."""
-        machine, share = self._machine, self._settings.ranks_share_gpu
-        is_shared_by_nccl = share == "nccl" and self._device.type == "cuda" and machine.device_count < self.ranks
-        return nccl_refuses_because() if is_shared_by_nccl else too_few_gpus_because(self.ranks, machine, share)
 
 
 class _Starting(Evaluator[Pool]):

@@ -109,7 +109,7 @@ def _kernel(session: AttentionSession, subject: Subject | str) -> dict[str, Any]
 
 
 def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
-    machine, share = session.machines.machine(device), session.settings.ranks_share_gpu
+    machine = session.machines.machine(device)
     return {
         "name": machine.name,
         "device": machine.device,
@@ -119,5 +119,4 @@ def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
         "torch": str(machine.torch_version),  # torch has a class of its own for it
         "python": platform.python_version(),
         "pytest_attn": __version__,
-        **({} if share == "no" else {"ranks_share_gpu": share}),
     }

@@ -45,14 +45,11 @@ _LATER_SECONDS = 60.0
 class Pool(RankGroup):
     """So many ranks on one kind of device. seconds: how long a call may take, 0 for as long as it will.
 
-    share: how they share a GPU, "no" where each has its own.
     is_usable: whether the next case may use it. Raises RanksLostError where the ranks do not start.
     """
 
-    def __init__(
-        self, config: pytest.Config, launcher: Launcher, ranks: int, kind: str, seconds: float, share: str = "no"
-    ) -> None:
-        self.ranks, self.kind, self._seconds, self._share = ranks, kind, seconds, share
+    def __init__(self, config: pytest.Config, launcher: Launcher, ranks: int, kind: str, seconds: float) -> None:
+        self.ranks, self.kind, self._seconds = ranks, kind, seconds
         self.is_usable = True
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="pytest-attn-ranks-", dir=base))
@@ -139,7 +136,7 @@ class Pool(RankGroup):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._store = store  # the ranks meet in it, as those of torchrun do in its agent's
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
-        told = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout, "share": self._share}
+        told = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
         for rank in range(self.ranks):
             command = worker_command(config, self.folder / f"own-{rank}", [], told)
             command = command._replace(
@@ -292,11 +289,11 @@ class PoolRegistry:
             config.add_cleanup(made.close)
         return config.stash[_POOLS]
 
-    def pool(self, ranks: int, kind: str, seconds: float, share: str) -> Pool:
-        """Return the pool of so many ranks. share: how they share a GPU. Raises RanksLostError where it does not start."""
+    def pool(self, ranks: int, kind: str, seconds: float) -> Pool:
+        """Return the pool of so many ranks. Raises RanksLostError where it does not start."""
         found = self._pools.get((ranks, kind))
         if found is None or not found.is_usable:
-            found = self._pools[ranks, kind] = Pool(self._config, self._launcher, ranks, kind, seconds, share)
+            found = self._pools[ranks, kind] = Pool(self._config, self._launcher, ranks, kind, seconds)
             self.started += 1
         return found
 

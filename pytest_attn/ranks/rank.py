@@ -35,13 +35,14 @@ from pytest_attn.ranks.collectives import watch_collectives
 from pytest_attn.ranks.post_mortem import COLLECTIVE, STACK
 from pytest_attn.ranks.rank_group import Tensors, read_tensors, write_tensors
 from pytest_attn.ranks.serving import RankServer
-from pytest_attn.ranks.shared_gpu import BACKEND, permit_in_nccl, register_host_group
 from pytest_attn.ranks.start_barrier import StartBarrier
 
 #: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long
 LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
 
 
+#: what NCCL 2.30 reads as a process begins to use it
+_SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 #: what calls the callable: its own frames follow
 _CALLERS = (
     "ranks/serving.py",
@@ -75,7 +76,6 @@ class Rank:
         self._channel, told = worker.channel, worker.told
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._folder, self.kind, self._timeout = Path(told["folder"]), told["kind"], float(told["timeout"])
-        self._share = told["share"]
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
         self.barrier = StartBarrier(self._folder / "starts", self.rank, self.ranks)
@@ -98,11 +98,8 @@ class Rank:
             torch.cuda.set_device(self.device)
             os.environ["LOCAL_RANK"] = str(self.device.index)  # by which libraries choose a device
             given |= {"backend": "nccl", "device_id": self.device}
-        if self._share == "gloo":
-            register_host_group()
-            given = {"backend": BACKEND, "timeout": given["timeout"]}
-        elif self._share == "nccl":
-            permit_in_nccl()
+            if self.ranks > torch.cuda.device_count():
+                os.environ |= _SEVERAL_RANKS_ON_A_GPU
         dist.init_process_group(**given)
         self._channel.send(ready=True)
 
@@ -111,7 +108,7 @@ class Rank:
         """The rank's own device."""
         if self.kind != "cuda":
             return torch.device(self.kind)
-        return torch.device("cuda", self.rank if self._share == "no" else self.rank % torch.cuda.device_count())
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
 
     @property
     def group(self) -> ProcessGroup:

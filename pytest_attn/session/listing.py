@@ -41,7 +41,7 @@ def _obstacle(session: AttentionSession, parameter: CaseParameter, marker: pytes
     if not parameter.ranks:
         return (backend.obstacle if backend else obstacle_of_any)(workload, machine, backward)
     sharding = Sharding(workload, marker.kwargs.get("shard", "contiguous"), parameter.ranks)
-    reason = too_few_gpus_because(parameter.ranks, machine, session.settings.ranks_share_gpu) or sharding.refused_because()
+    reason = too_few_gpus_because(parameter.ranks, machine) or sharding.refused_because()
     if reason or not isinstance(backend, RankBackend):
         return reason or obstacle_of_any(workload, machine, backward)
     return backend.obstacle_over(sharding, machine, backward)

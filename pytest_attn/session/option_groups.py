@@ -59,7 +59,7 @@ GROUPS = (
             "thorough": "all invariants, with more repetitions",
             "profile": "which kernels each right case launches",
         },
-        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout", "ranks_share_gpu"),
+        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
     ),
     OptionGroup(
         "latency",

@@ -110,13 +110,6 @@ def dtypes(text: str) -> tuple[str, ...]:
     return tuple(dtype_name(name) for name in names(text))
 
 
-def sharing(text: str) -> str:
-    """Return how ranks share a GPU."""
-    if text not in ("no", "gloo", "nccl"):
-        raise ValueError(f"must be no, gloo or nccl, got {text!r}")
-    return text
-
-
 def device(text: str) -> str:
     """Return the name of a device, or "auto"."""
     if text == "auto":

@@ -64,13 +64,6 @@ class Settings:
         "SECONDS",
         options.seconds,
     )
-    ranks_share_gpu: str = option(
-        "Let ranks share a GPU if there are fewer GPUs than ranks: gloo moves tensors through the host, nccl needs NCCL 2.30;"
-        " records say so (default: no)",
-        "no",
-        "HOW",
-        options.sharing,
-    )
     diagnosis_timeout: float = option(
         "Seconds in which what explains a wrong result is looked for; then what was left out is said, 0 looks without end"
         " (default: 60)",

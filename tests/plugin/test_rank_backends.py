@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_attn.reports.records import read_records
-
 TESTS = Path(__file__).parent.parent
 #: lets CUDA backends run on a CPU, and teaches torch's ring the CPU's kernel; `plant` makes one thing wrong on the ranks
 CONFTEST = """
@@ -147,30 +145,6 @@ def test_it(attn, fault, plant):
 """
     )
     result.assert_outcomes(passed=2, failed=2)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_a_gpu_go_through_the_host(run, pytester):
-    """On a CPU the same group, and the same copies: what is moved and summed is what gloo moves and sums."""
-    result = run(
-        """
-from fakes import ring_of_torch
-from fakes.group_calls import calls
-ring_of_torch.install()
-
-@pytest.mark.attention(CAUSAL, ranks=2, shard="head-tail", backward=True)
-def test_ring(attn):
-    attn.check("torch_cp@rotate=alltoall")
-
-@pytest.mark.attention(FULL, ranks=2)
-def test_calls(attn):
-    attn.check(lambda q, k, v: calls(q, k, v, attn.group))
-""",
-        "--attn-ranks-share-gpu=gloo",
-    )
-    result.assert_outcomes(passed=2)
-    records = read_records(pytester.path / "run.jsonl")
-    assert {r["machine"]["ranks_share_gpu"] for r in records} == {"gloo"}
 
 
 def test_who_takes_which_backends(run):
