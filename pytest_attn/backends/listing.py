@@ -64,4 +64,4 @@ def _answer_of(question: Callable[[], str | None]) -> str | None:
     try:
         return question()
     except Exception as error:
-        return f"cannot be asked: {type(error).__name__}: {error}"
+        return f"cannot be queried: {type(error).__name__}: {error}"

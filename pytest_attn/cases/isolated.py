@@ -24,7 +24,7 @@ _ISOLATED_ON = frozenset(("cuda",))
 
 
 def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[list[str], list[str]]:
-    """Return which of the chosen invariants are asked here, and which in another process: none if these are all."""
+    """Return which of the chosen invariants run here, and which in another process: none if these are all."""
     wanted = chosen(only, skip, run.session.settings.thorough)
     may_be_isolated = not run.executor.is_expendable and spec.device.type in _ISOLATED_ON
     isolated = [one.name for one in wanted if may_be_isolated and one.may_end_cuda]
@@ -35,7 +35,7 @@ def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[li
 def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
     """Ask these invariants in another process, where there are any.
 
-    One during which the process ended is broken. One that it was not asked is not applicable: the test did not come so far, or
+    One during which the process ended is broken. One that was not run is not applicable: the test did not come so far, or
     this process has left it too little memory.
     """
     if not names:
@@ -47,14 +47,14 @@ def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> t
 
 
 def _finding(name: str, line: dict[str, Any] | None, isolated: Isolated) -> Finding:
-    """Return the finding of an invariant. line: the last that was handed over about it."""
+    """Return the finding of an invariant. line: the last that was reported about it."""
     if line is None or (line["outcome"] == _BEGUN and isolated.is_well):
-        return Finding(name, "not applicable", f"not asked in a process of its own: {isolated.last_words}", 0)
+        return Finding(name, "not applicable", f"not run in a process of its own: {isolated.last_words}", 0)
     if line["outcome"] == _BEGUN:
-        evidence = f"the process of its own ended while it was asked: {isolated.last_words}"
+        evidence = f"the process of its own ended while it ran: {isolated.last_words}"
         line = {**line, "outcome": "broken", "evidence": evidence}
     if line["outcome"] == "broken" and "out of memory" in line["evidence"]:
-        return Finding(name, "not applicable", f"not asked in a process of its own: {line['evidence']}", 0)
+        return Finding(name, "not applicable", f"not run in a process of its own: {line['evidence']}", 0)
     return Finding(name, line["outcome"], line["evidence"], line["calls"])
 
 

@@ -132,7 +132,7 @@ class CaseTensors(ServingTensors):
         So it does with dropout.
         """
         if self._workload.dropout:
-            raise ValueError("with dropout, exact results depend on what a kernel has dropped; use attn.check, which asks it")
+            raise ValueError("with dropout, exact results depend on what a kernel has dropped; use attn.check, which knows it")
         reference = self._reference
         if reference.is_sampled:
             raise ValueError(f"{self._workload.id} is long: only sampled rows are exact; use attn.check, which compares these")

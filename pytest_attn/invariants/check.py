@@ -47,7 +47,7 @@ def judge_invariants(
 
 
 def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None]) -> Iterator[Finding]:
-    """Ask one after the other, until a kernel has taken CUDA from this process: what was not asked is not broken."""
+    """Run one after the other, until a kernel has taken CUDA from this process: what was not run is not broken."""
     lost = ""
     for invariant in invariants:
         if lost:
@@ -56,7 +56,7 @@ def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[st
         begin(invariant.name)
         yield _find(invariant, probe)
         if said := lost_because(probe.device):
-            lost = f"not asked: this process has no CUDA any more since {invariant.name} was ({said})"
+            lost = f"not run: this process has no CUDA any more since {invariant.name} was ({said})"
 
 
 def lost_because(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.strides import is_cuda_error
 from pytest_attn.invariants.probe import Probe
 
-CLOSED_OVER = "options of a callable are closed over; a backend can be asked about others"
+CLOSED_OVER = "options of a callable are closed over; a backend can be run with others"
 QUANTIZES = "a kernel that quantizes its inputs mixes keys, and rounds in other places"
 
 

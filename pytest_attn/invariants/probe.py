@@ -1,4 +1,4 @@
-"""What an invariant may do with a kernel: call it, forward and backward, and ask it about other inputs and workloads."""
+"""What an invariant may do with a kernel: call it, forward and backward, and run it on other inputs and workloads."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Probe:
 
     @property
     def is_backend(self) -> bool:
-        """Whether the kernel can be asked about other workloads."""
+        """Whether the kernel can run other workloads."""
         return self.subject.is_backend
 
     @property

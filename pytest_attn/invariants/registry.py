@@ -51,7 +51,7 @@ def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, t
     )
     if not left:
         asked = ", ".join(wanted) or "the default ones"
-        raise ValueError(f"no invariant is left to ask: skip has all of {asked}; name fewer there, or others in only")
+        raise ValueError(f"no invariant is left to run: skip has all of {asked}; name fewer there, or others in only")
     return left
 
 

@@ -53,8 +53,8 @@ class InvariantReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing of invariants that hold, or could not be asked."""
-        told = (one for one in self.findings if one.outcome == "passed" or one.evidence.startswith("not asked"))
+        """What is worth knowing of invariants that hold, or could not be run."""
+        told = (one for one in self.findings if one.outcome == "passed" or one.evidence.startswith("not run"))
         return tuple(f"{one.invariant}: {one.evidence}" for one in told if one.evidence)
 
     @property

@@ -34,7 +34,7 @@ def replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
 
 
 class Derived(Invariant):
-    """An invariant that asks a backend about other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
+    """An invariant that runs a backend on other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
 
     calls_thorough = 12
 
@@ -43,7 +43,7 @@ class Derived(Invariant):
         """Yield the other workloads that these inputs give rise to, the most telling first."""
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can be asked about another workload, and only of short ones is the truth at hand."""
+        """Only a backend can run another workload, and only of short ones is the truth at hand."""
         if not probe.is_backend:
             return CLOSED_OVER
         return None if probe.is_short else TOO_LONG
@@ -293,12 +293,12 @@ class Batch(Invariant):
     calls = 1
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can be asked about a smaller batch."""
+        """Only a backend can run a smaller batch."""
         w = probe.workload
         if not probe.is_backend:
             return CLOSED_OVER
         if w.batch == 1 or w.kv_lens is not None:
-            return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are asked about under equivalence"
+            return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are run under equivalence"
         if w.is_quantized:
             return "descales belong to the entries of the whole batch"
         if not w.has_positional_mask or w.score_mod is not None:
@@ -331,7 +331,7 @@ class Shapes(Invariant):
     thorough = True
 
     def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can be asked about other shapes, and only masks that fit any."""
+        """Only a backend can run other shapes, and only masks that fit any."""
         if not probe.is_backend:
             return CLOSED_OVER
         w = probe.workload

@@ -162,7 +162,7 @@ class _Judged:
     def notes(self) -> tuple[str, ...]:
         """Say what cannot be seen, "" for nothing."""
         filled = (
-            "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not told"
+            "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
             if self.fills_empty_rows
             else ""
         )

@@ -179,7 +179,7 @@ class BrokenError(Exception):
 
 @dataclass
 class Asking:
-    """One model, asked one invariant after the other. is_causal: whether a token may see only what stands before it."""
+    """One model, which runs one invariant after the other. is_causal: whether a token may see only what stands before it."""
 
     of: TokenModel
     is_causal: bool

@@ -222,4 +222,4 @@ def _closing(ranking: Ranking, verbose: bool) -> Iterator[Line]:
         rivals = ", ".join(dict.fromkeys(_shown(one, ranking) for line in doubtful for one in line.rivals_in_doubt))
         where = count(len(doubtful), "line leaves", "lines leave")
         yield f"rank: {where} out what may be faster, as its time was disturbed: {rivals}; run again", {"yellow": True}
-    yield "rank: ties cannot be told from the fastest (95 %)" + ("" if verbose else "; -v shows every time and error"), {}
+    yield "rank: ties do not differ from the fastest (95 %)" + ("" if verbose else "; -v shows every time and error"), {}

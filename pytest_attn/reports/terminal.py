@@ -82,7 +82,7 @@ def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
             continue
         yield "", {}
         yield f"{r['subject']} in {r['workload']}", {"bold": True}
-        table = [("layer", "function", "kernel", "asks", "worst", "z", "row", "head")]
+        table = [("layer", "function", "kernel", "workload", "worst", "z", "row", "head")]
         facts = [(c["module"], c["function"], c.get("kernel") or "-", c["workload"], c["tensor"]) for c in r["calls"]]
         table += [(*fact, *_call_levels(call)) for fact, call in zip(facts, r["calls"], strict=True)]
         for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):

@@ -31,4 +31,4 @@ def skip_long_ones(attn: AttentionCase) -> None:
     if attn.device.type == "cpu" and attn.workload.flops() > _TOO_LONG_FOR_A_CPU:
         pytest.skip("too long for a CPU")
     if attn.device.type == "cpu" and attn.backend.name.startswith("flex"):
-        pytest.skip("compiles for every layout and option that it is asked about; too long for a CPU")
+        pytest.skip("compiles for every layout and option that it is run with; too long for a CPU")

@@ -392,7 +392,7 @@ def test_invariants_are_selected_by_name():
         names(only="no")
     with pytest.raises(ValueError, match=r"unknown invariant 'bad'; known: "):
         names(skip=("bad",))
-    with pytest.raises(ValueError, match=r"no invariant is left to ask: skip has all of leak; name fewer there, or others"):
+    with pytest.raises(ValueError, match=r"no invariant is left to run: skip has all of leak; name fewer there, or others"):
         names(only="leak", skip=("leak", "rerun"))
 
 

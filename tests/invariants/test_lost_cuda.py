@@ -51,7 +51,7 @@ def test_only_the_invariant_that_lost_it_is_broken_and_names_the_arrangement(end
     assert len(after) > 5
     for finding in after:
         assert (finding.outcome, finding.calls) == ("not applicable", 0)
-        assert finding.evidence == f"not asked: this process has no CUDA any more since layout was ({SAID})"
+        assert finding.evidence == f"not run: this process has no CUDA any more since layout was ({SAID})"
     assert len(describe(report).splitlines()) == 2
 
 
@@ -66,7 +66,7 @@ def test_an_exception_of_a_kernel_that_leaves_cuda_there_ends_nothing(monkeypatc
     assert [(f.invariant, f.evidence.split(": ", 1)[1]) for f in report.broken if f.invariant == "layout"] == [
         ("layout", "the kernel raised ZeroDivisionError: of strides")
     ]
-    assert [f for f in report.findings if f.evidence.startswith("not asked")] == []
+    assert [f for f in report.findings if f.evidence.startswith("not run")] == []
 
 
 def test_a_device_without_cuda_cannot_lose_it():

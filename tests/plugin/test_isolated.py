@@ -64,7 +64,7 @@ def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
 def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
     run(before="assert Worker.of_this_process() is None").assert_outcomes(passed=1)
     told = (pytester.path / "records.jsonl").read_text()
-    assert "alignment: not asked in a process of its own: " in told
+    assert "alignment: not run in a process of its own: " in told
 
 
 @pytest.mark.parametrize(

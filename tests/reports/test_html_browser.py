@@ -211,7 +211,7 @@ def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
     settled(page)
 
     assert texts(page, "#layers caption") == ["Layers of Gpt <b>"]
-    assert texts(page, "#layers thead th") == ["layer", "asks", SDPA[0], "math", "flex"]
+    assert texts(page, "#layers thead th") == ["layer", "workload", SDPA[0], "math", "flex"]
     cells = page(
         "[...document.querySelectorAll('#layers tbody tr')].map((row) => [...row.cells].map((one) => one.textContent))"
     )

@@ -14,7 +14,7 @@ def test_one_line_says_it_all():
     assert row.split() == ["flux-L512", "fwd", "a", "1.0000", "ms", "0.1%", "x1.50", "b", "c"]
     assert excluded == "wrong         d: z 9"
     assert closing[0] == "rank: 1 workload and direction ranked; fastest: a 1"
-    assert closing[1] == "rank: ties cannot be told from the fastest (95 %); -v shows every time and error"
+    assert closing[1] == "rank: ties do not differ from the fastest (95 %); -v shows every time and error"
 
 
 def test_lines_fit_eighty_columns():

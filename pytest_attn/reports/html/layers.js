@@ -33,6 +33,6 @@ function layerTable(model, calls) {
   }));
   return sortableTable({
     caption: `Layers of ${model}`, noun: "layer", rows,
-    columns: [{ title: "layer", header: true, value: (row) => row.module }, { title: "asks", value: (row) => row.asks }, ...columns],
+    columns: [{ title: "layer", header: true, value: (row) => row.module }, { title: "workload", value: (row) => row.asks }, ...columns],
   });
 }
