@@ -125,9 +125,7 @@ class Settings:
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
     mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
     json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
-    rank: bool = switch(
-        "Print for each workload which backend is fastest and right, and which tie with it", in_child=False
-    )
+    rank: bool = switch("Print for each workload which backend is fastest and right, and which tie with it", in_child=False)
     gpu_per_worker: bool = switch(
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
