@@ -73,8 +73,8 @@ class Hint(NamedTuple):
     """One line that says why a tensor is wrong, or what was noticed beside.
 
     fault: the identity of what went wrong, of `diagnosis/faults.py`; "" where the line names no fault. label: with which the
-    line begins: "suggests", or "strides" where the way in which tensors lay in memory makes the difference, "state" where
-    other calls do, "rerun" where equal calls differ, "ranks", "left out".
+    line begins. That is "suggests", "strides" where the way in which tensors lay in memory makes the difference, "state" where
+    other calls do, "rerun" where equal calls differ, "ranks" or "left out".
     """
 
     fault: str

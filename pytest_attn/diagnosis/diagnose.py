@@ -57,7 +57,7 @@ def diagnose(comparison: Comparison, seconds: float = 60.0, keep_evidence: bool 
     evidence = mismatch.evidence
     case = Case(evidence.workload, evidence.returned, comparison.tensors, evidence.limits, TimeBudget(seconds))
     location, hints = _explanation(mismatch.row, evidence, case)
-    if mismatch.hints:  # what strides or other calls change is no matter of rounding
+    if mismatch.hints:  # what strides or other calls change does not come from rounding
         hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
     more = (*mismatch.hints, *_left_out(case.time))
     kept = evidence if keep_evidence else None

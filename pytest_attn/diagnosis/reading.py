@@ -155,7 +155,7 @@ def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
         yield fault("batch-reversed", "with the batch in reverse", "kv", lambda t: t.flip(0))
 
 
-# -- packed and paged keys -------------------------------------------------------------------------------------------------
+# -- packed keys, and pages of keys ----------------------------------------------------------------------------------------
 
 
 def _packed_keys(w: Workload) -> Iterator[AttentionFault]:

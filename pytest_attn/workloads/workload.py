@@ -258,7 +258,7 @@ class Workload:
 
     @property
     def band(self) -> Band | None:
-        """The mask as a band, open on both sides where there is no mask; None for a mask that is no band."""
+        """The mask as a band, open on both sides where there is no mask; None for a mask of another form."""
         return Band(None, None, top_left=False) if self.plain_mask is None else self.plain_mask.band
 
     @property

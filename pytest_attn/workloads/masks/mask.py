@@ -229,7 +229,7 @@ class Mask(ABC):
 
     @classmethod
     def meant(cls, written: object) -> str:
-        """Return what to write in place of something that is no mask; empty where it is not this kind that was meant."""
+        """Return what to write in place of something other than a mask; empty where it is not this kind that was meant."""
         return ""
 
     def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
