@@ -1,4 +1,4 @@
-"""What is asked of a subject, and what was found, in the terms in which every kind of judgment is concluded."""
+"""What a subject is judged on, and what was found, in the terms in which every kind of judgment is concluded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Judgment(Generic[Result]):
         reason: of the record, in one line; "" where there is nothing to say.
         text: what a failure says; "" where the judgment passed.
         known_defects: those that explain all that is wrong, in words: the failure is an expected one.
-        skip: what pytest says where nothing was judged or decided, which is no pass.
+        skip: what pytest says where nothing was judged or decided; it does not count as passed.
         fields: further fields of the record; they go before those that all judgments have.
         properties: what is added to the test's report, for JUnit XML and the like.
         evidence: what is saved of a failure; or why nothing can be, "" where nothing need be said of it.
