@@ -56,7 +56,7 @@ def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
     result = run("os.kill(os.getpid(), signal.SIGSEGV)")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*1 invariant broken by mine*", "E * alignment *the process of its own ended while it was asked: *"]
+        ["*1 invariant broken by mine*", "E * alignment *the process of its own ended while it ran: *"]
     )
 
 
