@@ -57,7 +57,7 @@ class CaseRun:
     def conclude(self, evaluator: Evaluator[Result]) -> Result:
         """Have an evaluator judge; return the result of what passed, and end the test of anything else.
 
-        Every judgment ends here, whatever is judged and wherever it runs. A terminal says what takes long, and a record is left.
+        Every judgment ends here, whatever is judged and wherever it runs. A terminal says what takes long; a record is left.
         The test goes on, is skipped, fails as expected (xfail), or fails with its text and the command that repeats it.
         """
         __tracebackhide__ = True
