@@ -82,12 +82,6 @@ def cache():
 
 
 @pytest.fixture(autouse=True)
-def only_the_verdict(monkeypatch):
-    """Leave out the explanation of a failure: there are many here."""
-    monkeypatch.setattr("pytest_attn.correctness.judge.explain", lambda *_: (None, []))
-
-
-@pytest.fixture(autouse=True)
 def fresh_memory_is_nan():
     """Let torch fill what it does not initialize with NaN, so that the tests do not depend on what memory held."""
     torch.use_deterministic_algorithms(True)
