@@ -29,6 +29,7 @@ from pytest_attn.workloads.fields import BIAS_DIMENSIONS, DTYPES, dtype_name
 from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.masks.registry import as_mask, kind_of_words
 from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.traits import LAYOUT_KINDS
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ __all__ = ["FEATURES", "HEAD_DIMS", "LAYOUT_KINDS", "MASK_KINDS", "MAX_BATCH", "
 
 #: kinds of masks, the simplest first; None: without a mask
 MASK_KINDS = (None, *kind_of_words())
-#: where queries and keys lie: all lengths alike, keys padded, sequences end to end, keys in pages, those of packed queries too
-LAYOUT_KINDS = ("plain", "padded", "packed", "paged", "packed pages")
 #: what is drawn where nothing else is said; the fewer, the better a failure shrinks
 USUAL_LAYOUTS = LAYOUT_KINDS[:4]
 PACKED, PAGED = ("packed", "packed pages"), ("paged", "packed pages")

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_attn.workloads.fields import DTYPES, short_dtype
-from pytest_attn.workloads.heads import is_interleaved
 from pytest_attn.workloads.masks.registry import capability_words
+from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
-#: Changes of the score, options of the softmax, layouts and results, in the words of `Workload`.
-FEATURES = (
-    "softcap",
-    "bias",
-    "alibi",
-    "sinks",
-    "score_mod",
-    "scale",
-    "grouped heads",
-    "packed",
-    "padded",
-    "paged",
-    "packed pages",
-    "page layouts",
-    "cached",
-    "left-padded",
-    "backward",
-    "interleaved heads",
-    "bias before softcap",
-    "sinks of another dtype",
-    "ALiBi per batch entry",
-)
-#: what a backend says that is handed no prefix in a cache, and of keys padded on the left
-NO_CACHE, NO_LEFT_PADDING = "does not support a cached prefix beside new keys", "does not support keys padded on the left"
-_NO_OTHER_POOLS = "takes contiguous pools (pages, size, kv_heads, head_dim) only"
+#: Traits of workloads that an interface may be unable to say, in the order of the table, with the words of the refusal:
+#: changes of the score, options of the softmax, layouts and results. "backward" is asked for beside the workload.
+REFUSALS = {
+    "softcap": "has no softcap",
+    "bias": "has no additive bias",
+    "alibi": "has no ALiBi",
+    "sinks": "has no sinks",
+    "score_mod": "has no score_mod",
+    "scale": "does not support a custom scale",
+    "grouped heads": "does not support grouped-query attention (GQA)",
+    "packed": "does not support packed sequences",
+    "padded": "does not support padded keys",
+    "paged": "does not support a paged KV cache",
+    "packed pages": "does not support packed queries over a paged KV cache",
+    "page layouts": "takes contiguous pools (pages, size, kv_heads, head_dim) only",
+    "cached": "does not support a cached prefix beside new keys",
+    "left-padded": "does not support keys padded on the left",
+    "backward": "has no backward pass",
+    "interleaved heads": "does not support interleaved head groups (h % kv_heads)",
+    "bias before softcap": "adds a bias after the softcap, not before",
+    "sinks of another dtype": "takes sinks in {dtype} only",
+    "ALiBi per batch entry": "does not support ALiBi slopes per batch entry",
+}
+FEATURES = tuple(REFUSALS)
 #: Which quantized inputs it takes: fp8 q, k and v, or k and v quantized beside another q, and of what one descale may be.
 QUANTIZED = ("fp8", "kv_dtype", "tensor", "head", "token")
 COLUMNS = ("dtypes", "head_dim", "masks", "takes")
@@ -86,7 +86,7 @@ class Capabilities:
                 reasons.append(f"has no {needed.text}")
             elif self.square and w.q_len != w.kv_len:
                 reasons.append(f"takes a {needed.text} for q_len == kv_len only")
-        reasons += [text for feature, text in _features_of(w, backward) if feature not in self.features]
+        reasons += refusals_without([one for one in FEATURES if one not in self.features], w, backward)
         if mask is not None and mask.refused_beside_padding and w.kv_lens is not None:
             reasons.append(mask.refused_beside_padding)
         return reasons
@@ -133,30 +133,10 @@ class Capabilities:
         return (" ".join(DTYPES[d][0] for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
 
 
-def _features_of(w: Workload, backward: bool) -> list[tuple[str, str]]:
-    """Return the features that the workload needs, each with the words of its refusal."""
-    needed = (
-        ("softcap", w.softcap is not None, "has no softcap"),
-        ("bias", w.bias is not None, "has no additive bias"),
-        ("alibi", bool(w.alibi), "has no ALiBi"),
-        ("sinks", bool(w.sinks), "has no sinks"),
-        ("score_mod", w.score_mod is not None, "has no score_mod"),
-        ("scale", w.scale is not None, "does not support a custom scale"),
-        ("grouped heads", w.group > 1, "does not support grouped-query attention (GQA)"),
-        ("packed", w.packs_keys, "does not support packed sequences"),
-        ("padded", w.kv_lens is not None and not w.is_packed and not w.kv_pages, "does not support padded keys"),
-        ("paged", w.kv_pages is not None, "does not support a paged KV cache"),
-        ("packed pages", w.is_packed and w.kv_pages is not None, "does not support packed queries over a paged KV cache"),
-        ("page layouts", w.kv_pages is not None and not w.kv_pages.is_plain, _NO_OTHER_POOLS),
-        ("cached", w.cached is not None, NO_CACHE),
-        ("left-padded", w.pad == "left", NO_LEFT_PADDING),
-        ("backward", backward, "has no backward pass"),
-        ("interleaved heads", is_interleaved(w), "does not support interleaved head groups (h % kv_heads)"),
-        ("bias before softcap", w.bias_before_softcap, "adds a bias after the softcap, not before"),
-        ("sinks of another dtype", isinstance(w.sinks, str) and w.sinks != w.dtype, f"takes sinks in {w.dtype} only"),
-        ("ALiBi per batch entry", w.alibi == "batch", "does not support ALiBi slopes per batch entry"),
-    )
-    return [(feature, text) for feature, is_needed, text in needed if is_needed]
+def refusals_without(features: Iterable[str], w: Workload, backward: bool = False) -> list[str]:
+    """Return in which words an interface without these features refuses a workload that needs them."""
+    needed = traits_of(w) | ({"backward"} if backward else set())
+    return [REFUSALS[feature].format(dtype=w.dtype) for feature in features if feature in needed]
 
 
 def _listed(values: tuple[object, ...]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, has_other_lengths, has_several_row_tiles, is_band, is_causal
+from pytest_attn.mutants.reach import all_of, always, has, has_other_lengths, has_several_row_tiles, is_band, is_causal
 from pytest_attn.mutants.reach_tiles import has_left_edge, has_right_edge
 from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload
@@ -17,24 +17,11 @@ from pytest_attn.workloads.workload import Workload
 OPTIONS = Defects("options")
 
 
-def _has_softcap(w: Workload, _backward: bool) -> bool:
-    return w.softcap is not None
-
-
-def _has_bias(w: Workload, _backward: bool) -> bool:
-    return w.bias is not None
+_has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "alibi", "sinks"))
 
 
 def _has_bias_last(w: Workload, _backward: bool) -> bool:
     return not w.bias_before_softcap
-
-
-def _has_alibi(w: Workload, _backward: bool) -> bool:
-    return bool(w.alibi)
-
-
-def _has_sinks(w: Workload, _backward: bool) -> bool:
-    return bool(w.sinks)
 
 
 @OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))

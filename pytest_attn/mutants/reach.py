@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_attn.mutants.kernel import TILE
 from pytest_attn.mutants.mutant import Applies
+from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
@@ -20,6 +21,11 @@ def always(w: Workload, backward: bool) -> bool:
 def any_of(*conditions: Applies) -> Applies:
     """Return whether one of the conditions holds."""
     return lambda w, backward: any(condition(w, backward) for condition in conditions)
+
+
+def has(trait: str) -> Applies:
+    """Return whether the workload has a trait, in the words of `traits_of`."""
+    return lambda w, backward: trait in traits_of(w)
 
 
 def in_backward(w: Workload, backward: bool) -> bool:
@@ -40,9 +46,7 @@ def is_padded(w: Workload, backward: bool) -> bool:
     return not w.packs_keys and any(kv_len < w.kv_len for kv_len in w.kv_lens or ())
 
 
-def is_paged(w: Workload, backward: bool) -> bool:
-    """Keys in pages."""
-    return w.kv_pages is not None
+is_paged = has("paged")
 
 
 def is_dense(w: Workload, backward: bool) -> bool:
@@ -73,9 +77,7 @@ def has_other_lengths(w: Workload, backward: bool) -> bool:
 # -- heads and dtypes ------------------------------------------------------------------------------------------------------
 
 
-def is_grouped(w: Workload, backward: bool) -> bool:
-    """Query heads that share a key head."""
-    return w.group > 1
+is_grouped = has("grouped heads")
 
 
 def is_grouped_twice(w: Workload, backward: bool) -> bool:

@@ -46,6 +46,7 @@ from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
 #: what flash2 runs on, and libraries around it
@@ -340,7 +341,7 @@ def _smallest_like(w: Workload) -> Workload:
         head_dim=w.head_dim,
         v_head_dim=w.v_head_dim,
         dtype=w.dtype,
-        mask=Window(1, 1) if w.mask is not None and w.mask.kind == "window" else None,
+        mask=Window(1, 1) if "window" in traits_of(w) else None,
         softcap=w.softcap,
     )
 

@@ -19,7 +19,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, needs_cuda
-from pytest_attn.backends.capabilities import FEATURES, NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.capabilities import FEATURES, Capabilities, refusals_without
 from pytest_attn.backends.compiled import compilation_of, compile_kernel
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ
@@ -106,9 +106,7 @@ class Flex(Backend):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse pages, and on a CPU what torch refuses there."""
-        reasons = ["does not support a paged KV cache"] if workload.kv_pages else []
-        reasons += [NO_CACHE] if workload.cached else []
-        reasons += [NO_LEFT_PADDING] if workload.pad == "left" else []
+        reasons = refusals_without(("paged", "cached", "left-padded"), workload)
         if workload.is_packed and workload.alibi == "batch":
             reasons.append("does not support ALiBi slopes per packed sequence")
         if machine.kind == "cpu":

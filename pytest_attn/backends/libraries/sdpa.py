@@ -19,7 +19,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
-from pytest_attn.backends.capabilities import NO_CACHE, NO_LEFT_PADDING, Capabilities
+from pytest_attn.backends.capabilities import Capabilities, refusals_without
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
@@ -199,21 +199,8 @@ class Cudnn(Automatic):
 
 
 def _not_expressible(w: Workload) -> list[str]:
-    reasons = []
-    if w.is_packed:
-        reasons.append("does not support packed sequences")
-    if w.kv_pages:
-        reasons.append("does not support a paged KV cache")
-    if w.cached is not None:
-        reasons.append(NO_CACHE)
-    if w.pad == "left":
-        reasons.append(NO_LEFT_PADDING)
-    if w.softcap is not None:
-        reasons.append("has no softcap")
-    if w.sinks:
-        reasons.append("has no sinks")
-    if w.score_mod is not None:
-        reasons.append("has no score_mod")
+    beyond = ("packed", "paged", "packed pages", "cached", "left-padded", "softcap", "sinks", "score_mod")
+    reasons = refusals_without(beyond, w)
     if w.alibi and w.dtype != "float32":
         reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_mask")
     return reasons

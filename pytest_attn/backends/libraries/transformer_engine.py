@@ -48,6 +48,7 @@ from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Mask
 from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
 #: its kernels by the names of its log, with the variables that allow them, in the order of its list of available ones
@@ -495,7 +496,7 @@ class TeCp(RankBackend):
         """Refuse what the library's cp_comm_type does not know."""
         w = sharding.workload
         reasons = half_open_window_refused(w)
-        if w.mask is not None and w.mask.kind == "window" and self._comm == "p2p":
+        if "window" in traits_of(w) and self._comm == "p2p":
             reasons.append("has sliding windows with comm=all_gather and comm=a2a only")
         if w.is_packed and self._comm == "all_gather":
             reasons.append("has packed sequences with comm=p2p and comm=a2a only")

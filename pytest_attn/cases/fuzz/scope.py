@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.workloads.masks.registry import kind_of_words
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.traits import layout_of, traits_of
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend
@@ -38,16 +39,11 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
     """
     scope: dict[str, Any] = {}
-    lengths = [pair for w in named for pair in sequence_lengths(w)]
-    has = {
-        "fewer queries": any(q < k for q, k in lengths),
-        "fewer keys": any(q > k for q, k in lengths),
-        "empty sequences": any(0 in pair for pair in lengths),
-        "grouped heads": any(w.group > 1 for w in named),
-    }
+    traits = frozenset[str]().union(*map(traits_of, named))
+    features: list[str] = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
     for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
         values = {getattr(w, field) for w in named}
-        has[field] = len(values) > 1
+        features += [field] if len(values) > 1 else []
         if len(values) == 1 and values.isdisjoint((None, False)):
             scope[field] = values.pop()
     said = {"head_groups": "interleaved", "bias_before_softcap": True}
@@ -60,8 +56,8 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     for w in named:
         masks.setdefault(_kind(w), []).append(w.mask)
     scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
-    scope["features"] = [feature for feature, is_there in has.items() if is_there]
-    scope["layouts"] = list(dict.fromkeys(map(_layout, named)))
+    scope["features"] = features
+    scope["layouts"] = list(dict.fromkeys(map(layout_of, named)))
     scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
     scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
     if pages := {w.kv_pages for w in named if w.kv_pages}:
@@ -79,12 +75,6 @@ def _kind(workload: Workload) -> object:
     """Return the mask's kind; a mask of the user's own is a kind for itself."""
     mask = workload.plain_mask
     return mask if mask is None or mask.function is not None else mask.kind
-
-
-def _layout(workload: Workload) -> str:
-    if workload.kv_pages:
-        return "packed pages" if workload.is_packed else "paged"
-    return "packed" if workload.is_packed else "padded" if workload.kv_lens is not None else "plain"
 
 
 def _within(limits: Capabilities) -> dict[str, Any]:
