@@ -1,0 +1,164 @@
+"""A new kind of mask is a file of its own and one line of registration; all else works with it."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from dilated import Dilated
+from hypothesis import HealthCheck, Phase, given, settings
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Capabilities, Workload, check
+from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.cases.fuzz.scope import like
+from pytest_attn.cases.fuzz.source import write_workload
+from pytest_attn.failures.encoding import decode_workload, encode_workload
+from pytest_attn.models.capture import workload_as_code
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.strategies import workloads
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.masks import as_mask, visible_pairs
+from pytest_attn.workloads.masks.registry import mask_kinds, register, unregister
+from pytest_attn.workloads.traits import traits_of
+
+WORKLOAD = Workload(48, 80, heads=2, head_dim=32, mask=Dilated(3))
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register(Dilated)
+    yield
+    unregister(Dilated)
+
+
+def attention(workload):
+    """Return a kernel that applies a workload's mask."""
+    seen = boolean_mask(draw_inputs(workload, "flat"))
+    return lambda q, k, v: sdpa(q, k, v, attn_mask=seen.to(q.device))
+
+
+def drawn(strategy, number=60):
+    found = []
+
+    @settings(max_examples=number, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=HealthCheck)
+    @given(strategy)
+    def draw(workload):
+        found.append(workload)
+
+    draw()
+    return found
+
+
+def test_a_kernel_is_judged_on_it_and_its_mistake_is_named():
+    assert check(attention(WORKLOAD), WORKLOAD, backward=True, device="cpu").passed
+    for own in ("eager", KernelBackend("fault-free", Kernel())):
+        assert check(own, WORKLOAD, backward=True, device="cpu").passed
+    for other, words in ((Dilated(4), "whose steps are one key too long"), ("causal-bottom-right", "whose steps are ignored")):
+        with pytest.raises(AssertionError, match=words):
+            check(attention(WORKLOAD.replace(mask=other)), WORKLOAD, device="cpu")
+
+
+def test_its_sequences_have_lengths_of_their_own():
+    padded = Workload(q_len=20, kv_lens=(40, 17, 0), head_dim=16, mask=Dilated(2))
+    packed = Workload(q_lens=(20, 9, 33), head_dim=16, mask=Dilated(2))
+    for workload in (padded, packed):
+        assert check("eager" if workload is padded else "flex", workload, device="cpu").passed
+    assert visible_pairs(WORKLOAD.plain_mask, 48, 80) == 48 * 80  # what is not known counts as full
+
+
+def test_it_has_an_id_and_can_be_written_in_code():
+    assert WORKLOAD.id == "h2-q48-k80-d32-dilated3"
+    assert traits_of(WORKLOAD) == {"dilated", "fewer queries", "plain"}
+    text, imports = write_workload(WORKLOAD)
+    assert imports == ["from dilated import Dilated", "from pytest_attn import Workload"]
+    assert eval(text, {"Workload": Workload, "Dilated": Dilated}) == WORKLOAD
+    assert "mask=Dilated(step=3)" in workload_as_code(WORKLOAD)
+    with pytest.raises(
+        ValueError, match=re.escape("BooleanMask, a mask_mod(b, h, q_idx, kv_idx) or Dilated, got 'longnet'; say mask=")
+    ):
+        as_mask("longnet")
+
+
+def test_a_backend_says_whether_it_takes_it():
+    assert Capabilities(masks=frozenset(("dilated",))).refusals(WORKLOAD) == []
+    assert Capabilities(masks=frozenset(("any",))).refusals(WORKLOAD) == []
+    assert Capabilities(masks=frozenset(("window", "top-left"))).refusals(WORKLOAD) == ["has no dilated causal mask"]
+    only_square = Capabilities(masks=frozenset(("window", "dilated")), square=True)
+    assert only_square.refusals(WORKLOAD) == ["takes a dilated causal mask for q_len == kv_len only"]
+    assert only_square.row()[2] == "window, dilated, if q_len == kv_len"
+
+
+def test_it_is_drawn():
+    assert {w.mask for w in drawn(workloads(masks=("dilated",)))} == {Dilated(step) for step in (2, 3, 4)}
+    assert "dilated" in {w.mask.kind for w in drawn(workloads(), 200) if w.mask}
+    assert like([WORKLOAD, WORKLOAD.replace(mask=Dilated(5))])["masks"] == ["dilated"]
+
+
+def test_a_failure_on_it_is_saved_read_and_judged_again(pytester):
+    written = json.loads(json.dumps(encode_workload(WORKLOAD)))
+    assert written["mask"] == {"kind": "Dilated", "step": 3}
+    assert decode_workload(written) == WORKLOAD
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        from dilated import Dilated
+        from pytest_attn import Workload
+
+        def too_wide(q, k, v):
+            back = torch.arange(64)[:, None] - torch.arange(64)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(back >= 0) & (back % 4 == 0))
+
+        @pytest.mark.attention(Workload(64, heads=2, head_dim=16, mask=Dilated(3)))
+        def test_mine(attn):
+            attn.check(too_wide)
+        """
+    )
+    done = pytester.runpytest_inprocess("--attn-save-failures=saved", "--attn-device=cpu")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*whose steps are one key too long*"])
+    (folder,) = Path("saved").iterdir()
+    failure = pytest_attn.load_failure(folder)
+    assert failure.workload.mask == Dilated(3)
+    with pytest.raises(AssertionError, match="whose steps are one key too long"):
+        failure.check(attention(failure.workload.replace(mask=Dilated(4))))
+    failure.check(attention(failure.workload))
+
+
+def test_afterwards_it_is_gone():
+    unregister(Dilated)
+    try:
+        with pytest.raises(AssertionError, match="unknown capabilities"):
+            Capabilities(masks=frozenset(("dilated",)))
+        with pytest.raises(ValueError, match="mask must be None"):
+            workloads(masks=("dilated",))
+        with pytest.raises(ValueError, match="no kind of mask is called 'Dilated'; there are Causal, Window"):
+            decode_workload(encode_workload(WORKLOAD))
+    finally:
+        register(Dilated)
+
+
+def test_no_two_kinds_have_a_name_or_a_word_in_common():
+    with pytest.raises(ValueError, match="Dilated: there is a kind of mask of this name already"):
+        register(type("Dilated", (Dilated,), {}))
+    with pytest.raises(ValueError, match="Other: there is a kind of mask of this name already, Dilated"):
+        register(type("Other", (Dilated,), {}))
+
+
+def test_few_places_ask_for_the_class_of_a_mask():
+    """Others ask a mask for what they need of it: whether it is a band, which function shows it, ..."""
+    kinds = {kind.__name__ for kind in mask_kinds()} | {"Mask", "BandMask", "FunctionMask"}
+    root = Path(pytest_attn.__file__).parent
+    found = []
+    for path in root.rglob("*.py"):
+        if "workloads/masks" in path.as_posix():
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance":
+                named = {node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)}
+                found += [f"{path.relative_to(root)}:{call.lineno}"] if named & kinds else []
+    print(f"isinstance on masks: {len(found)}")
+    assert len(found) <= 10, found
