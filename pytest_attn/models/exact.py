@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.blocks import Block, Chunk, head_blocks, row_chunks
 from pytest_attn.correctness.exact import modify, scaled_scores, softmax
+from pytest_attn.correctness.parameters import BackwardSteps, add_values, zeros_of
 from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
 from pytest_attn.correctness.reference import heads_first, segments_of
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -71,12 +73,17 @@ def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.
 def exact_attention(inputs: Inputs, rounding: Rounding | None = None) -> torch.Tensor:
     """Return exact attention for these inputs in their dtype, (batch, heads, q_len, v_head_dim) or packed.
 
-    It has gradients with respect to q, k, v, bias and sinks. rounding: of what a kernel rounds. Memory grows
-    with the sequence, not with its square.
+    It has gradients with respect to q, k, v and the parameters (workloads/parameters.py). rounding: of what a kernel rounds.
+    Memory grows with the sequence, not with its square.
     """
     function: Any = _function()
-    out: torch.Tensor = function.apply(inputs, rounding, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    out: torch.Tensor = function.apply(inputs, rounding, *_tensors(inputs))
     return out
+
+
+def _tensors(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
+    """Return what has a gradient: q, k, v and the parameters, None for what there is not."""
+    return inputs.q, inputs.k, inputs.v, *(getattr(inputs, one.tensor) for one in PARAMETERS.values())
 
 
 def _function() -> Any:
@@ -136,7 +143,7 @@ class Passes:
         return self._native(out)
 
     def backward(self, out: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return the gradients of q, k, v, bias and sinks; None for what there is not."""
+        """Return the gradients of q, k, v and the parameters; None for what there is not."""
         import torch
 
         w, inputs = self.workload, self.inputs
@@ -144,8 +151,7 @@ class Passes:
         out = heads_first(out, w)
         dq = torch.zeros_like(q, dtype=torch.float64)
         sums = {"dk": self._key_sums(k), "dv": self._key_sums(v)}
-        dbias = None if inputs.bias is None else torch.zeros(self._scores_shape, dtype=torch.float64, device=q.device)
-        dsinks = None if inputs.sinks is None else torch.zeros(w.heads, dtype=torch.float64, device=q.device)
+        of_parameters = {name: zeros_of(name, w, q.device) for name in parameters_of(w)}
         heads = sums["dk"].shape[1]
 
         def run(chunk: Chunk, place: tuple[Any, ...]) -> None:
@@ -158,11 +164,8 @@ class Passes:
                 p = self._rounded(p)
                 row_sum = (dp * p).sum(-1, keepdim=True)
             ds = p * (dp - row_sum)
-            if dbias is not None:
-                dbias[place[0], place[1], chunk.rows[:, None], torch.arange(k.shape[2], device=q.device)[chunk.keys]] += ds
-            if dsinks is not None and inputs.sinks is not None:
-                of_sink = (inputs.sinks.double()[block.head_index.flatten(), None] - lse).exp()
-                dsinks[block.heads] -= (of_sink * row_sum.squeeze(-1)).sum((0, 2))
+            before_softcap = ds if slope is None or not w.bias_before_softcap else ds * slope
+            add_values(of_parameters, BackwardSteps(chunk, ds, before_softcap, row_sum, lse))
             ds = self._rounded(ds if slope is None else ds * slope)
             dq[place] = over_keys(ds, chunk.k) * scale
             group = heads // k.shape[1]
@@ -175,21 +178,16 @@ class Passes:
 
         self._over_chunks(dout, run)
         dk, dv = (self._summed(sums[name], k.shape[1]) for name in ("dk", "dv"))
-        grads = [self._native(self._rounded(g)).to(t.dtype) for g, t in ((dq, q), (dk, k), (dv, v))]
-        bias_grad = (
-            None if dbias is None or inputs.bias is None else dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
-        )
-        return [*grads, bias_grad, None if dsinks is None or inputs.sinks is None else dsinks.to(inputs.sinks.dtype)]
+        grads: list[torch.Tensor | None] = [self._native(self._rounded(g)).to(t.dtype) for g, t in ((dq, q), (dk, k), (dv, v))]
+        for name, one in PARAMETERS.items():
+            tensor = getattr(inputs, one.tensor)
+            grads.append(of_parameters[name].view(tensor.shape).to(tensor.dtype) if name in of_parameters else None)
+        return grads
 
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[0].transpose(0, 1) if self.workload.is_packed else tensor
-
-    @property
-    def _scores_shape(self) -> tuple[int, int, int, int]:
-        w = self.workload
-        return w.batch, w.heads, w.q_len, w.kv_len
 
     def _key_sums(self, of: torch.Tensor) -> torch.Tensor:
         """Return zeros for a gradient of keys, per query head where a kernel rounds these before it sums them up."""

@@ -14,13 +14,15 @@ class Parameter:
 
     name: of the workload's field. tensor: the field of its inputs. dims: along which of batch, heads, rows and keys
     ("b", "h", "q", "k") it differs; its gradient is summed over the others. dtype: of the tensor and its gradient.
-    is_in_scores: whether it is added to scores, so that a score_mod may follow, whose slope nobody knows.
+    is_of_heads: whether it is one number for each head. is_in_scores: whether it is added to scores, so that a score_mod
+    may follow, whose slope nobody knows.
     """
 
     name: str
     tensor: str
     dims: Callable[[Workload], str]
     dtype: Callable[[Workload], str]
+    is_of_heads: bool = True
     is_in_scores: bool = True
 
     def shape(self, w: Workload) -> tuple[int, int, int, int]:
@@ -41,7 +43,7 @@ PARAMETERS = {
             dtype=lambda w: w.out_dtype if w.sinks is True else str(w.sinks),
             is_in_scores=False,
         ),
-        Parameter("bias", "bias", dims=lambda w: str(w.bias), dtype=lambda w: w.out_dtype),
+        Parameter("bias", "bias", dims=lambda w: str(w.bias), dtype=lambda w: w.out_dtype, is_of_heads=False),
         Parameter("alibi", "alibi_slopes", dims=lambda w: "bh" if w.alibi == "batch" else "h", dtype=lambda w: w.out_dtype),
     )
 }
