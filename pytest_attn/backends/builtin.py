@@ -89,6 +89,7 @@ CALLED_BY_MODELS = {
     "torch.nn.attention.flex_attention": "flex",
     "flash_attn": "flash_attention",
     "flash_attn_interface": "flash_attention",
+    "flash_attn_3.flash_attn_interface": "flash_attention",
     "flash_attn.cute": "flash_attention",
     "transformer_engine.pytorch": "transformer_engine",
     "xformers.ops": "xformers",

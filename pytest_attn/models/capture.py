@@ -282,7 +282,8 @@ class Recorder:
     def _read(self, intercepted: InterceptedCall, number: int) -> AttentionArguments:
         arguments = intercepted.read()
         visible = self._masks.get((intercepted.module, number))
-        if visible is None or visible.shape[-2:] != (arguments.q.shape[-2], arguments.k.shape[-2]):
+        is_dense = arguments.cu_seqlens is None
+        if visible is None or not is_dense or visible.shape[-2:] != (arguments.q.shape[-2], arguments.k.shape[-2]):
             return arguments
         return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible)
 

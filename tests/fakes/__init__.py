@@ -12,6 +12,65 @@ from pytest_attn.backends import import_trial, library
 
 HERE = Path(__file__).parent
 
+_DPA = "transformer_engine/pytorch/attention/dot_product_attention"
+#: name -> its files in site-packages, its distribution, and the version
+LIBRARIES = {
+    "flash2": (
+        {
+            "flash_attn/flash_attn_interface.py": "flash2.py",
+            "flash_attn/__init__.py": "from flash_attn.flash_attn_interface import *\n",
+        },
+        "flash-attn",
+        "2.8.3",
+    ),
+    "flash3": ({"flash_attn_3/flash_attn_interface.py": "flash3.py"}, "flash-attn-3", "3.0.0b1"),
+    "flash3_old": ({"flash_attn_interface.py": "flash3_old.py"}, "flash-attn-3", "3.0.0b1"),
+    "flash4": ({"flash_attn/cute/__init__.py": "flash4.py"}, "flash-attn-4", "4.0.0b36"),
+    "transformer_engine": (
+        {
+            f"{_DPA}/__init__.py": "from .dot_product_attention import DotProductAttention, _attention_backends\n",
+            f"{_DPA}/dot_product_attention.py": "te_dpa.py",
+            f"{_DPA}/utils.py": "te_utils.py",
+            "transformer_engine/pytorch/__init__.py": f"from {_DPA.replace('/', '.')} import DotProductAttention\n",
+        },
+        "transformer-engine-torch",
+        "2.20.2",
+    ),
+    "xformers": (
+        {
+            "xformers/_cpp_lib.py": "_cpp_library_load_exception = None\n",
+            "xformers/ops/__init__.py": "import xformers._cpp_lib\nfrom xformers.ops.fmha import *\n",
+            "xformers/ops/fmha/__init__.py": "xformers_fmha.py",
+            "xformers/ops/fmha/attn_bias.py": "xformers_attn_bias.py",
+        },
+        "xformers",
+        "0.0.35",
+    ),
+    "sage1": ({"sageattention/__init__.py": "sage1.py"}, "sageattention", "1.0.6"),
+    "sage2": ({"sageattention/__init__.py": "sage2.py"}, "sageattention", "2.2.0"),
+    "natten": (
+        {
+            "natten/__init__.py": "from natten.functional import na1d, na2d, na3d\n",
+            "natten/functional.py": "natten.py",
+            "natten/backends.py": "natten_backends.py",
+        },
+        "natten",
+        "0.21.7",
+    ),
+    "diffusers": ({"diffusers/models/attention_dispatch.py": "diffusers.py"}, "diffusers", "0.42.1"),
+    "transformers": (
+        {
+            "transformers/modeling_utils.py": "transformers.py",
+            "transformers/modeling_flash_attention_utils.py": "from transformers.modeling_utils import *\n",
+            "transformers/models/llama/modeling_llama.py": (
+                "from transformers.modeling_utils import eager_attention_forward\n"
+            ),
+        },
+        "transformers",
+        "5.17.0",
+    ),
+}
+
 
 def install(monkeypatch, folder, files, distribution, version="1.0"):
     """Install fake modules into `folder`: files maps a path in site-packages to a file of this folder or to source text.
@@ -37,6 +96,12 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
     forget()
+
+
+def put(monkeypatch, folder, name, **changed):
+    """Install one of `LIBRARIES`. changed: files of it, by their paths, that have another source."""
+    files, distribution, version = LIBRARIES[name]
+    install(monkeypatch, folder / name, files | changed, distribution, version)
 
 
 def uninstall(files):

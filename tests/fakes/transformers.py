@@ -1,6 +1,7 @@
 """The attention functions of transformers 5.17.0, as written there: modeling_utils, flash attention's and Llama's."""
 
 import inspect
+from collections import UserDict
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -170,10 +171,21 @@ def _not_here(*args, **kwargs):
     raise ValueError("was called without a paged attention cache")
 
 
-ALL_ATTENTION_FUNCTIONS = {
+class AttentionInterface(UserDict):
+    """What a model fetches its attention function from."""
+
+    def __init__(self):
+        self.data = self._global_mapping
+
+    def get_interface(self, attn_implementation, default):
+        return self.get(attn_implementation, default)
+
+
+AttentionInterface._global_mapping = {
     "flash_attention_2": flash_attention_forward,
     "flex_attention": flex_attention_forward,
     "sdpa": sdpa_attention_forward,
     "paged|sdpa": _not_here,
 }
+ALL_ATTENTION_FUNCTIONS = AttentionInterface()
 FLASH_ATTENTION_COMPATIBILITY_MATRIX = {2: {"general_availability_check": lambda: True}}

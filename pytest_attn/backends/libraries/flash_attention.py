@@ -7,7 +7,7 @@ an H200; the tests have stand-ins of both. flash-attn 4 (CuTe DSL) compiles a ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -630,6 +630,14 @@ def _cached(module: str, parameters: tuple[str, ...], profile: str) -> Attention
     return AttentionFunction(module, name, parameters, _read_cache, profile, tensors, unpack=_unpack_cache, pack=_pack_cache)
 
 
+def _flash3(module: str) -> Iterator[AttentionFunction]:
+    """Yield the functions of a generation's module."""
+    yield AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3")
+    yield AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *_LENGTHS, *_USED, *_OPTIONS_3), _VARLEN, "flash3")
+    yield _packed(module, "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3")
+    yield _cached(module, (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3")
+
+
 _VARLEN = partial(_read, is_varlen=True)
 FUNCTIONS = (
     AttentionFunction("flash_attn", "flash_attn_func", (*_QKV, *_OPTIONS), _read, "flash2"),
@@ -639,12 +647,7 @@ FUNCTIONS = (
     _packed("flash_attn", "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", "max_seqlen", *_OPTIONS), "flash2"),
     _packed("flash_attn", "flash_attn_varlen_kvpacked_func", ("q", "kv", *_LENGTHS, *_OPTIONS), "flash2"),
     _cached("flash_attn", (*_CACHE, *_ROTARY, "block_table", *_OPTIONS_OF_CACHE, "softcap"), "flash2"),
-    AttentionFunction("flash_attn_interface", "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3"),
-    AttentionFunction(
-        "flash_attn_interface", "flash_attn_varlen_func", (*_QKV, *_LENGTHS, *_USED, *_OPTIONS_3), _VARLEN, "flash3"
-    ),
-    _packed("flash_attn_interface", "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3"),
-    _cached("flash_attn_interface", (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3"),
+    *(one for generation in _GENERATIONS for one in _flash3(generation.module)),
     AttentionFunction(
         "flash_attn.cute", "flash_attn_func", (*_QKV, "qv", "gather_kv_indices", *_FLASH4), _read_flash4, "flash4"
     ),

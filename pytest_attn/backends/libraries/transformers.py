@@ -13,6 +13,8 @@ from pytest_attn.backends.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
+    first_of,
+    swap_rows_and_heads,
 )
 from pytest_attn.backends.compiled import unlimited_recompiles
 from pytest_attn.backends.defects import sees_nothing
@@ -35,6 +37,8 @@ _SINKS_FROM_ROUNDED_LSE = KnownDefect(
     tensors=("out", "dq", "dk", "dv"),
 )
 
+#: what flash-attention is told of packed sequences
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FLASH_MASKS = ("bottom-right", "window", "documents")
 _FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("top-left", "any"))
 # what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
@@ -178,8 +182,7 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
         "s_aux": inputs.sinks,
     }
     if w.is_packed or w.documents:
-        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        arguments.update(zip(names, sequence_boundaries(inputs), strict=True))
+        arguments.update(zip(_BOUNDARIES, sequence_boundaries(inputs), strict=True))
     return arguments
 
 
@@ -249,14 +252,14 @@ def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArgumen
     """Read the arguments of an attention function of transformers: q, k and v "bhsd", out "bshd"."""
     if given.get("cache") is not None:
         raise UnreadableError("a paged cache is not read")
+    if _is_flash(implementation) and _has_boundaries(given):
+        return _read_packed(given)
     q, k, v = given["query"], given["key"], given["value"]
     visible, bias, mask = _mask(implementation, given, q, k)
     position_bias = given.get("position_bias")
     if position_bias is not None:
         position_bias = position_bias.detach().expand(-1, -1, q.shape[2], -1)[..., : k.shape[2]]
         bias = position_bias if bias is None else bias + position_bias
-    sinks = given.get("s_aux")
-    weights = given.get("output_attentions")
     return AttentionArguments(
         q,
         k,
@@ -264,38 +267,70 @@ def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArgumen
         visible=visible,
         mask=mask,
         bias=bias,
-        sinks=None if sinks is None else sinks.flatten(),
-        scale=given.get("scaling"),
-        softcap=given.get("softcap"),
-        dropout=float(given.get("dropout") or 0.0),
-        take_out=lambda result: result[0],
-        out_to_native=lambda out: out.transpose(1, 2),
-        to_result=lambda out: _with_weights(out, bool(weights)),
+        **_scores(given),
+        out_to_native=swap_rows_and_heads,
+        to_result=lambda out: _without_weights(given, swap_rows_and_heads(out)),
     )
 
 
-def _with_weights(out: torch.Tensor, asks_weights: bool) -> tuple[torch.Tensor, None]:
-    if asks_weights:
+def _read_packed(given: Mapping[str, Any]) -> AttentionArguments:
+    """Read what flash-attention is called with where the model says where sequences end: (1, heads, tokens, dim)."""
+    batch = given["query"].shape[0]
+
+    def to_native(tensor: torch.Tensor) -> torch.Tensor:
+        return swap_rows_and_heads(tensor).flatten(0, 1)
+
+    return AttentionArguments(
+        to_native(given["query"]),
+        to_native(given["key"]),
+        to_native(given["value"]),
+        mask=_named_mask(given, is_flash=True, keys=int(given["max_length_k"])),
+        cu_seqlens=given["cu_seq_lens_q"],
+        cu_seqlens_kv=given["cu_seq_lens_k"],
+        **_scores(given),
+        to_native=to_native,
+        out_to_native=lambda out: out.flatten(0, 1),
+        to_result=lambda out: _without_weights(given, out.view(batch, -1, *out.shape[1:])),
+    )
+
+
+def _is_flash(implementation: str) -> bool:
+    return implementation.startswith("flash") or "/" in implementation
+
+
+def _has_boundaries(given: Mapping[str, Any]) -> bool:
+    """Whether the call says all that transformers wants of packed sequences, which it looks at where there is no mask."""
+    return given.get("attention_mask") is None and all(given.get(name) is not None for name in _BOUNDARIES)
+
+
+def _scores(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes scores, and how out is taken of what a function returns."""
+    sinks = given.get("s_aux")
+    return {
+        "sinks": None if sinks is None else sinks.flatten(),
+        "scale": given.get("scaling"),
+        "softcap": given.get("softcap"),
+        "dropout": float(given.get("dropout") or 0.0),
+        "take_out": first_of,
+    }
+
+
+def _without_weights(given: Mapping[str, Any], out: torch.Tensor) -> tuple[torch.Tensor, None]:
+    if given.get("output_attentions"):
         raise UnreadableError("the model asks for attention weights as well, which a replacement does not return")
-    return out.transpose(1, 2).contiguous(), None
+    return out.contiguous(), None
 
 
 def _mask(
     implementation: str, given: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, Mask | None]:
     """Return what the call's mask hides and adds, and what it is without a tensor."""
-    found = given.get("attention_mask")
-    causal = given.get("is_causal")
-    if causal is None:
-        causal = getattr(given["module"], "is_causal", True)
-    is_flash = implementation.startswith("flash") or "/" in implementation
+    found, is_flash = given.get("attention_mask"), _is_flash(implementation)
     if found is None or (is_flash and found.dim() == 2):
         visible = None if found is None else found[:, None, None, : k.shape[2]].bool()
-        if implementation == "eager" or not causal or (q.shape[2] == 1 and not is_flash):
+        if implementation == "eager" or (q.shape[2] == 1 and not is_flash):
             return visible, None, None
-        window = given.get("sliding_window") if is_flash else None
-        bottom_right = Window(window - 1, 0) if window else Causal(bottom_right=True)
-        return visible, None, bottom_right if is_flash else Causal()
+        return visible, None, _named_mask(given, is_flash, k.shape[2])
     if type(found).__name__ == "BlockMask":
         visible, mask = read_block_mask(found, q, k)
         return visible, None, mask
@@ -303,3 +338,13 @@ def _mask(
         raise UnreadableError(f"its attention_mask has shape {tuple(found.shape)}; expected four dimensions")
     visible, bias = visible_and_bias(found[..., : k.shape[2]], tuple(q.shape[:-2]), q, k)
     return visible, bias, None
+
+
+def _named_mask(given: Mapping[str, Any], is_flash: bool, keys: int) -> Mask | None:
+    """Return the mask of is_causal and sliding_window, which counts the query's own key; the latter is flash-attention's."""
+    causal, window = given.get("is_causal"), given.get("sliding_window") if is_flash else None
+    if causal is None:
+        causal = getattr(given["module"], "is_causal", True)
+    if window and (causal or keys > window):
+        return Window(window - 1, 0 if causal else window - 1)
+    return Causal(bottom_right=is_flash) if causal else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -30,7 +30,7 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.fields import element_bytes
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
 
 #: What is used of xformers.ops.fmha; where mslk is missing, newer releases leave it an empty module.
@@ -311,40 +311,61 @@ def _torch_device(device: torch.device | str) -> torch.device:
 # -- calls of a model --------------------------------------------------------------------------------------------------------
 
 
-_CAUSAL = {
-    "LowerTriangularMask": Causal(),
-    "LowerTriangularFromBottomRightMask": Causal(bottom_right=True),
-}
-
-
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
+    """Read tensors (batch, rows, heads, dim), with GQA's key heads and their groups in two dimensions, or rows end to end."""
     refuse_unread(given, {"query", "key", "value", "attn_bias", "p", "scale"}, frozenset(("op",)))
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    if q.dim() != 4:
-        raise UnreadableError(f"its argument query has shape {tuple(q.shape)}; expected (batch, rows, heads, dim)")
-    q, k, v = swap_rows_and_heads(q), swap_rows_and_heads(k), swap_rows_and_heads(v)
-    attn_bias, visible, bias, mask = given.get("attn_bias"), None, None, None
-    if type(attn_bias).__name__ in _CAUSAL:
-        mask = _CAUSAL[type(attn_bias).__name__]
-    elif getattr(attn_bias, "ndim", 0) == 4:
-        visible, bias = visible_and_bias(attn_bias, tuple(q.shape[:2]), q, k)  # type: ignore[arg-type]
-    elif attn_bias is not None:
-        raise UnreadableError(f"its argument attn_bias is a {type(attn_bias).__name__}, which is not read")
+    query, attn_bias = given["query"], given.get("attn_bias")
+    if query.dim() not in (4, 5):
+        raise UnreadableError(f"its argument query has shape {tuple(query.shape)}; expected (batch, rows, heads, dim)")
+    is_packed, heads = hasattr(attn_bias, "q_seqinfo"), tuple(query.shape[2:-1])
+
+    def to_native(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.flatten(2, -2)
+        return tensor[0] if is_packed else swap_rows_and_heads(tensor)
+
+    def to_result(out: torch.Tensor) -> torch.Tensor:
+        out = out[None] if is_packed else swap_rows_and_heads(out)
+        return out.reshape(*out.shape[:2], *heads, out.shape[-1])
+
+    q, k, v = (to_native(given[name]) for name in _QKV)
     return AttentionArguments(
         q,
         k,
         v,
-        visible=visible,
-        bias=bias,
-        mask=mask,
+        **_read_bias(attn_bias, q, k),
         scale=given.get("scale"),
         dropout=float(given.get("p") or 0.0),
-        to_native=swap_rows_and_heads,
-        out_to_native=swap_rows_and_heads,
-        to_result=swap_rows_and_heads,
+        to_native=to_native,
+        out_to_native=to_native,
+        to_result=to_result,
     )
 
 
+def _read_bias(attn_bias: Any, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """Return what an attn_bias says: a mask by its class, with the ends of its blocks, or what a tensor hides and adds."""
+    kind = type(attn_bias).__name__
+    if attn_bias is None:
+        return {}
+    if getattr(attn_bias, "ndim", 0) in (4, 5):
+        visible, bias = visible_and_bias(attn_bias.flatten(1, -3), tuple(q.shape[:2]), q, k)
+        return {"visible": visible, "bias": bias}
+    if kind not in _MASKS:
+        raise UnreadableError(f"its argument attn_bias is a {kind}, which is not read")
+    ends = {"cu_seqlens": "q_seqinfo", "cu_seqlens_kv": "k_seqinfo"} if hasattr(attn_bias, "q_seqinfo") else {}
+    return {"mask": _MASKS[kind](attn_bias), **{name: getattr(attn_bias, side).seqstart for name, side in ends.items()}}
+
+
+#: what the classes say that `mask_of` makes; the size of a local one counts the query's own key
+_MASKS: dict[str, Callable[[Any], Mask | None]] = {
+    "LowerTriangularMask": lambda bias: Causal(),
+    "LowerTriangularFromBottomRightMask": lambda bias: Causal(bottom_right=True),
+    "LowerTriangularFromBottomRightLocalAttentionMask": lambda bias: Window(bias._window_size - 1, 0),
+    "LocalAttentionFromBottomRightMask": lambda bias: Window(bias.window_left, bias.window_right),
+    "BlockDiagonalMask": lambda bias: None,
+    "BlockDiagonalCausalMask": lambda bias: Causal(),
+    "BlockDiagonalCausalFromBottomRightMask": lambda bias: Causal(bottom_right=True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": lambda bias: Window(bias._window_size - 1, 0),
+}
 _QKV = ("query", "key", "value")
 FUNCTIONS = (
     AttentionFunction(
