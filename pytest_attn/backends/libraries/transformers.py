@@ -37,7 +37,7 @@ _SINKS_FROM_ROUNDED_LSE = KnownDefect(
     tensors=("out", "dq", "dk", "dv"),
 )
 
-#: what flash-attention is told of packed sequences
+#: the arguments that say where packed sequences end, for flash-attention
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FLASH_MASKS = ("bottom-right", "window", "documents")
 _FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("top-left", "any"))
