@@ -62,7 +62,7 @@ def test_it(attn_model, attn_backend, model, step):
             "*test_it?math? PASSED*",
             "*test_it?sdpa_flash? PASSED*",
             "math in Sequential",
-            "layer * function * asks * worst *",
+            "layer * function * workload * worst *",
             "0 * F.scaled_dot_product_attention * b2-h2-s24-d16-causal *",
             "1 * F.scaled_dot_product_attention *",
             "*kv_cache: decoding has no backward pass (b2-h2-s24-d16-causal)",
@@ -328,7 +328,7 @@ def test_it(attn_model):
     )
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["layer * function * kernel * asks*", "  note: not judged: 1 made no attention call*"])
+    result.stdout.fnmatch_lines(["layer * function * kernel * workload*", "  note: not judged: 1 made no attention call*"])
 
 
 PARTLY = """
