@@ -12,10 +12,10 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.latency.protocol import threads
-from pytest_attn.ranks.paged import RankCache, parts_of, whole_of
 from pytest_attn.ranks.rank import Rank
-from pytest_attn.ranks.serving import RankServer
-from pytest_attn.ranks.timing import RankTiming
+from pytest_attn.ranks.rank_server import RankServer
+from pytest_attn.ranks.shards import RankCache, parts_of, whole_of
+from pytest_attn.ranks.worker_timing import RankTiming
 from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession

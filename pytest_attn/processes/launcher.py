@@ -19,7 +19,7 @@ from pytest_attn.processes.fork_server import Command, ForkServer, ServerError
 from pytest_attn.processes.worker import CHANNEL_VARIABLE
 
 #: seconds between two looks at whether a process has ended whose channel others may hold, too; and that an end may take
-_LOOK_SECONDS, _END_SECONDS = 0.2, 5.0
+_LOOK_SECONDS, _END_SECONDS = 2.0, 5.0
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 #: functions of torch.distributed that wait for other ranks, and which argument names the other one
 _WAITING = {
     **dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all"), ""),
@@ -24,8 +26,7 @@ _LATE_SECONDS = 0.002
 
 def watch_collectives(path: Path) -> Collectives:
     """Have every collective of this process leave its number, name and state in a file."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
+    from torch.distributed import distributed_c10d  # which not every build of torch has
 
     record = Collectives(path)
     for name, peer in _WAITING.items():

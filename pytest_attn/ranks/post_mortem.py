@@ -13,9 +13,7 @@ from pytest_attn.ranks.collectives import last_collective
 #: what a rank leaves in the folder of its pool
 STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
 #: frames that are the user's are shown; those of the machinery end the stack
-_OWN = tuple(
-    f"pytest_attn/{name}.py" for name in ("ranks/serving", "ranks/rank", "ranks/timing", "ranks/clocks", "latency/work")
-)
+_OWN = tuple(f"pytest_attn/{name}.py" for name in ("ranks/rank_server", "ranks/rank", "ranks/worker_timing", "latency/work"))
 #: frames that tell nothing
 _WRAPPERS = ("pytest_attn/ranks/collectives.py", "c10d_logger.py", "<frozen importlib")
 

@@ -18,13 +18,12 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
 from _pytest.runner import runtestprotocol
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_attn.correctness.contract import ContractError
@@ -34,8 +33,11 @@ from pytest_attn.processes.worker import Worker
 from pytest_attn.ranks.collectives import watch_collectives
 from pytest_attn.ranks.post_mortem import COLLECTIVE, STACK
 from pytest_attn.ranks.rank_group import Tensors, read_tensors, write_tensors
-from pytest_attn.ranks.serving import RankServer
+from pytest_attn.ranks.rank_server import RankServer
 from pytest_attn.ranks.start_barrier import StartBarrier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
 
 #: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long
 LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
@@ -45,17 +47,15 @@ LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic
 _SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 #: what calls the callable: its own frames follow
 _CALLERS = (
-    "ranks/serving.py",
-    "ranks/timing.py",
-    "ranks/clocks.py",
-    "latency/work.py",
+    "ranks/rank_server.py",
+    "ranks/worker_timing.py",
     "latency/work.py",
     "latency/cuda_timer.py",
 )
 
 
 class Steps(Protocol):
-    """What times a callable on this rank, a step at a time (ranks/timing.py)."""
+    """What times a callable on this rank, a step at a time (ranks/worker_timing.py)."""
 
     def step(self, what: str, given: Mapping[str, Any]) -> Any:
         """Make a step of these keyword arguments; return what the judge learns from it."""

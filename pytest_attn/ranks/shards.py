@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
 
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.arrangement import handed_over
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.pool import cut_into_pages
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    import torch
 
 #: dimension of the rows in each layout
 _ROWS = {"bhsd": 2, "bshd": 1, "thd": 0}
@@ -38,8 +42,6 @@ def laid_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
     NaN lies behind it: who reads more rows than a shard has must not get away with zeros.
     """
-    import torch
-
     order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
     width = 1
     if whole.dim() > 1 and whole.stride(order[-1]) == 1 and whole.shape[order[-1]]:
@@ -75,8 +77,6 @@ def join(shards: list[torch.Tensor], name: str, whole: tuple[int, ...], sharding
 
 def _split_along(name: str, sharding: Sharding, layout: str) -> tuple[int, list[torch.Tensor]]:
     """Return the dimension along which ranks share a result, and what each has of it: rows; heads where keys are in pages."""
-    import torch
-
     if not sharding.shares_pages:
         return rows_dim(name, layout), sharding.of(name)
     heads_dim = {"bhsd": 1, "bshd": 2, "thd": 1}[layout]
@@ -96,3 +96,58 @@ def _replicated(shards: list[torch.Tensor], name: str) -> torch.Tensor:
                 f" in {int(unequal.sum()):,} of {first.numel():,} elements"
             )
     return first
+
+
+class RankCache:
+    """Where a rank's tokens lie: behind one another in the order of their sequence, in pages in no order.
+
+    page_table: (batch, pages per sequence), int32. kv_lens: how many of a sequence's tokens the rank holds, (batch,), int32,
+    which may be 0. Both on the CPU.
+    """
+
+    def __init__(self, sharding: Sharding, rank: int) -> None:
+
+        w = sharding.workload
+        assert w.kv_pages is not None
+        self._workload, self._size = w, w.kv_pages.size
+        self._positions = sharding.keys[rank]
+        lengths = torch.tensor(w.kv_lens or (w.kv_len,) * w.batch)
+        self.kv_lens = (self._positions[None] < lengths[:, None]).sum(1, dtype=torch.int32)
+        per_sequence = math.ceil(len(self._positions) / self._size)
+        order = torch.randperm(w.batch * per_sequence, generator=torch.Generator().manual_seed(rank + 1))
+        self.page_table = order.view(w.batch, per_sequence).to(torch.int32)
+
+    def pools(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rank's pools of whole keys and values, (batch, kv_heads, kv_len, dim), as `Pages` says that they lie."""
+        return handed_over(self._workload, self._pool(k), self._pool(v))
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        return self.page_table.flatten().long()
+
+    def _pool(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return pages (pages, size, kv_heads, dim); the last one is nobody's, and NaN."""
+        mine = dense[:, :, self._positions.to(dense.device)]
+        pages = cut_into_pages(mine, self.page_table.shape[1], self._size)
+        pool = pages.new_full((len(pages) + 1, *pages.shape[1:]), math.nan)
+        pool[self._slots.to(dense.device)] = pages
+        return pool
+
+
+def parts_of(
+    tensors: Mapping[str, torch.Tensor], sharding: Sharding, layout: str, rank: int, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """Return a rank's q, k and v. tensors: the whole ones; keys in pages are read out of them, as `Inputs.gathered` does."""
+    if sharding.workload.kv_pages is None:
+        return {name: cut(tensor, name, sharding, layout, rank, device) for name, tensor in tensors.items()}
+    q = cut(tensors["q"], "q", sharding, layout, rank, device)
+    k, v = RankCache(sharding, rank).pools(*(tensors[name].to(device or tensors[name].device) for name in "kv"))
+    return {"q": q, "k": k, "v": v}
+
+
+def whole_of(inputs: Inputs, spec: CheckSpec) -> dict[str, torch.Tensor]:
+    """Return what `parts_of` takes, of inputs, in the layout of a spec."""
+    q, k, v = spec.handed(inputs)
+    if spec.workload.kv_pages is not None:
+        k, v = inputs.gathered()
+    return {"q": q, "k": k, "v": v}

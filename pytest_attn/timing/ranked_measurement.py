@@ -11,11 +11,10 @@ import torch
 
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
+from pytest_attn.ranks.communication_share import figures_of, topology_of
+from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
 from pytest_attn.ranks.pool import Pool
-from pytest_attn.ranks.shares import figures_of
-from pytest_attn.ranks.timed import RankedStopwatch, RankedWork
-from pytest_attn.ranks.timing import threads_of_rank
-from pytest_attn.ranks.topology import topology_of
+from pytest_attn.ranks.worker_timing import threads_of_rank
 from pytest_attn.reports.terminal import count
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.timing.measurement import Measurement, TimingPlace

@@ -10,7 +10,7 @@ import torch
 from fakes.timed import CLOCK
 
 from pytest_attn.latency.disturbance import WaitingMonitor
-from pytest_attn.ranks import clocks, topology
+from pytest_attn.ranks import communication_share, worker_timing
 from pytest_attn.ranks.pool import PoolRegistry
 from pytest_attn.reports.records import read_records
 from pytest_attn.timing import ranked_measurement
@@ -44,8 +44,8 @@ def test_mine(attn):
 RANK_CLOCK = """
 import os, pathlib
 from pytest_attn.latency.disturbance import WaitingMonitor
-from pytest_attn.ranks.clocks import HostClock
-from pytest_attn.ranks.shares import RankTimes
+from pytest_attn.ranks.worker_timing import HostClock
+from pytest_attn.ranks.communication_share import RankTimes
 
 TIMES = pathlib.Path(__file__).parent / "times"
 
@@ -68,7 +68,11 @@ WaitingMonitor.disturbance = lambda self: None
 @pytest.fixture
 def story(pytester, monkeypatch, clock_of_a_conftest):
     """Run a story of ranks, whose clock is that of its conftest; all its runs, and new processes, have the same pools."""
-    for owner, name in ((clocks.HostClock, "__init__"), (clocks.HostClock, "sample"), (WaitingMonitor, "disturbance")):
+    for owner, name in (
+        (worker_timing.HostClock, "__init__"),
+        (worker_timing.HostClock, "sample"),
+        (WaitingMonitor, "disturbance"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     pools = []
 
@@ -133,7 +137,7 @@ def test_slower_ranks_fail_and_baselines_are_of_so_many_ranks_and_their_links(st
     others.assert_outcomes(passed=1)
     others.stdout.fnmatch_lines(["no baseline * none recorded in *"])
 
-    monkeypatch.setattr(ranked_measurement, "topology_of", lambda kind, ranks: topology.PCIE)
+    monkeypatch.setattr(ranked_measurement, "topology_of", lambda kind, ranks: communication_share.PCIE)
     linked = story("test_ranks.py::test_mine[tiny-ranks2]", times="150 60 110")
     linked.assert_outcomes(passed=1)
     linked.stdout.fnmatch_lines(["no baseline * recorded * 2 ranks, contiguous, CPU, this is * 2 ranks, contiguous, PCIe"])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,16 +115,16 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
         "*after the check*",
     ):
         result.stdout.fnmatch_lines([wanted])
-    assert not [name for name in os.listdir("/proc") if name.isdigit() and _is_rank_of(name, str(pytester.path))]
+    assert _processes_in(pytester.path) == [str(os.getpid())], "a rank or a server is left"
 
 
-def _is_rank_of(pid, folder):
-    try:
-        return "pytest_attn.ranks.worker" in Path(f"/proc/{pid}/environ").read_text() and folder in os.readlink(
-            f"/proc/{pid}/cwd"
-        )
-    except OSError:
-        return False
+def _processes_in(folder):
+    """Return the processes that work in a folder: ranks, and what they have started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [path.name] if os.readlink(path / "cwd") == str(folder) and _runs(path.name) else []
+    return found
 
 
 @pytest.mark.parametrize(
@@ -199,3 +200,27 @@ def _runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_a_torch_without_distributed_judges_what_runs_in_one_process(pytester):
+    pytester.makepyfile("""
+        import sys
+        import pytest
+        import torch.distributed
+        from pytest_attn import Workload
+        from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+        sys.modules["torch.distributed.distributed_c10d"] = None
+        del torch.distributed.distributed_c10d, torch.distributed.ProcessGroup
+        torch.distributed.is_available = lambda: False
+
+        @pytest.mark.attention(Workload(64, heads=2, head_dim=32))
+        def test_one_process(attn):
+            attn.check(sdpa)
+        @pytest.mark.attention(Workload(64, heads=2, head_dim=32), ranks=2)
+        def test_ranks(attn):
+            attn.check(sdpa)
+    """)
+    result = pytester.runpytest_subprocess("-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*this torch has no gloo, which ranks on cpu need*"])

@@ -10,7 +10,7 @@ from pytest_attn import Pages, Workload
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.ranks.located import located
-from pytest_attn.ranks.paged import RankCache, parts_of
+from pytest_attn.ranks.shards import RankCache, parts_of
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from pytest_attn.latency.anchors import Anchor, anchor_hashes
 from pytest_attn.latency.cuda_timer import (
@@ -26,10 +28,7 @@ from pytest_attn.latency.identity import usable_cores
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import PAIRS, LatencyDirection, Look, StaleError, Work, judge_pairs
-from pytest_attn.ranks.shares import RankTimes, Shared
-
-if TYPE_CHECKING:
-    import torch
+from pytest_attn.ranks.communication_share import RankTimes, Shared
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -46,7 +45,7 @@ class Steps(Protocol):
     kind: str
 
     def step(self, what: str, **given: object) -> list[Any]:
-        """Have all ranks make a step (ranks/timing.py). Raises StaleError, RankRaisedError, RanksLostError."""
+        """Have all ranks make a step (ranks/worker_timing.py). Raises StaleError, RankRaisedError, RanksLostError."""
 
 
 class RankedWork(Work):

@@ -1,16 +1,22 @@
 """What a rank does while one callable is timed over all ranks: a few steps, which all of them make in the same order.
 
 A callable meets the other ranks in its collectives, so no rank may call it once more, or once less, than the others. The judge
-decides what comes next (ranks/timed.py); nothing here depends on what this rank alone has seen.
+decides what comes next (ranks/controller_timing.py); nothing here depends on what this rank alone has seen.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from pytest_attn.backends.contexts import no_collection
 from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
@@ -19,19 +25,18 @@ from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor, 
 from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.work import DISTRIBUTION, Work, look, verified
+from pytest_attn.latency.work import DISTRIBUTION, Work, look, verified, wait
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.ranks.clocks import DeviceClock, HostClock, RankClock
-from pytest_attn.ranks.communication import communication_of
-from pytest_attn.ranks.paged import parts_of, whole_of
-from pytest_attn.ranks.shards import cut
+from pytest_attn.ranks.collectives import Collectives
+from pytest_attn.ranks.communication_share import RankTimes, communication_of
+from pytest_attn.ranks.rank import Rank
+from pytest_attn.ranks.shards import cut, parts_of, whole_of
+from pytest_attn.ranks.start_barrier import StartBarrier
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
-    import torch
-
-    from pytest_attn.ranks.rank import Rank
+    from torch.distributed import ProcessGroup  # which not every build of torch has
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -67,8 +72,6 @@ class RankTiming:
 
     def _begin(self, direction: Any, cold: bool, threads: int) -> None:
         """Cut this rank's tensors. cold: whether a GPU's L2 is written before each sample. threads: of a CPU's rank."""
-        import torch
-
         self._rank.collectives.is_late = False
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -153,8 +156,6 @@ class RankTiming:
 
     def _work_of(self, direction: Any) -> Work:
         """Return the rank's part of the work: shards that lie in memory as those of the check do."""
-        import torch
-
         spec = self._spec
         inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, self._device)
         shards = [*parts_of(whole_of(inputs, spec), self._sharding, spec.layout, self._rank.rank).values()]
@@ -177,3 +178,78 @@ class RankTiming:
 def threads_of_rank() -> int:
     """Return how many threads of a CPU a rank uses: as with torchrun, one unless OMP_NUM_THREADS says more."""
     return int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
+
+
+class Taken(NamedTuple):
+    """A block of samples. enqueued: seconds of launching all. held: whether the device slept until then, and they count."""
+
+    samples: list[RankTimes]
+    enqueued: float = 0.0
+    held: bool = True
+
+
+class RankClock(ABC):
+    """Takes a block of samples on one rank."""
+
+    @abstractmethod
+    def block(self, items: Sequence[Item], backlog: float) -> Taken:
+        """Take one sample of each item. backlog: seconds for which a device is kept waiting for its host."""
+
+
+class HostClock(RankClock):
+    """The host's clock around calls, the device's work included, from a moment that all ranks have in common."""
+
+    def __init__(self, device: torch.device, barrier: StartBarrier, collectives: Collectives) -> None:
+        self._device, self._collectives = device, collectives
+        self._start = collectives.watching("the timer's barrier", "", barrier.wait)
+
+    def block(self, items: Sequence[Item], backlog: float = 0.0) -> Taken:
+        """Take one sample of each item."""
+        del backlog
+        with no_collection():
+            return Taken([self.sample(item) for item in items])
+
+    def sample(self, item: Item) -> RankTimes:
+        """Stage a call, meet the others, and time it."""
+        call = item.stage()
+        wait(self._device)
+        late = self._start()
+        seconds, inside = self.timed(call)
+        return RankTimes(seconds / item.calls, inside / item.calls, late)
+
+    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Return the seconds of a call, and those of them that it spent in collectives."""
+        inside, begun = self._collectives.seconds, time.perf_counter_ns()
+        call()
+        wait(self._device)
+        return (time.perf_counter_ns() - begun) * 1e-9, self._collectives.seconds - inside
+
+
+class DeviceClock(RankClock):
+    """CUDA events behind a sleeping device; a small all-reduce before the first event of each sample aligns all devices."""
+
+    def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:
+        self._timer = _AlignedTimer(device, cold, group)
+
+    def block(self, items: Sequence[Item], backlog: float) -> Taken:
+        """Enqueue a sample of each item once: whether all devices still slept is for the judge to say."""
+        attempt = self._timer.attempt(items, backlog)
+        return Taken([RankTimes(seconds) for seconds in attempt.seconds], attempt.enqueued, attempt.held)
+
+    def renew(self, work: Work) -> None:
+        """Give a work other memory, and its data another sign."""
+        self._timer.move(work)
+
+
+class _AlignedTimer(CudaTimer):
+    """A timer whose samples begin when the device of the last rank comes to them."""
+
+    def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:
+
+        super().__init__(device, cold)
+        self._group, self._word = group, torch.zeros(1, device=device)
+
+    def _flush(self) -> None:
+
+        super()._flush()
+        dist.all_reduce(self._word, group=self._group)

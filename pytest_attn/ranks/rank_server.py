@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from pytest_attn.correctness.calling import fault_of_change
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.ranks.paged import parts_of
 from pytest_attn.ranks.rank_group import Tensors
-from pytest_attn.ranks.shards import cut
+from pytest_attn.ranks.shards import cut, parts_of
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    import torch
 
 #: calls of which a backward pass may still follow
 _KEPT = 4
@@ -48,8 +46,6 @@ class RankServer:
 
     def forward(self, number: int, tensors: Tensors, backward: bool) -> dict[str, torch.Tensor]:
         """Return the rank's shards of out, and lse. Raises ContractError; what the callable raises passes through."""
-        import torch
-
         parts = parts_of(tensors, self._sharding, self._layout, self._rank, self._device)
         given = {name: part.detach().requires_grad_(backward) for name, part in parts.items()}
         kept = {name: shard.detach().clone() for name, shard in given.items()}
@@ -70,8 +66,6 @@ class RankServer:
 
     def backward(self, number: int, dout: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rank's shards of dq, dk and dv. Raises as `forward` does."""
-        import torch
-
         call = self._calls[number]
         found = torch.autograd.grad(
             call.out,
@@ -102,8 +96,6 @@ class RankServer:
 
     def _named(self, result: object) -> dict[str, torch.Tensor]:
         """Return the results by name; raise ContractError where these are other than expected."""
-        import torch
-
         results: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
         names = ("out", "lse") if self._returns_lse else ("out",)
         if len(results) != len(names) or not all(isinstance(one, torch.Tensor) for one in results):

@@ -6,10 +6,9 @@ from pytest_attn.latency.cuda_timer import BacklogError
 from pytest_attn.latency.timer import Item
 from pytest_attn.latency.work import StaleError
 from pytest_attn.messages.ranks import describe_ranks, slow_rank
-from pytest_attn.ranks import timed, topology
-from pytest_attn.ranks.communication import seconds_of
-from pytest_attn.ranks.shares import RankTimes, Shared, figures_of
-from pytest_attn.ranks.timed import RankedMonitor, RankedTimer, RankedWork
+from pytest_attn.ranks import communication_share, controller_timing
+from pytest_attn.ranks.communication_share import RankTimes, Shared, figures_of, seconds_of
+from pytest_attn.ranks.controller_timing import RankedMonitor, RankedTimer, RankedWork
 
 FORWARD = RankedWork("forward")
 
@@ -103,9 +102,9 @@ def test_a_disturbed_rank_is_named_unless_ranks_share_cores():
 
 
 def test_sharing_of_cores_is_said(monkeypatch):
-    monkeypatch.setattr(timed, "usable_cores", lambda: 2)
-    assert timed._shared_cores(Steps(), 1) == ""
-    assert timed._shared_cores(Steps(seconds=(1,) * 4), 1) == "4 ranks of 1 thread share 2 cores"
+    monkeypatch.setattr(controller_timing, "usable_cores", lambda: 2)
+    assert controller_timing._shared_cores(Steps(), 1) == ""
+    assert controller_timing._shared_cores(Steps(seconds=(1,) * 4), 1) == "4 ranks of 1 thread share 2 cores"
 
 
 # -- what ranks say ------------------------------------------------------------------------------------------------------
@@ -159,6 +158,6 @@ def test_the_slow_rank_is_named():
 def test_nvlink_must_connect_every_two(monkeypatch, links, text):
     answers = iter(links)
     gpu = type("Gpu", (), {"__init__": lambda self, device: None, "has_nvlink_to": lambda self, other: next(answers)})
-    monkeypatch.setattr(topology, "Gpu", gpu)
-    assert topology.topology_of_gpus([0, 1, 2]) == text
-    assert topology.topology_of("cpu", 2) == "CPU"
+    monkeypatch.setattr(communication_share, "Gpu", gpu)
+    assert communication_share.topology_of_gpus([0, 1, 2]) == text
+    assert communication_share.topology_of("cpu", 2) == "CPU"

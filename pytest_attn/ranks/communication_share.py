@@ -1,0 +1,126 @@
+"""How long each rank took for a sample, how much of that was spent in collectives, and what connects the ranks' devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pytest_attn.latency.nvml import AbsentError, Gpu
+from pytest_attn.latency.work import Work, wait
+
+
+class RankTimes(NamedTuple):
+    """Seconds of one call on one rank; inside: of these in collectives; late: after the common beginning. None: unknown."""
+
+    seconds: float
+    inside: float | None = None
+    late: float | None = None
+
+
+class Shared(NamedTuple):
+    """One sample on all ranks. seconds: of the rank that took longest."""
+
+    seconds: float
+    ranks: tuple[RankTimes, ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankTimes]) -> Shared:
+        """Put together what the ranks say."""
+        return cls(max(rank.seconds for rank in ranks), tuple(ranks))
+
+
+def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
+    """Return the p50 of each rank, of what it did outside collectives, and the share of those; in builtin types.
+
+    profiled: what the profiler saw on each rank, which counts where samples do not tell; None where it saw no kernel.
+    """
+    ranks = list(zip(*(one.ranks for one in samples), strict=True))
+    found: dict[str, Any] = {"seconds": [median(one.seconds for one in mine) for mine in ranks]}
+    late = [max(one.late for one in sample.ranks if one.late is not None) for sample in samples if _is_late_known(sample)]
+    found["apart"] = median(late) if late else None
+    if profiled and all(profiled):
+        own = [one["own"] for one in profiled if one]
+        share = [one["inside"] / one["span"] for one in profiled if one and one["span"]]
+        return {**found, "own": own, "communication": share, "communication_by": "NCCL's kernels in the profiler"}
+    if samples and all(one.inside is not None for one in samples[0].ranks):
+        own = [median(one.seconds - (one.inside or 0.0) for one in mine) for mine in ranks]
+        share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
+        return {**found, "own": own, "communication": share, "communication_by": "wrapped functions of torch.distributed"}
+    return {**found, "own": [], "communication": [], "communication_by": ""}
+
+
+def _is_late_known(sample: Shared) -> bool:
+    return all(one.late is not None for one in sample.ranks)
+
+
+#: calls that are profiled, of which the last counts: the profiler's own start takes part of the first
+_CALLS = 3
+_MICROSECOND = 1e-6
+
+
+def communication_of(work: Work, device: torch.device) -> dict[str, float] | None:
+    """Return seconds of the last of a few calls: its span on the device, NCCL's kernels, and others; None without kernels.
+
+    Every rank makes as many calls. Kernels that run at the same time count once, in each of the two sums.
+    """
+    spans: list[tuple[float, float, str]] = []
+    for _ in range(_CALLS):
+        call = work.stage()
+        wait(device)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            call()
+            wait(device)
+        spans = [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        ]
+    return seconds_of(spans)
+
+
+def seconds_of(spans: Iterable[tuple[float, float, str]]) -> dict[str, float] | None:
+    """Return the span, NCCL's share and the others' of kernels: (begin, end, name), in microseconds."""
+    found = [one for one in spans if not one[2].startswith(("aten::", "cuda", "nccl:"))]
+    if not found:
+        return None
+    nccl = [one for one in found if "nccl" in one[2].lower()]
+    others = [one for one in found if "nccl" not in one[2].lower()]
+    whole = max(end for _, end, _ in found) - min(begin for begin, _, _ in found)
+    return {"span": whole * _MICROSECOND, "inside": _covered(nccl), "own": _covered(others)}
+
+
+def _covered(spans: Iterable[tuple[float, float, str]]) -> float:
+    """Return the seconds during which at least one of some kernels ran."""
+    covered, until = 0.0, float("-inf")
+    for begin, end, _ in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered * _MICROSECOND
+
+
+CPU, NVLINK, PCIE, UNKNOWN = "CPU", "NVLink", "PCIe", "links unknown"
+
+
+def topology_of(kind: str, ranks: int) -> str:
+    """Return what connects the first `ranks` devices of a kind: NVLink only where it connects every two of them."""
+    if kind != "cuda":
+        return CPU
+
+    return topology_of_gpus([torch.device("cuda", number) for number in range(ranks)])
+
+
+def topology_of_gpus(devices: list[torch.device]) -> str:
+    """Return what connects GPUs, as far as NVML says."""
+    try:
+        gpus = [Gpu(device) for device in devices]
+    except AbsentError:
+        return UNKNOWN
+    linked = [one.has_nvlink_to(other) for one, other in combinations(gpus, 2)]
+    if None in linked:
+        return UNKNOWN
+    return NVLINK if all(linked) else PCIE
