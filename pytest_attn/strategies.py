@@ -25,7 +25,8 @@ try:
 except ImportError as error:
     raise ImportError('pytest_attn.strategies needs Hypothesis: pip install "pytest-attn[fuzz]"') from error
 
-from pytest_attn.workloads.fields import BIAS_DIMENSIONS, DTYPES, dtype_name
+from pytest_attn.workloads.dtypes import DTYPES, dtype_name
+from pytest_attn.workloads.fields import BIAS_DIMENSIONS
 from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.masks.registry import as_mask, kind_of_words
 from pytest_attn.workloads.pages import Pages

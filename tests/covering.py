@@ -9,7 +9,7 @@ from itertools import combinations, islice, product
 from typing import Any, TypeAlias
 
 from pytest_attn.strategies import distance
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
 from pytest_attn.workloads.masks.boolean import blocks_by_head
 from pytest_attn.workloads.masks.mask_mod import prefix_of_four

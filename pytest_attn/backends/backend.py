@@ -11,7 +11,7 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import Subject
 from pytest_attn.backends.versions import installed_version
-from pytest_attn.workloads.fields import element_bytes
+from pytest_attn.workloads.dtypes import element_bytes
 from pytest_attn.workloads.workload import Workload
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_attn.workloads.fields import DTYPES, short_dtype
+from pytest_attn.workloads.dtypes import DTYPES, short_dtype
 from pytest_attn.workloads.masks.registry import capability_words
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
@@ -130,7 +130,7 @@ class Capabilities:
         features = [feature for feature in FEATURES if feature in self.features]
         if self.quantized:
             features.append("quantized: " + " ".join(word for word in QUANTIZED if word in self.quantized))
-        return (" ".join(DTYPES[d][0] for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
+        return (" ".join(DTYPES[d].short for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
 
 
 def refusals_without(features: Iterable[str], w: Workload, backward: bool = False) -> list[str]:

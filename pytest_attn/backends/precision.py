@@ -11,13 +11,14 @@ import math
 from dataclasses import dataclass
 
 from pytest_attn.backends.versions import release
+from pytest_attn.workloads.dtypes import FLOATING_DTYPES, QUANTIZED_DTYPES
 
-#: Root-mean-square-like relative rounding error of one rounding: half of the largest, 2 ** -p for p significant bits.
-UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25, "float8_e4m3fn": 2.0**-5}
+#: Root-mean-square-like relative rounding error of one rounding.
+UNIT = {name: one.unit for name, one in FLOATING_DTYPES.items()}
 #: Below its smallest normal number the rounding error of a small dtype stops shrinking: half of its subnormals' spacing.
-FLOOR = {"bfloat16": 0.0, "float16": 2.0**-25, "float32": 0.0, "float8_e4m3fn": 2.0**-10}
+FLOOR = {name: one.floor for name, one in FLOATING_DTYPES.items()}
 #: The largest number of a small dtype, to which kernels scale what they round to it.
-LARGEST = {"float8_e4m3fn": 448.0}
+LARGEST = {name: one.largest for name, one in QUANTIZED_DTYPES.items()}
 #: Step of int8 that reaches from 0 to a row's largest, as a part of it.
 INT8_STEP = 1 / 127
 #: No result is held to more than this: float32 exponentials below 2 ** -126 may be flushed to zero, whatever the dtype.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_attn.workloads.dtypes import DTYPES
+
 if TYPE_CHECKING:
     import torch
 
-#: bits of quiet NaNs, by bytes per element and dtype
-_BITS = {"bfloat16": 0x7FE5, "float16": 0x7E65, "float32": 0x7FE5A5A5}
+#: bits of quiet NaNs, by dtype
+_BITS = {name: one.poison for name, one in DTYPES.items() if one.poison is not None}
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pytest_attn.correctness.blocks import Block, Chunk, Segment
 from pytest_attn.correctness.exact import modify, scaled_scores
 from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
 from pytest_attn.correctness.reference import Reference, heads_first, segments_of
+from pytest_attn.workloads.dtypes import FLOATING_DTYPES
 from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -25,7 +26,7 @@ _WHOLE, _FEW = 1 << 18, 8
 #: scores that no region may exceed
 _MOST = 1 << 22
 #: what one rounding of P or dS may be off, with room for what else a wrong step does to it
-UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18, "float8_e4m3fn": 2.0**-4}
+UNIT = {name: max(one.spacing, 2.0**-18) for name, one in FLOATING_DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pytest_attn.correctness.expected import Expected
 from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, at_first
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
 
@@ -153,4 +154,4 @@ class LseGradient(Invariant):
 
 
 def _unit(dtype: str) -> float:
-    return {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}[dtype]
+    return max(DTYPES[dtype].spacing, 2.0**-20)

@@ -12,12 +12,13 @@ from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe, Results, at_first, difference
 from pytest_attn.workloads.arithmetic import exchanged
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.workload import sequence_lengths
 
 #: Relative error of a probability read through the kernel: it is rounded up to four times.
-_ROUNDINGS = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 2.0**-16}
+_ROUNDINGS = {name: max(4 * one.spacing, 2.0**-16) for name, one in DTYPES.items()}
 #: Probabilities above this are far from underflow, and from the steps of float16 near 0.
 _CERTAIN = 2.0**-14
 _LSE_TOLERANCE = 1e-5

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pytest_attn.models.autograd_graph import in_backward_pass
+from pytest_attn.workloads.dtypes import DTYPES
 
 #: operators whose results no order of arithmetic changes
 # fmt: off
@@ -29,7 +30,7 @@ _MOVES = frozenset(
 # fmt: on
 #: by how many units in the last place at most; below 0.5 nothing moves. 0.6 moves one value of six, as different as two
 #: nearest roundings are; sums in float32 differ by more, as their order does
-_ULPS = {"bfloat16": 0.6, "float16": 0.6, "float32": 4.0}
+_ULPS = {name: 0.6 if one.is_low_precision else 4.0 for name, one in DTYPES.items()}
 
 
 def perturb_rounding(seed: int) -> Any:

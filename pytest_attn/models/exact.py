@@ -12,15 +12,13 @@ from pytest_attn.correctness.exact import modify, scaled_scores, softmax
 from pytest_attn.correctness.parameters import BackwardSteps, add_values, zeros_of
 from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
 from pytest_attn.correctness.reference import heads_first, segments_of
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
-
-#: significant bits, and the exponent of the smallest step
-_STEPS = {"bfloat16": (8, -133), "float16": (11, -24), "float32": (24, -149)}
 
 
 class Rounding(Protocol):
@@ -64,9 +62,9 @@ def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.
     import torch
 
     x = x.double()
-    bits, lowest = _STEPS[dtype]
+    to = DTYPES[dtype]
     _, exponent = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (exponent - bits).clamp(min=lowest))
+    step = torch.ldexp(torch.ones_like(x), (exponent - to.bits).clamp(min=to.lowest))
     return torch.where(x.isfinite(), (x / step + chance).floor() * step, x)
 
 

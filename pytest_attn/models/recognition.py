@@ -14,7 +14,7 @@ import torch
 
 from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.dense import dense
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, Sequences, StoredMask, Window
 from pytest_attn.workloads.workload import Workload

@@ -16,7 +16,7 @@ from pytest_attn.backends.versions import satisfies
 from pytest_attn.session.options import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
-from pytest_attn.workloads.fields import dtype_name
+from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.sharding import SHARDS, Shard

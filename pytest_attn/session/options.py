@@ -105,7 +105,7 @@ def dtypes(text: str) -> tuple[str, ...]:
     """Return dtypes by their full names."""
     if not names(text):
         return ()  # runs at every start of pytest: keep it free of imports
-    from pytest_attn.workloads.fields import dtype_name
+    from pytest_attn.workloads.dtypes import dtype_name
 
     return tuple(dtype_name(name) for name in names(text))
 

@@ -8,44 +8,17 @@ from __future__ import annotations
 import math
 import zlib
 
-#: dtype names -> (short name for ids, bytes per element)
-DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
-#: dtypes of quantized tensors, which come with descales, too
-QUANTIZED_DTYPES = {"float8_e4m3fn": ("fp8", 1), "int8": ("int8", 1)}
+from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES, known_dtype
+
 #: what one descale is of
 DESCALES = ("tensor", "head", "token")
 BIAS_DIMENSIONS = ("b", "h", "q", "k")
 
 
-def dtype_name(dtype: object) -> str:
-    """Return the full name of a dtype given as "bf16", "bfloat16" or torch.bfloat16; raise ValueError otherwise."""
-    of_inputs = {**DTYPES, "float8_e4m3fn": QUANTIZED_DTYPES["float8_e4m3fn"]}
-    return "float16" if str(dtype) == "half" else _known_name("dtype", dtype, of_inputs)
-
-
-def _known_name(field: str, dtype: object, names: dict[str, tuple[str, int]]) -> str:
-    text = str(dtype).removeprefix("torch.")
-    for name, (short, _) in names.items():
-        if text in (name, short):
-            return name
-    known = ", ".join(f"{name} ({short})" for name, (short, _) in names.items())
-    raise ValueError(f"unknown {field} {text!r}; known: {known}")
-
-
-def short_dtype(name: str) -> str:
-    """Return a dtype's short name: "bf16" for "bfloat16"."""
-    return {**DTYPES, **QUANTIZED_DTYPES}[name][0]
-
-
-def element_bytes(name: str) -> int:
-    """Return the bytes of one element of a dtype."""
-    return {**DTYPES, **QUANTIZED_DTYPES}[name][1]
-
-
 def settled_quantization(dtype: str, kv_dtype: object, descales: object) -> tuple[str | None, str | None]:
     """Return kv_dtype, None where k and v have the dtype of q, and what one descale is of, None where there are none."""
     if kv_dtype is not None:
-        kv_dtype = _known_name("kv_dtype", kv_dtype, QUANTIZED_DTYPES)
+        kv_dtype = known_dtype("kv_dtype", kv_dtype, QUANTIZED_DTYPES)
         if dtype in QUANTIZED_DTYPES and kv_dtype != dtype:
             raise ValueError(f"Workload: kv_dtype must be that of q where q is quantized, got {kv_dtype} beside {dtype}")
     if dtype not in QUANTIZED_DTYPES and kv_dtype is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_attn.workloads.fields import short_dtype, short_lengths
+from pytest_attn.workloads.dtypes import short_dtype
+from pytest_attn.workloads.fields import short_lengths
 from pytest_attn.workloads.functions import function_label
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_attn.workloads.fields import QUANTIZED_DTYPES
+from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-#: the largest number of each dtype; int8 leaves out -128, as quantizers do
-_LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 #: descales of e4m3, which has 4 significant bits, have 4 more, so that the 8 of bfloat16 hold the product
 _EIGHTHS, _EXPONENTS = (9, 13, 11, 15, 10), (0, -2, 1, -1)
 #: descales of int8 are powers of two: 2 ** -5, 2 ** -3, 2 ** -4
@@ -81,8 +79,9 @@ def quantized(tensor: torch.Tensor, factors: torch.Tensor, dtype: str) -> torch.
     """Return the elements whose products with `factors` are nearest to the tensor, as far as the dtype reaches."""
     import torch
 
-    scaled = (tensor.float() / factors.where(factors != 0, 1)).clamp(-_LARGEST[dtype], _LARGEST[dtype])
-    return (scaled.round() if dtype == "int8" else scaled).to(getattr(torch, dtype))
+    to = QUANTIZED_DTYPES[dtype]
+    scaled = (tensor.float() / factors.where(factors != 0, 1)).clamp(-to.largest, to.largest)
+    return (scaled.round() if to.is_whole else scaled).to(getattr(torch, dtype))
 
 
 def dequantized(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

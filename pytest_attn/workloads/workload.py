@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from pytest_attn.workloads.dtypes import DTYPES, QUANTIZED_DTYPES, dtype_name, element_bytes, short_dtype
 from pytest_attn.workloads.fields import (
-    DTYPES,
-    QUANTIZED_DTYPES,
     as_tuple,
-    dtype_name,
-    element_bytes,
     require_bias,
     require_count,
     require_dropout,
@@ -21,7 +18,6 @@ from pytest_attn.workloads.fields import (
     require_one_of,
     require_positive_or_none,
     settled_quantization,
-    short_dtype,
 )
 from pytest_attn.workloads.functions import require_parameters
 from pytest_attn.workloads.heads import HEAD_GROUPS, key_heads

@@ -10,7 +10,7 @@ from pytest_attn.backends.registry import VARIANTS, Registry
 from pytest_attn.session.items import CaseParameter, case_id
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.workload import Workload
 
 PLAIN = re.compile(r"[A-Za-z0-9._+=:-]+")

@@ -11,7 +11,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
-from pytest_attn.workloads.fields import DTYPES
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.workload import Workload
 
 #: the variants of names that torch.compile follows

@@ -28,7 +28,7 @@ from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.workloads.fields import element_bytes
+from pytest_attn.workloads.dtypes import element_bytes
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
