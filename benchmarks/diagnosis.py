@@ -1,4 +1,4 @@
-"""What a failure says of its cause, held against the cause: every mutant, and the faults of hints.py.
+"""What a failure says of its cause, held against the cause: every mutant, and the faults of tests/planted_faults.py.
 
     python benchmarks/diagnosis.py [--classes masks,...] [--names NAME,...] [--cases N] [--out FILE.json]
 
@@ -12,36 +12,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from hints import FAULTS, OBSERVED, RIGHT
-from mutation import Case, cases_of, workloads_of
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
 
-from pytest_attn.backends.declaration import Declaration
-from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.messages.mismatch import describe
-from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.mutant import Mutant
-from pytest_attn.suite.test_correctness import INPUTS
+import torch  # noqa: E402
+from mutation import Case, cases_of, workloads_of  # noqa: E402
+from planted_faults import PLANTED, judgment_of  # noqa: E402
+
+from pytest_attn.backends.declaration import Declaration  # noqa: E402
+from pytest_attn.backends.registry import Registry  # noqa: E402
+from pytest_attn.backends.subject import Subject  # noqa: E402
+from pytest_attn.correctness.comparison import Hint  # noqa: E402
+from pytest_attn.correctness.contract import ContractError  # noqa: E402
+from pytest_attn.correctness.judge import judge  # noqa: E402
+from pytest_attn.correctness.references import ReferenceCache  # noqa: E402
+from pytest_attn.correctness.spec import CheckSpec  # noqa: E402
+from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
+from pytest_attn.mutants.catalog import MUTANTS  # noqa: E402
+from pytest_attn.mutants.mutant import Mutant  # noqa: E402
+from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402
 
 CPU = torch.device("cpu")
 CACHE = ReferenceCache(2 << 30)
 #: cases of one mutant that are tried at most
 TRIED = 40
-#: the lines of a failure that suggest something, and the largest share of them that may be wrong
-LABELS, MOST_WRONG = ("suggests", "strides", "state", "rerun"), 0.02
+#: the largest share of cases in which a hint may be wrong
+MOST_WRONG = 0.02
 
 
 class Row(NamedTuple):
@@ -59,9 +61,8 @@ def rows_of(mutant: Mutant, cases: list[Case], wanted: int) -> Iterator[Row]:
     """Yield the failing cases of a mutant."""
     found = 0
     for workload, backward in [case for case in cases if mutant.applies(*case)][:TRIED]:
-        row = row_of(
-            mutant.kind, mutant.name, mutant.backend(), CheckSpec(workload, CPU, backward, INPUTS), RIGHT.get(mutant.name)
-        )
+        spec = CheckSpec(workload, CPU, backward, INPUTS)
+        row = row_of(mutant.kind, mutant.name, mutant.backend(), spec, mutant.faults)
         if row is not None:
             found += 1
             yield row
@@ -69,35 +70,25 @@ def rows_of(mutant: Mutant, cases: list[Case], wanted: int) -> Iterator[Row]:
             return
 
 
-def row_of(kind: str, fault: str, subject: Subject, spec: CheckSpec, right: str | None) -> Row | None:
-    """Judge one case; None where it passes."""
-    direction = "+backward" if spec.backward else ""
+def row_of(kind: str, name: str, subject: Subject, spec: CheckSpec, faults: tuple[str, ...]) -> Row | None:
+    """Judge one case; None where it passes. faults: the identities of right hints."""
+    on = spec.workload.id + ("+backward" if spec.backward else "")
     try:
         comparison = diagnose(judge(subject, spec, CACHE))
     except ContractError as error:
-        hints = [str(error).splitlines()[0]]
-        return Row(kind, fault, spec.workload.id + direction, "-", hints, verdict_on(hints, right))
-    if comparison.passed:
+        hints = [Hint(error.fault, str(error).splitlines()[0])]
+        return Row(kind, name, on, "-", [hint.words for hint in hints], judgment_of(hints, faults))
+    mismatch = comparison.mismatch
+    if mismatch is None:
         return None
-    lines = [line.strip().split(None, 1) for line in describe(comparison).splitlines()]
-    hints = [line[1] for line in lines if line[0] in LABELS]
-    assert comparison.mismatch is not None
-    return Row(kind, fault, spec.workload.id + direction, comparison.mismatch.row.name, hints, verdict_on(hints, right))
-
-
-def verdict_on(hints: list[str], right: str | None) -> str:
-    """Return "named" if the first hint is right, "wrong" if any asserts what is not the fault, else "none"."""
-    names = [right is not None and bool(re.search(right, hint)) for hint in hints]
-    asserts = [name or not re.search(OBSERVED, hint) for name, hint in zip(names, hints, strict=True)]
-    if any(asserted and not name for asserted, name in zip(asserts, names, strict=True)):
-        return "wrong"
-    return "named" if any(names) else "none"
+    words = [hint.words for hint in mismatch.hints if hint.fault]
+    return Row(kind, name, on, mismatch.row.name, words, judgment_of(mismatch.hints, faults))
 
 
 def main() -> int:
     """Print every case and the shares; return 1 where too many hints are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", default=",".join([*dict.fromkeys(mutant.kind for mutant in MUTANTS), "named"]))
+    parser.add_argument("--classes", default=",".join([*dict.fromkeys(mutant.kind for mutant in MUTANTS), "planted"]))
     parser.add_argument("--names", default="")
     parser.add_argument("--cases", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -112,12 +103,12 @@ def main() -> int:
             found = [shown(row, began) for row in rows_of(mutant, cases, options.cases)]
             rows += found
             silent += [] if found else [mutant.name]
-    for fault in FAULTS if "named" in kinds else ():
-        if not names or fault.name in names:
-            spec = CheckSpec(fault.workload, CPU, fault.backward, INPUTS, Declaration(returns_lse=fault.returns_lse))
-            row = row_of("named", fault.name, spec.subject(Registry(), fault.kernel), spec, fault.right)
+    for planted in PLANTED if "planted" in kinds else ():
+        if not names or planted.name in names:
+            spec = CheckSpec(planted.workload, CPU, planted.backward, INPUTS, Declaration(returns_lse=planted.returns_lse))
+            row = row_of("planted", planted.name, spec.subject(Registry(), planted.kernel), spec, planted.faults)
             if row is None:
-                silent.append(fault.name)
+                silent.append(planted.name)
             else:
                 rows.append(shown(row, began))
     if options.out:

@@ -89,7 +89,7 @@ def spec_of(workload=FULL, **options):
     return CheckSpec(workload, torch.device("cpu"), declared=declared, **options)
 
 
-def with_gradients(gradients_of):
+def with_gradients(gradients_of, attention=attention):
     """Return attention whose backward pass is what `gradients_of` returns for its plain gradients, a function of dout."""
 
     class Changed(torch.autograd.Function):

@@ -21,6 +21,7 @@ from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.backends.registry import Registry
+from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
@@ -170,7 +171,12 @@ def run() -> Iterator[str]:
     yield from table(("field of `run`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
 
 
-_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, capabilities)
+def faults() -> Iterator[str]:
+    """Every fault that a diagnosis can name, by its identity."""
+    yield from table(("identity", "what is wrong"), ((f"`{name}`", plain(words)) for name, words in FAULTS.items()))
+
+
+_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, faults, capabilities)
 PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 

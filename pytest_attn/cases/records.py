@@ -50,6 +50,7 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
         "z_row": worst.z_row,
         "z_head": worst.z_head,
         "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
+        "faults": comparison.faults,
         "is_sampled": comparison.is_sampled,
         "sampled": {name: list(counts) for name, counts in comparison.sampled.items()},
         "is_approximate": comparison.is_approximate,

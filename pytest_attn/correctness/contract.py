@@ -13,12 +13,12 @@ from pytest_attn.workloads.workload import Workload
 class ContractError(AssertionError):
     """A callable broke its contract before any value was looked at: type, shape, dtype, device, or changed inputs.
 
-    where: the kernel, the workload and the inputs, "" where nobody said yet.
+    where: the kernel, the workload and the inputs, "" where nobody said yet. fault: its identity, "" where it has none.
     """
 
-    def __init__(self, fault: str, where: str = "") -> None:
-        super().__init__(fault)
-        self.where = where
+    def __init__(self, words: str, where: str = "", fault: str = "") -> None:
+        super().__init__(words)
+        self.where, self.fault = where, fault
 
 
 def check_contract(

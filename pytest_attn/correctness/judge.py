@@ -213,7 +213,7 @@ class _Judgment:
             if (keep := tensors.pop("keep", None)) is not None:
                 self._require_fair(keep, reference)
             if not self.subject.known_to_change.issuperset(changes):
-                raise ContractError(fault_of_change(changes))
+                raise ContractError(fault_of_change(changes), fault="input-changed")
         return tensors, pattern
 
     def _require_refusal(
@@ -304,7 +304,7 @@ def _placing_faults(where: str) -> Iterator[None]:
     try:
         yield
     except ContractError as error:
-        raise ContractError(str(error), where) from None
+        raise ContractError(str(error), where, error.fault) from None
 
 
 def _require_numbers(distribution: str, reference: Reference) -> None:

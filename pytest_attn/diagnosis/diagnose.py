@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from pytest_attn.backends.precision import SUGGESTED
+from pytest_attn.backends.precision import RARE, SUGGESTED
 from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Location, Mismatch, TensorComparison
 from pytest_attn.correctness.location import describe_rows, location_of, looked_at, wrong_rows
 from pytest_attn.correctness.mask_mistakes import TILES
@@ -188,7 +188,7 @@ def _hints(found: FaultHypothesis[Seen] | None) -> list[Hint]:
 def _of_lse(reference: Reference, case: Case) -> list[Hint]:
     every = [WholeResult.of("lse", got, of) for got, of in case.of("lse")]
     hypotheses = case.time.each("mistakes of lse", faults_of_lse(case.workload, reference))
-    moving = (name for name, profile in SUGGESTED.items() if profile.moves_lse)
+    moving = (name for name, profile in SUGGESTED.items() if profile.moves_lse and name not in RARE)
     return _hints(_first(hypotheses, lambda: every)) or fitting_profiles("lse", moving, case)
 
 

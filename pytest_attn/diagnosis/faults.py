@@ -5,20 +5,19 @@ Plain data, which hints and mutants share: neither knows of the other's code, so
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 #: before the identity of a fault with which P is computed again in the backward pass, while the forward pass is right
 RECOMPUTED = "recomputed-"
 #: before the name of a precision profile that fits
 PRECISION = "precision-"
+#: faults that amount to one another on some workloads: another alignment, keys at the end that are left out, lengths
+OTHER_ALIGNMENT = ("causal-other-alignment", "window-other-alignment", "aligned-as-longest-sequence")
+TAIL_MISSING = ("tail-tile-missing", "last-tile-missing", "last-visible-tile-missing", "last-key-missing")
+LENGTHS_MISREAD = ("kv-lens-ignored", "kv-len-of-first-batch-entry")
+EMPTY_ROWS = ("empty-rows", "empty-rows-nan", "empty-rows-mean-of-v")
 #: what is only observed, and is so with any fault
-OBSERVATIONS = (
-    "not-finite",
-    "all-zeros",
-    "zeros-there",
-    "empty-rows",
-    "empty-rows-nan",
-    "empty-rows-mean-of-v",
-    "calls-differ",
-)
+OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
 #: identity -> what is wrong
 FAULTS = {
@@ -213,3 +212,8 @@ FAULTS = {
 def is_known(fault: str) -> bool:
     """Whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
     return fault.removeprefix(RECOMPUTED) in FAULTS or fault.startswith(PRECISION)
+
+
+def recomputed(faults: Iterable[str]) -> tuple[str, ...]:
+    """Return the identities of faults with which P is computed again in the backward pass."""
+    return tuple(f"{RECOMPUTED}{fault}" for fault in faults)

@@ -129,7 +129,7 @@ def explains(hypothesis: FaultHypothesis[Seen], seen: Seen) -> Fit | None:
     if view.got.shape != value.shape or bool((view.got.isfinite() & ~value.isfinite()).any()):
         return None
     numbers = view.got.isfinite()
-    if not bool(numbers.any(-1)[view.exact.isfinite().any(-1)].float().mean() > 0.5):
+    if not _has_enough_numbers(view, value):
         return None
     left = _left(view, value, numbers) if tolerance.left < math.inf and view.bad is not None else 0.0
     if not left <= tolerance.left:
@@ -142,6 +142,14 @@ def explains(hypothesis: FaultHypothesis[Seen], seen: Seen) -> Fit | None:
     if not (largest <= tolerance.element and row <= tolerance.row):
         return None
     return Fit(largest, largest if tolerance.left == math.inf else left)
+
+
+def _has_enough_numbers(view: View, value: torch.Tensor) -> bool:
+    """Whether most rows hold numbers, of those whose prediction the dtype can hold; where none can, nothing contradicts it."""
+    holds = view.exact.isfinite().any(-1)
+    fits = holds & (value.abs() <= torch.finfo(view.got.dtype).max).all(-1)
+    rows = view.got.isfinite().any(-1)[fits]
+    return bool(rows.float().mean() > 0.5) if len(rows) else bool(holds.any())
 
 
 def _left(view: View, value: torch.Tensor, numbers: torch.Tensor) -> float:

@@ -155,7 +155,7 @@ def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
         yield fault("batch-reversed", "with the batch in reverse", "kv", lambda t: t.flip(0))
 
 
-# -- packed keys, and pages of keys ----------------------------------------------------------------------------------------
+# -- packed keys, and pages ------------------------------------------------------------------------------------------------
 
 
 def _packed_keys(w: Workload) -> Iterator[AttentionFault]:

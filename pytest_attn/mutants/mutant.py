@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
+from pytest_attn.mutants.faults import FAULTS_OF
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.workload import Workload
 
@@ -48,6 +49,11 @@ class Mutant:
     kernel: type[Kernel]
     applies: Applies
     condition: Condition = "call"
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The identities by which a diagnosis may name its fault; none where it has no name."""
+        return FAULTS_OF.get(self.name, ())
 
     def backend(self) -> KernelBackend:
         """Return a new backend, whose kernel has kept nothing yet."""

@@ -78,6 +78,10 @@ class Record(TypedDict):
         " relative_l2, cosine, worst (index), found, exact, budget, wrong_positions (elements that are NaN or infinite"
         " and should not be, or should be and are not)",
     ]
+    faults: Annotated[
+        Sequence[str],
+        "identities of the faults that explain a mismatch, or are observed in it, most telling first: see below",
+    ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[
         dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"

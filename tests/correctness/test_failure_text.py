@@ -1,0 +1,80 @@
+"""What a failure says: the worst element, how far off it is, and where the wrong rows lie. Why is asked in tests/diagnosis."""
+
+import pytest
+import torch
+from judging import CAUSAL, CROSS, FULL, causal, explicit, failure
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from pytest_attn import Workload
+
+
+def test_the_failure_names_worst_element_levels_place_and_figures():
+    def last_row_wrong(q, k, v):
+        out = causal(q, k, v).clone()
+        out[:, 1:3, 256:] = 0
+        return out
+
+    text = failure(last_row_wrong, CAUSAL)
+    lines = text.splitlines()
+    assert lines[0].startswith(f"mismatch: out of {last_row_wrong.__qualname__.replace('.<locals>', '')}: z ")
+    assert lines[0].endswith(" over an element, limit 8 (h4-kv2-s257-d64-causal, inputs structured)")
+    assert lines[1].startswith("  worst      out[0, ")
+    assert ", 256, " in lines[1]
+    assert "exact" in lines[1]
+    assert "budget" in lines[1]
+    assert "128 of 65,792 elements over" in lines[2]
+    assert lines[3] == "  where      rows only 256 of 257 (the last); heads 1, 2 (of 4)"
+    assert lines[4].startswith("  figures    absmax ")
+    assert "cosine" in lines[4]
+    assert "slope" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place"),
+    [
+        (lambda out: out[:, :, 128:], "rows 128 to 199 of 200, the tail after the last full tile of 128"),
+        (lambda out: out[:, :, 63::64], "rows 3 of 200, every one at 63 modulo 64"),
+        (lambda out: out[:, :, 10:20], "rows 10 to 19 of 200"),
+    ],
+)
+def test_the_place_of_a_fault_is_described(spoil, place):
+    def faulty(q, k, v):
+        out = sdpa(q, k, v).clone()
+        spoil(out).mul_(1.5)
+        return out
+
+    assert place in failure(faulty, Workload(200, heads=2))
+
+
+class WithoutD(torch.autograd.Function):
+    """Attention whose backward pass takes dS = P dP."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return explicit(q, k, v)
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v = (t.float() for t in ctx.saved_tensors)
+        scale = q.shape[-1] ** -0.5
+        p = (q @ k.mT * scale).softmax(-1)
+        ds = p * (dout.float() @ v.mT) * scale
+        return tuple(t.to(dout.dtype) for t in (ds @ k, ds.mT @ q, p.mT @ dout.float()))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "workload", "line"),
+    [
+        (causal, CROSS, "  suggests   it equals attention with the other causal alignment (causal) (z "),
+        (lambda q, k, v: explicit(q, k, v, scale=0.2), FULL, "  suggests   it equals attention with scale 0.2, not 0.125 (z "),
+        (WithoutD.apply, FULL, "  suggests   dq is that of a backward pass without D: dS = P * dP"),
+        (
+            lambda q, k, v: sdpa(q, k, v, dropout_p=0.3),
+            FULL,
+            "  rerun      equal calls return different results: is dropout on, is there a race, or is memory read",
+        ),
+    ],
+)
+def test_each_kind_of_hint_has_its_line(kernel, workload, line):
+    assert line in failure(kernel, workload, backward="backward pass" in line)

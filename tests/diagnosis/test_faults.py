@@ -1,0 +1,169 @@
+"""Each fault is named where it was planted, by its identity, and nothing is named where another fault was."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from judging import FULL, judged
+from planted_faults import PLANTED, judgment_of
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytest_attn
+from pytest_attn import Document, Neighborhood, Pages, Window, Workload
+from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.precision import PRECISIONS, precision_named
+from pytest_attn.correctness.comparison import Hint
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.mask_mistakes import mask_mistakes
+from pytest_attn.correctness.reference import compute_reference
+from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.attention import attention_faults
+from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
+from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants.faults import FAULTS_OF
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.suite.test_correctness import INPUTS
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.inputs import draw_inputs
+
+REFERENCES = ReferenceCache()
+CPU = torch.device("cpu")
+SMALL = [w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]
+
+
+# -- planted faults, and mutants -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_found_and_named(planted):
+    spec = CheckSpec(planted.workload, CPU, planted.backward, declared=Declaration(returns_lse=planted.returns_lse))
+    comparison = judged(planted.kernel, spec)
+    assert not comparison.passed
+    assert judgment_of(comparison.mismatch.hints, planted.faults) == ("named" if planted.faults else "none")
+
+
+#: mutants that have a name and get none on these workloads, or are not found by a check of one callable
+UNNAMED = {
+    *("values-read-with-keys-head-dim", "out-offset-wraps", "gradient-offset-wraps", "lse-unwritten"),
+    *("expanded-read-as-contiguous", "innermost-stride-ignored"),
+}
+NAMED = [m for m in MUTANTS if m.faults and m.name not in UNNAMED]
+
+
+def hints_of(mutant, workload, backward):
+    """Return what is said of a mutant on a workload; None where it passes."""
+    try:
+        comparison = judged(mutant.backend(), CheckSpec(workload, CPU, backward, INPUTS), REFERENCES)
+    except ContractError as error:
+        return (Hint(error.fault, str(error)),)
+    return None if comparison.passed else comparison.mismatch.hints
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("mutant", NAMED, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
+def test_the_fault_of_a_mutant_is_named(mutant):
+    """On one of the first three workloads that show it, and nothing else is on any of them."""
+    backward = not any(mutant.applies(w, False) for w in SMALL)
+    reached = (w for w in SMALL if mutant.applies(w, backward) and not (backward and w.has_no_gradient_because))
+    found = (hints for w in reached if (hints := hints_of(mutant, w, backward)) is not None)
+    judgments = [judgment_of(hints, mutant.faults) for hints in itertools.islice(found, 3)]
+    assert "named" in judgments
+    assert "wrong" not in judgments
+
+
+# -- other faults ----------------------------------------------------------------------------------------------------------
+
+
+HONEST_OTHERWISE = {
+    "noise": lambda q, k, v: (
+        sdpa(q, k, v) * (1 + 0.1 * torch.randn(64, generator=torch.Generator().manual_seed(1))).to(q.dtype)
+    ),
+    "a column": lambda q, k, v: sdpa(q, k, v) + torch.eye(64, dtype=q.dtype)[7],
+    "rows shuffled": lambda q, k, v: sdpa(q, k, v)[:, :, torch.randperm(128, generator=torch.Generator().manual_seed(2))],
+    "a random scale for each row": lambda q, k, v: sdpa(q * torch.linspace(0.5, 2, 128)[:, None].to(q.dtype), k, v),
+    "values squared": lambda q, k, v: sdpa(q, k, v * v),
+}
+
+
+@pytest.mark.parametrize("name", HONEST_OTHERWISE)
+def test_another_fault_is_given_no_name(name):
+    comparison = judged(HONEST_OTHERWISE[name], CheckSpec(FULL, CPU))
+    assert not comparison.passed
+    assert comparison.mismatch.hints == ()
+
+
+class RoundedSinks(Kernel):
+    """A kernel that takes float32 sinks as bfloat16."""
+
+    def sinks(self, seq):
+        sinks = super().sinks(seq)
+        return None if sinks is None else sinks.bfloat16().float()
+
+
+def test_sinks_that_are_rounded_are_named():
+    workload = Workload(96, heads=4, head_dim=32, sinks=True, dtype="float32")
+    comparison = judged(KernelBackend("rounded", RoundedSinks(), returns_lse=False), CheckSpec(workload, CPU))
+    assert comparison.faults == ("sinks-rounded",)
+
+
+# -- hypotheses ------------------------------------------------------------------------------------------------------------
+
+
+VARIED = (
+    Workload(70, 130, heads=4, kv_heads=2, head_dim=32, mask=Window(20, 3), sinks=True, softcap=4.0, bias="hqk"),
+    Workload(70, 130, heads=4, kv_heads=2, head_dim=32, alibi=True, mask="causal-bottom-right"),
+    Workload(96, heads=2, head_dim=40, v_head_dim=32, mask=Document((50, 46), causal=True), dtype="float16"),
+    Workload(96, heads=2, head_dim=32, mask=Neighborhood((8, 12), (3, 5))),
+    Workload(70, heads=2, head_dim=32, kv_lens=(70, 20), dtype="float32"),
+    Workload(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 0, 40), kv_lens=(70, 20, 30), mask="causal-bottom-right"),
+    Workload(3, 100, batch=3, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(100, 0, 33)),
+)
+
+
+@pytest.mark.parametrize("workload", VARIED, ids=lambda w: w.id)
+def test_faults_are_those_of_every_draw_and_each_is_an_attention(workload):
+    """What was thought of with one draw of inputs can be computed with another."""
+    of_one, of_other = (draw_inputs(workload, name) for name in ("structured", "flat"))
+    faults = list(attention_faults(workload, of_one))
+    assert [fault.words for fault in faults] == [fault.words for fault in attention_faults(workload, of_other)]
+    assert len(faults) > 10
+    for fault in faults:
+        assert fault.fault in FAULTS
+        inputs, other = fault.attention(of_other)
+        out = compute_reference(inputs, precision_named("flash"), workload=other).tensors["out"].value
+        assert out.isfinite().all(), fault.words
+
+
+def test_a_near_miss_of_a_mask_hides_or_shows_something():
+    w = Workload(70, 130, heads=2, head_dim=32, mask=Window(20, 3))
+    inputs = draw_inputs(w)
+    index = torch.meshgrid(*(torch.arange(n) for n in (1, 2, 70, 130)), indexing="ij")
+    honest = inputs.mask_mod()(*index)
+    changed = [fault for fault, _, mask in mask_mistakes(inputs, w) if not (mask(*index) & (index[3] < 130)).equal(honest)]
+    assert "window-left-one-too-long" in changed
+    assert len(changed) > 15
+
+
+# -- identities ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_identity_is_known_wherever_it_stands():
+    assert [name for name in FAULTS_OF if name not in {mutant.name for mutant in MUTANTS}] == []
+    assert [fault for faults in FAULTS_OF.values() for fault in faults if not is_known(fault)] == []
+    assert [fault for planted in PLANTED for fault in planted.faults if not is_known(fault)] == []
+    assert is_known(f"{RECOMPUTED}mask-ignored")
+    assert not is_known("a-fault-that-nobody-knows")
+    named = {f.removeprefix(PRECISION) for faults in FAULTS_OF.values() for f in faults if f.startswith(PRECISION)}
+    assert named <= PRECISIONS.keys()
+
+
+def test_every_fault_of_the_list_stands_in_the_code_that_names_it():
+    root = Path(pytest_attn.__file__).parent
+    sources = [path for room in ("diagnosis", "correctness", "workloads") for path in (root / room).rglob("*.py")]
+    code = "\n".join(path.read_text() for path in sources if path.name != "faults.py")
+    stems = re.findall(r'f"([a-z-]+)\{', code)
+    unsaid = [fault for fault in FAULTS if f'"{fault}"' not in code and not fault.startswith(tuple(stems))]
+    assert unsaid == []

@@ -1,0 +1,232 @@
+"""Kernels with a planted fault that is none of the mutants', and by which identities a diagnosis may name it.
+
+For tests/diagnosis and benchmarks/diagnosis.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from judging import CAUSAL, CROSS, FULL, causal, explicit, positions, with_gradients
+from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from pytest_attn import Window, Workload
+from pytest_attn.diagnosis.faults import LENGTHS_MISREAD, TAIL_MISSING
+
+PARTLY = Workload(160, heads=2)
+PARTLY_CAUSAL = Workload(160, heads=2, mask="causal")
+CHUNK = Workload(48, 160, heads=2, mask="causal-bottom-right")
+GROUPED = Workload(96, heads=4, kv_heads=2, batch=2, head_dim=32)
+EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
+SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
+FLOAT32 = PARTLY.replace(dtype="float32")
+
+
+class Planted(NamedTuple):
+    """A faulty kernel: (q, k, v) -> out, or (out, lse). faults: identities of right hints; of none, any would be wrong."""
+
+    name: str
+    kernel: Callable[..., object]
+    workload: Workload
+    faults: tuple[str, ...] = ()
+    backward: bool = False
+    returns_lse: bool = False
+
+
+def _rope(x, style):
+    angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    one, other = x.float().chunk(2, -1) if style == "half-split" else (x.float()[..., ::2], x.float()[..., 1::2])
+    turned = one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()
+    return (torch.cat(turned, -1) if style == "half-split" else torch.stack(turned, -1).flatten(-2)).to(x.dtype)
+
+
+def _rotated(style):
+    return lambda q, k, v: sdpa(_rope(q, style), _rope(k, style), v)
+
+
+def _tf32(x):
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def _zero_padded(q, k, v):
+    k, v = (pad(t, (0, 0, 0, -t.shape[2] % 64)) for t in (k, v))
+    return sdpa(q, k, v)
+
+
+def _without_diagonal(q, k, v):
+    rows, keys = positions(q.shape[2], k.shape[2])
+    return explicit(q, k, v, mask=keys < rows).nan_to_num()
+
+
+def _without_last_part(q, k, v):
+    rows, keys = positions(q.shape[2], k.shape[2])
+    return explicit(q, k, v, mask=(keys <= rows) & (keys < k.shape[2] // 64 * 64))
+
+
+def _one_key_too_many(q, k, v):
+    rows, keys = positions(q.shape[2], k.shape[2])
+    return explicit(q, k, v, mask=keys <= rows + 1)
+
+
+def _window_too_long(q, k, v):
+    rows, keys = positions(q.shape[2], k.shape[2])
+    return explicit(q, k, v, mask=(rows - keys >= 0) & (rows - keys <= 16))
+
+
+def _mean_of_v(q, k, v):
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    score = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e30)
+    return (score.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _summed_in_the_dtype(q, k, v):
+    score = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    p, acc = (score - score.amax(-1, keepdim=True)).exp(), torch.zeros_like(q)
+    for at in range(0, k.shape[2], 16):
+        acc = acc + (p[..., at : at + 16].to(q.dtype) @ v[:, :, at : at + 16])
+    return (acc.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def _with_lse(changed, scale=None):
+    """Return attention and what `changed` makes of its lse, of scores with a scale of their own."""
+
+    def kernel(q, k, v):
+        lse = (q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)).logsumexp(-1)
+        return sdpa(q, k, v), changed(lse)
+
+    return kernel
+
+
+def _with_gradients(changed):
+    """Return attention whose gradients are what `changed` makes of (dq, dk, dv)."""
+    return with_gradients(lambda gradients, dout: changed(*gradients(dout)), explicit)
+
+
+class _WithoutDenominator(torch.autograd.Function):
+    """Attention whose dv takes P without its denominator."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return explicit(q, k, v)
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            dq, dk, _ = torch.autograd.grad(explicit(q, k, v), (q, k, v), dout)
+        score = q.detach().float() @ k.detach().float().mT * q.shape[-1] ** -0.5
+        return dq, dk, ((score - score.amax(-1, keepdim=True)).exp().mT @ dout.float()).to(v.dtype)
+
+
+OF_OUT = (
+    Planted("no mask", lambda q, k, v: sdpa(q, k, v, enable_gqa=True), CAUSAL, ("mask-ignored",)),
+    Planted("causal, not asked for", lambda q, k, v: sdpa(q, k, v, is_causal=True), FULL, ("causal-not-asked-for",)),
+    Planted("scale a little off", lambda q, k, v: explicit(q, k, v, scale=0.126), FULL, ("scale-wrong",)),
+    Planted("scale far off", lambda q, k, v: explicit(q, k, v, scale=0.08), FULL, ("scale-wrong",)),
+    Planted("scale missing", lambda q, k, v: explicit(q, k, v, scale=1.0), FULL, ("scale-missing",)),
+    Planted("scale twice", lambda q, k, v: explicit(q, k, v, scale=1 / 64), FULL, ("scale-applied-twice",)),
+    Planted("base 2", lambda q, k, v: explicit(q, k, v, scale=math.log(2) / 8), FULL, ("log2e-missing",)),
+    Planted("exp for exp2", lambda q, k, v: explicit(q, k, v, scale=1 / math.log(2) / 8), PARTLY, ("log2e-not-meant",)),
+    Planted("last key", lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]), FULL, ("last-key-missing",)),
+    Planted("first key", lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]), FULL, ("first-key-missing",)),
+    Planted("tail tile", lambda q, k, v: sdpa(q, k[:, :, :64], v[:, :, :64]), FULL.replace(kv_len=97), ("tail-tile-missing",)),
+    Planted("tail tile, causal", _without_last_part, PARTLY_CAUSAL, TAIL_MISSING),
+    Planted("zeros counted", _zero_padded, PARTLY, ("tail-zeros-counted",)),
+    Planted("alignment", lambda q, k, v: sdpa(q, k, v, is_causal=True), CROSS, ("causal-other-alignment",)),
+    Planted("one key too many", _one_key_too_many, CAUSAL, ("causal-shows-next-key",)),
+    Planted("diagonal", _without_diagonal, PARTLY_CAUSAL, ("causal-hides-diagonal",)),
+    Planted("window", _window_too_long, Workload(96, mask=Window(15, 0)), ("window-left-one-too-long",)),
+    Planted(
+        "keys before the new tokens",
+        lambda q, k, v: sdpa(q, k[:, :, -48:], v[:, :, -48:], is_causal=True),
+        CHUNK,
+        ("cached-keys-unread",),
+    ),
+    Planted("softcap", explicit, FULL.replace(softcap=2.0), ("softcap-ignored",)),
+    Planted("scale option", explicit, FULL.replace(scale=0.3), ("scale-option-ignored",)),
+    Planted("sinks", explicit, FULL.replace(sinks=True), ("sinks-ignored",)),
+    Planted("bias", explicit, FULL.replace(bias="hqk"), ("bias-ignored",)),
+    Planted("alibi", explicit, FULL.replace(alibi=True), ("alibi-ignored",)),
+    Planted("score_mod", explicit, FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9), ("score-mod-ignored",)),
+    Planted("padding", explicit, Workload(64, heads=2, kv_lens=(64, 20)), LENGTHS_MISREAD[:1]),
+    Planted("head map", lambda q, k, v: causal(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), CAUSAL, ("heads-interleaved",)),
+    Planted("next key head", lambda q, k, v: explicit(q, k.roll(1, 1), v.roll(1, 1)), GROUPED, ("next-key-head",)),
+    Planted(
+        "head dim",
+        lambda q, k, v: explicit(q[..., :32], k[..., :32], v, scale=40**-0.5),
+        PARTLY.replace(head_dim=40),
+        ("head-dim-tail-unread",),
+    ),
+    Planted("batch reversed", lambda q, k, v: explicit(q, k.flip(0), v.flip(0)), GROUPED, ("kv-of-next-batch-entry",)),
+    Planted("other batch entry", lambda q, k, v: explicit(q, k, v).flip(0), GROUPED, ("batch-entries-shifted",)),
+    Planted("other head", lambda q, k, v: sdpa(q, k, v).roll(1, 1), FULL, ("heads-shifted",)),
+    Planted("uniform", lambda q, k, v: sdpa(q * 0, k, v), FULL, ("scores-without-effect",)),
+    Planted("k for v", lambda q, k, v: sdpa(q, k, k), FULL, ("k-for-v",)),
+    Planted("v for k", lambda q, k, v: sdpa(q, v, v), PARTLY, ("v-for-k",)),
+    Planted("rope in halves", _rotated("half-split"), PARTLY, ("rope-inside-half-split",)),
+    Planted("rope in pairs", _rotated("interleaved"), PARTLY, ("rope-inside-interleaved",)),
+    Planted("eager", lambda q, k, v: ((q @ k.mT) * 0.125).softmax(-1) @ v, FULL, ("precision-eager",)),
+    Planted("tf32", lambda q, k, v: explicit(_tf32(q), _tf32(k), _tf32(v)), FLOAT32, ("precision-tf32",)),
+    Planted("sums in the dtype", _summed_in_the_dtype, PARTLY.replace(q_len=1024)),
+    Planted("mean of v", _mean_of_v, EMPTY, ("empty-rows-mean-of-v",)),
+    Planted("zeros", lambda q, k, v: q * 0, FULL, ("all-zeros",)),
+    Planted("NaN", lambda q, k, v: sdpa(q, k, v) / (q[..., :1] != q[0, 0, 5, 0]), FULL, ("not-finite",)),
+    Planted(
+        "one element", lambda q, k, v: sdpa(q, k, v).index_put_((torch.tensor(0),) * 4, torch.tensor(9.0).bfloat16()), FULL
+    ),
+    Planted("dropout left on", lambda q, k, v: sdpa(q, k, v, dropout_p=0.2), PARTLY, ("calls-differ",)),
+)
+OF_LSE = tuple(
+    Planted(name, kernel, workload, faults, returns_lse=True)
+    for name, kernel, workload, faults in (
+        ("lse in base 2", _with_lse(lambda lse: lse / math.log(2)), PARTLY, ("lse-base-2",)),
+        ("lse of unscaled scores", _with_lse(lambda lse: lse, scale=1.0), PARTLY, ("scale-missing",)),
+        ("lse as (batch, rows, heads)", _with_lse(lambda lse: lse.mT.contiguous()), SQUARE, ("lse-layout",)),
+    )
+)
+OF_GRADIENTS = tuple(
+    Planted(name, kernel, workload, faults, backward=True)
+    for name, kernel, workload, faults in (
+        ("dq not scaled", _with_gradients(lambda dq, dk, dv: (dq * 8, dk, dv)), FULL, ("gradient-scale-missing",)),
+        ("dk not scaled", _with_gradients(lambda dq, dk, dv: (dq, dk * 8, dv)), FULL, ("gradient-scale-missing",)),
+        ("dk scaled twice", _with_gradients(lambda dq, dk, dv: (dq, dk / 8, dv)), FULL, ("gradient-scale-applied-twice",)),
+        ("dq with a flipped sign", _with_gradients(lambda dq, dk, dv: (-dq, dk, dv)), FULL, ("gradient-sign-flipped",)),
+        ("dv with a flipped sign", _with_gradients(lambda dq, dk, dv: (dq, dk, -dv)), FULL, ("gradient-sign-flipped",)),
+        (
+            "dv averaged",
+            _with_gradients(lambda dq, dk, dv: (dq, dk, dv / 3)),
+            FULL.replace(heads=3, kv_heads=1),
+            ("gradient-averaged-over-group",),
+        ),
+        ("dk and dv swapped", _with_gradients(lambda dq, dk, dv: (dq, dv, dk)), FULL, ("gradients-swapped",)),
+        ("dv without its denominator", _WithoutDenominator.apply, FULL, ("dv-without-denominator",)),
+        ("dk a little off", _with_gradients(lambda dq, dk, dv: (dq, dk * 1.01, dv)), FULL.replace(dtype="float32"), ()),
+        (
+            "dk with noise",
+            _with_gradients(lambda dq, dk, dv: (dq, dk * (1 + torch.rand_like(dk)), dv)),
+            FULL.replace(dtype="float32"),
+            ("calls-differ",),
+        ),
+        (
+            "dq shifted",
+            _with_gradients(lambda dq, dk, dv: (dq + dq.abs().max() * (dq > 0), dk, dv)),
+            FULL.replace(dtype="float32"),
+            (),
+        ),
+        ("dq of NaN", _with_gradients(lambda dq, dk, dv: (dq * float("nan"), dk, dv)), FULL, ("not-finite",)),
+    )
+)
+PLANTED = (*OF_OUT, *OF_LSE, *OF_GRADIENTS)
+
+
+def judgment_of(hints, faults):
+    """Say whether the first of some hints that asserts a fault is right: "named", "none", or "wrong" if any is not."""
+    from pytest_attn.diagnosis.faults import OBSERVATIONS
+
+    asserted = [hint.fault for hint in hints if hint.fault and (hint.fault in faults or hint.fault not in OBSERVATIONS)]
+    if any(fault not in faults for fault in asserted):
+        return "wrong"
+    return "named" if asserted else "none"
