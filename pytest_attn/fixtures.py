@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,7 +45,10 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     `attn.check_invariants(fn)` asks what needs no tolerance. `attn.measure(fn)` checks fn, times it, and raises AssertionError
     where its p50 is slower than the baseline of this machine.
     """
-    case: AttentionCase = resolve_name(_attn_parameter.maker)(request, _attn_parameter)
+    from pytest_attn.session.kinds import kind_of
+
+    make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
+    case: AttentionCase = make_case(request, _attn_parameter)
     return case
 
 
@@ -131,3 +135,16 @@ def assert_attention_close(attn: AttentionCase) -> Callable[[torch.Tensor], None
             assert_attention_close(my_attention(*qkv))
     """
     return attn.assert_close
+
+
+def fixtures_of_kinds(names: Iterable[str]) -> ModuleType:
+    """Return a plugin with the fixtures of kinds that others have registered: each is the case, as `attn` makes it."""
+    module = ModuleType("pytest_attn_kinds")
+    for name in names:
+
+        def case(attn: object) -> object:
+            """The case of a test; its kind says what it judges."""
+            return attn
+
+        setattr(module, name, pytest.fixture(name=name)(case))
+    return module

@@ -18,6 +18,7 @@ from pytest_attn.fixtures import (
     attn_model,
     attn_reference,
     attn_workload,
+    fixtures_of_kinds,
     qkv,
 )
 
@@ -56,10 +57,13 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the settings once, refuse unknown names, and start to collect records."""
+    from pytest_attn.session.kinds import KINDS
     from pytest_attn.session.session import SESSION, AttentionSession
 
-    for marker in _marker_lines(config):
+    for marker in (*_marker_lines(config), *(kind.help for kind in KINDS.values() if kind.help)):
         config.addinivalue_line("markers", marker)
+    if own := [kind.fixture for kind in KINDS.values() if kind.fixture not in __all__]:
+        config.pluginmanager.register(fixtures_of_kinds(own), "attn-fixtures-of-kinds")
     session = config.stash[SESSION] = AttentionSession(config)
     settings = session.settings
     if settings.gpu_per_worker:
@@ -105,9 +109,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that uses one of the fixtures an item per case."""
-    from pytest_attn.session.fixture_names import FIXTURES
+    from pytest_attn.session.kinds import fixtures
 
-    if not FIXTURES.isdisjoint(metafunc.fixturenames):
+    if not fixtures().isdisjoint(metafunc.fixturenames):
         from pytest_attn.session.collection import parametrize
 
         parametrize(metafunc, _session(metafunc.config))
@@ -242,7 +246,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Refuse a marked test that passes and has judged nothing."""
     __tracebackhide__ = True
     result = yield
-    if item.get_closest_marker("attention") or item.get_closest_marker("attention_model"):
+    from pytest_attn.session.kinds import is_marked
+
+    if is_marked(item):
         from pytest_attn.cases.unjudged import refuse_unjudged
 
         refuse_unjudged(item)

@@ -314,7 +314,7 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "processes",
         "processes.worker",
         "session",
-        *(f"session.{name}" for name in ("collected", "cuda_context", "fixture_names", "machines")),
+        *(f"session.{name}" for name in ("collected", "cuda_context", "kinds", "machines")),
         *(
             f"session.{name}"
             for name in (

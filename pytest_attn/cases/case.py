@@ -66,7 +66,7 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     if parameter.ranks and session.kernels.are_tested:
         executor: Executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
     else:
-        executor = Executor(Sharding(parameter.workload, "contiguous", 1))
+        executor = Executor.in_process(parameter.workload)
         if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
             pytest.skip(session.cuda.lost_because)
     if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
@@ -92,7 +92,6 @@ class AttentionCase(CaseTensors):
         self._checked: Subject | None = None
         self._comparison: Comparison | None = None
         self._measuring = Measuring(self._run)
-        self._has_asserted = False
 
     @property
     def backend(self) -> Backend | None:
@@ -208,7 +207,6 @@ class AttentionCase(CaseTensors):
         Hidden states that are drawn have the workload's batch and q_len; heads, mask and dtype are the module's own.
         """
         __tracebackhide__ = True
-        self._has_asserted = True
         step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
         return self._run.conclude(ModelEvaluator(self._run, module, step, backend, functions, scatter))
 
@@ -260,7 +258,6 @@ class AttentionCase(CaseTensors):
             raise ValueError(
                 "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
             )
-        self._has_asserted = True
         self._run.conclude(OutputEvaluator(self._run, out, self._spec, self._reference))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
@@ -285,13 +282,12 @@ class AttentionCase(CaseTensors):
         subject = self._checked if fn is None else self._run.subject(fn, None, self._spec)
         if subject is None:
             raise ValueError("assert_launched needs a callable: call attn.check(fn) first, or say fn=...")
-        self._has_asserted = True
         return self._run.conclude(LaunchEvaluator(self._run, subject, self._spec, words))
 
     @property
     def is_judged(self) -> bool:
         """Whether the test has judged something, or tried to."""
-        return self._run.asked is not None or self._has_asserted
+        return self._run.is_judged
 
     # -- details -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pytest_attn.cases.judgment import Evaluator
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.timing.measurement import TimingPlace
 from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,6 +41,11 @@ class Executor:
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
+
+    @classmethod
+    def in_process(cls, workload: Workload) -> Executor:
+        """Return the one of this process."""
+        return cls(Sharding(workload, "contiguous", 1))
 
     @property
     def ranks(self) -> int:

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What --attn-save-failures writes of a failure.
+    """What --attn-save-failures writes of a failure, so that `pytest_attn.load_failure` can hold a kernel against it.
 
     subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
     one, as of a broken contract or of `broken` invariants, the inputs are saved.

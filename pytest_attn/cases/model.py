@@ -12,7 +12,6 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.judgment import Evaluator, Judgment, Refusal
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.records import figures_of, z_property
@@ -28,12 +27,9 @@ from pytest_attn.models.message import headline
 from pytest_attn.models.replacement import ModelAttention, replacement
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
 from pytest_attn.models.user_functions import as_functions
-from pytest_attn.session.items import ModelParameter
-from pytest_attn.session.marks import model_mark
-from pytest_attn.session.session import session_of
+from pytest_attn.session.items import CaseParameter
 from pytest_attn.timing.model_measurement import ModelMeasurement
 from pytest_attn.verdict import Verdict
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 #: what need not fail the test of a model
@@ -194,14 +190,10 @@ class AttentionModel:
         )
 
 
-def make_model_case(request: pytest.FixtureRequest, parameter: ModelParameter) -> AttentionModel:
+def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionModel:
     """Make the case of a model's test; skips the test where its device or backend is not there."""
-    item: pytest.Item = request.node
-    session = session_of(item.config)
-    marker = item.get_closest_marker("attention_model")
-    assert marker is not None
-    mark = model_mark(marker, session.registrations.registry)
-    run = CaseRun(request, parameter, mark, session, Executor(Sharding(parameter.workload, "contiguous", 1)))
+    run = CaseRun.of_item(request, parameter)
+    session = run.session
     if session.cuda.lost_because and session.machines.device(run.mark.device).type == "cuda":
         pytest.skip(session.cuda.lost_because)
     if run.backend is not None and (reason := run.backend.unavailable_because(run.machine) or run.backend.broken_because()):

@@ -10,7 +10,8 @@ import pytest
 from pytest_attn.cases.records import RECORDS, facts_of
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.reports.records import Record, new_record
-from pytest_attn.session.items import CaseParameter, ModelParameter, parameter_of
+from pytest_attn.session.items import CaseParameter, parameter_of
+from pytest_attn.session.kinds import device_of, kind_of
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.session import session_of
 from pytest_attn.verdict import Verdict
@@ -56,14 +57,12 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
     subject = (run and (run.asked or run.backend)) or parameter.backend or "-"
     command = run.command if run else f"pytest {shlex.quote(item.nodeid)}"
     try:
-        marker = item.get_closest_marker("attention") or item.get_closest_marker("attention_model")
-        device = marker.kwargs.get("device") if marker else None
-        facts = facts_of(session_of(item.config), parameter.workload, subject, device)
+        facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
         name = subject if isinstance(subject, str) else subject.name
         facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": name}
-    if isinstance(parameter, ModelParameter):  # what its calls ask was not known yet
-        facts |= {"workload": "model", "shape": {}}
+    if unknown := kind_of(item).unknown:
+        facts |= {"workload": unknown, "shape": {}}
     return new_record(
         **facts,
         test=item.nodeid,

@@ -25,8 +25,9 @@ from pytest_attn.reports.records import new_record
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.items import CaseParameter, typed_name
 from pytest_attn.session.kernels import Target
+from pytest_attn.session.kinds import kind_of, marker_of
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.verdict import Cause, Verdict
 from pytest_attn.workloads.parameters import parameters_of
 
@@ -34,7 +35,7 @@ from pytest_attn.workloads.parameters import parameters_of
 class CaseRun:
     """One workload in one test, with one backend where the test takes one. asked: what was judged last.
 
-    executor: where what the test hands over runs.
+    is_judged: whether anything was, or was tried to be. executor: where what the test hands over runs.
     """
 
     def __init__(
@@ -50,7 +51,16 @@ class CaseRun:
         self.workload, name = parameter.workload, parameter.backend
         self.backend: Backend | None = session.kernels.backend_named(name) if name else None
         self.asked: Subject | None = None
+        self.is_judged = False
         self._callables: dict[str, list[Callable[..., object]]] = {}
+
+    @classmethod
+    def of_item(cls, request: pytest.FixtureRequest, parameter: CaseParameter) -> CaseRun:
+        """Return the run of an item whose marker names no ranks."""
+        item: pytest.Item = request.node
+        session, marker = session_of(item.config), marker_of(item)
+        mark: AttentionMark = kind_of(item).made_items().read(marker, session)
+        return cls(request, parameter, mark, session, Executor.in_process(parameter.workload))
 
     # -- the end of a judgment -----------------------------------------------------------------------------------------
 
@@ -61,6 +71,7 @@ class CaseRun:
         The test goes on, is skipped, fails as expected (xfail), or fails with its text and the command that repeats it.
         """
         __tracebackhide__ = True
+        self.is_judged = True
         self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
         try:
             with self.session.progress.during(evaluator.doing, evaluator.on):

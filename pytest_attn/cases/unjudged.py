@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_attn.cases.case import AttentionCase
-from pytest_attn.session.fixture_names import FIXTURES
+from pytest_attn.session.kinds import ATTENTION, KINDS, fixtures, kind_of
 from pytest_attn.session.session import session_of
 
 #: of a case, what a test may hand to a judgment of its own
@@ -40,30 +39,34 @@ def refuse_unjudged(item: pytest.Item) -> None:
 
 def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
-    arguments = FIXTURES.intersection(getattr(item, "fixturenames", ()))
-    if not arguments:
-        if any(mark.name == "attention_model" for mark in item.own_markers):
-            return True, "it has the marker attention_model, but does not take attn_model; make it an argument of the test"
-        names_workloads = any(mark.name == "attention" and mark.args for mark in item.own_markers)
-        text = "it names workloads, but takes none of the fixtures: give it attn, and call attn.check(your_kernel)"
-        return (True, text) if names_workloads else None
-    case = getattr(item, "funcargs", {}).get("attn_model")
-    if case is not None:
-        return None if case.is_judged else (True, "it passed without a call of attn_model.check")
-    case = getattr(item, "funcargs", {}).get("attn")
-    if not isinstance(case, AttentionCase) or case.is_judged or _is_handed_on(item):
+    kind = kind_of(item)
+    if fixtures().isdisjoint(getattr(item, "fixturenames", ())):
+        return next(filter(None, map(_untaken, item.own_markers)), None)
+    case = getattr(item, "funcargs", {}).get(kind.fixture)
+    looked_at: frozenset[str] = getattr(case, "looked_at", frozenset())
+    if case is None or case.is_judged or _is_handed_on(item) or looked_at & _JUDGED_WITH:
         return None
-    if case.looked_at & _JUDGED_WITH:
-        return None
-    if case.looked_at:
-        text = "computes with q, k and v, but calls none of attn.check, check_invariants, measure and assert_close"
+    if looked_at:
+        text = f"computes with q, k and v, but calls none of {kind.must_call.replace(' or ', ' and ')}"
         return False, f"{text}; if it compares by itself on purpose, say --attn-unjudged=ignore"
-    return True, "it passed without a call of attn.check, check_invariants, measure or assert_close"
+    return True, f"it passed without a call of {kind.must_call}"
+
+
+def _untaken(mark: pytest.Mark) -> tuple[bool, str] | None:
+    """Say that a test has a marker, and takes no fixture; a module's may be for others of its tests."""
+    kind = KINDS.get(mark.name)
+    if kind is ATTENTION:
+        text = "it names workloads, but takes none of the fixtures: give it attn, and call attn.check(your_kernel)"
+        return (True, text) if mark.args else None
+    if kind is None:
+        return None
+    return True, f"it has the marker {kind.marker}, but does not take {kind.fixture}; make it an argument of the test"
 
 
 def _is_handed_on(item: pytest.Item) -> bool:
     """Whether a fixture that is none of ours takes the case, and may judge it before or after the test, or time it."""
+    own = fixtures()
     definitions: Mapping[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    others = [one for name, found in definitions.items() if name not in FIXTURES for one in found]
+    others = [one for name, found in definitions.items() if name not in own for one in found]
     is_timed = not {"benchmark", "attn_benchmark"}.isdisjoint(definitions)
-    return is_timed or any(FIXTURES.intersection(one.argnames) for one in others)
+    return is_timed or any(own.intersection(one.argnames) for one in others)

@@ -2,48 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 
-from pytest_attn.session.fixture_names import FIXTURES, OF_MODELS, PARAMETER
+from pytest_attn.backends.over_ranks import RankBackend
+from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.session.items import (
     CaseParameter,
-    ModelParameter,
     case_id,
     fuzz_parameters,
     is_case,
     is_unselected,
-    model_parameter,
     parameter_of,
     workload_group,
 )
+from pytest_attn.session.kinds import ATTENTION, PARAMETER, Kind, fixtures, kind_of
 from pytest_attn.session.machines import NoTorchError, require_torch
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
+from pytest_attn.session.requirements import too_few_gpus_because
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.workloads.workload import Workload
+
+
+class Items:
+    """The items of one kind of tests: one per workload of the marker, and per backend where the test takes one."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
+        """Read a marker. Raises ValueError for a bad one."""
+        return AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+
+    def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
+        """Return the cases of a test, whose fixtures have these names. Raises ValueError for a marker that fits none."""
+        return session.kernels.cases(mark, takes_backend="attn_backend" in names)
+
+    def case_id(self, case: CaseParameter) -> str:
+        """Return the id of a case."""
+        return case_id(case)
+
+    def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
+        """Return the name of the items that one xdist worker should have; None where each may go anywhere."""
+        return workload_group(item, case)
+
+    def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
+        """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""
+        machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
+        backend = session.registrations.registry[case.backend] if case.backend else None
+        return (backend.obstacle if backend else obstacle_of_any)(case.workload, machine, backward)
+
+
+class KernelItems(Items):
+    """The items of a kernel's test: also one per number of ranks, and those of --attn-fuzz."""
+
+    def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
+        """Return the cases, with the items that stand for draws."""
+        cases = super().cases(mark, names, session)
+        if mark.ranks:
+            return [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
+        draws = fuzz_parameters(cases) if session.settings.fuzz and "attn" in names else []
+        return [*cases, *draws]
+
+    def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
+        """Ask about ranks and shards as well."""
+        if not case.ranks:
+            return super().obstacle(case, marker, session)
+        machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
+        backend = session.registrations.registry[case.backend] if case.backend else None
+        sharding = Sharding(case.workload, marker.kwargs.get("shard", "contiguous"), case.ranks)
+        reason = too_few_gpus_because(case.ranks, machine) or sharding.refused_because()
+        if reason or not isinstance(backend, RankBackend):
+            return reason or obstacle_of_any(case.workload, machine, backward)
+        return backend.obstacle_over(sharding, machine, backward)
+
+
+class ModelItems(Items):
+    """The items of a model's test: one, or one per backend. What its calls ask for is known once it runs."""
+
+    def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
+        """Read a marker without workloads."""
+        return model_mark(marker, session.registrations.registry)
+
+    def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
+        """Return a case per backend; none where a run asks about workloads."""
+        backends = session.kernels.backends(mark) if "attn_backend" in names else [None]
+        is_left_out = bool(session.settings.mutants or session.settings.tune)
+        return [] if is_left_out else [CaseParameter(Workload(1), backend) for backend in backends]
+
+    def case_id(self, case: CaseParameter) -> str:
+        """Return the backend's name."""
+        return case.backend or "model"
+
+    def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
+        """Keep nothing together: models share no reference."""
+        return None
+
+    def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
+        """Say that the backend is not here."""
+        machine = session.machines.machine(marker.kwargs.get("device"))
+        return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
 
 
 def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     """Give a test that uses one of the fixtures an item per case. Raises pytest.Collector.CollectError for a bad marker."""
-    where = metafunc.definition.nodeid
-    if metafunc.definition.get_closest_marker("attention_model") or "attn_model" in metafunc.fixturenames:
-        _parametrize_model(metafunc, session, where)
-        return
-    marker = _only_marker(metafunc, where)
-    registrations = session.registrations
+    kind, where = kind_of(metafunc.definition), metafunc.definition.nodeid
+    items: Items = kind.made_items()
     try:
-        mark = AttentionMark.from_marker(marker, registrations.catalog, registrations.registry)
+        mark = items.read(_only_marker(metafunc, kind), session)
         for requirement in metafunc.definition.iter_markers("attention_requires"):
-            RequiresMark.from_marker(requirement, registrations.registry)
+            RequiresMark.from_marker(requirement, session.registrations.registry)
         if not metafunc.config.option.collectonly:
             require_torch()
             session.machines.device(mark.device)
-        cases = session.kernels.cases(mark, takes_backend="attn_backend" in metafunc.fixturenames)
-        if mark.ranks:
-            cases = [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
-        elif cases and session.settings.fuzz and "attn" in metafunc.fixturenames:
-            cases = [*cases, *fuzz_parameters(cases)]
-        ids = [case_id(case) for case in cases]
+        cases = items.cases(mark, metafunc.fixturenames, session)
+        ids = [items.case_id(case) for case in cases]
         _require_unique(cases, ids)
     except (ValueError, NoTorchError) as error:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
@@ -51,47 +127,21 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
 
 
-def _parametrize_model(metafunc: pytest.Metafunc, session: AttentionSession, where: str) -> None:
-    """Give a test of a model an item per selected backend, or one. Raises pytest.Collector.CollectError for a bad marker."""
-    marker = metafunc.definition.get_closest_marker("attention_model")
-    try:
-        if marker is None:
-            raise ValueError("uses attn_model but has no marker; add @pytest.mark.attention_model")
-        argnames = _arguments(metafunc)
-        if others := sorted(FIXTURES.intersection(argnames) - OF_MODELS):
-            raise ValueError(f"a test with attention_model takes attn_model and attn_backend, not {', '.join(others)}")
-        mark = model_mark(marker, session.registrations.registry)
-        if not metafunc.config.option.collectonly:
-            require_torch()
-            session.machines.device(mark.device)
-        names = session.kernels.backends(mark) if "attn_backend" in argnames else [None]
-    except (ValueError, NoTorchError) as error:
-        raise pytest.Collector.CollectError(f"{where}: {error}") from None
-    is_left_out = bool(session.settings.mutants or session.settings.tune)  # these ask about workloads
-    cases = [] if is_left_out else [model_parameter(name) for name in names]
-    session.collected.add_test(len(cases))
-    metafunc.parametrize(PARAMETER, cases or [None], ids=[*map(case_id, cases)] or ["not-selected"], indirect=True)
-
-
-def _arguments(metafunc: pytest.Metafunc) -> tuple[str, ...]:
-    """Return what the test itself takes, without what its fixtures take."""
-    return tuple(metafunc.definition._fixtureinfo.argnames)
-
-
-def _only_marker(metafunc: pytest.Metafunc, where: str) -> pytest.Mark:
-    """Return the test's attention marker. Raises pytest.Collector.CollectError where it has none, or two."""
-    marker = metafunc.definition.get_closest_marker("attention")
+def _only_marker(metafunc: pytest.Metafunc, kind: Kind) -> pytest.Mark:
+    """Return the test's marker. Raises ValueError where it has none, or two, or fixtures of another kind."""
+    marker = metafunc.definition.get_closest_marker(kind.marker)
     if marker is None:
-        used = ", ".join(sorted(FIXTURES.intersection(metafunc.fixturenames)))
-        raise pytest.Collector.CollectError(
-            f"{where}: uses {used} but has no marker; add for example @pytest.mark.attention('flux-L512')"
-        )
-    if sum(own.name == "attention" for own in metafunc.definition.own_markers) > 1:
-        raise pytest.Collector.CollectError(f"{where}: has two attention markers; put their arguments into one")
+        used = sorted(fixtures().intersection(metafunc.fixturenames)) if kind is ATTENTION else [kind.fixture]
+        raise ValueError(f"uses {', '.join(used)} but has no marker; add {kind.example_of_marker}")
+    if sum(own.name == kind.marker for own in metafunc.definition.own_markers) > 1:
+        raise ValueError(f"has two {kind.marker} markers; put their arguments into one")
+    taken = metafunc.definition._fixtureinfo.argnames  # by the test itself, without what its fixtures take
+    if others := sorted(fixtures().intersection(taken).difference(kind.takes)):
+        raise ValueError(f"a test with {kind.marker} takes {' and '.join(kind.takes)}, not {', '.join(others)}")
     return marker
 
 
-def _require_unique(cases: list[CaseParameter], ids: list[str]) -> None:
+def _require_unique(cases: Sequence[CaseParameter], ids: Sequence[str]) -> None:
     if len(set(ids)) == len(ids):
         return
     first: dict[str, CaseParameter] = {}
@@ -118,12 +168,11 @@ def group_by_workload(items: list[pytest.Item]) -> None:
     """Keep the cases of one workload and test in one xdist worker, which then computes each reference once."""
     for item in items:
         parameter = parameter_of(item)
-        if (
-            parameter is not None
-            and not isinstance(parameter, ModelParameter)
-            and item.get_closest_marker("xdist_group") is None
-        ):
-            item.add_marker(pytest.mark.xdist_group(workload_group(item, parameter)))
+        if parameter is None or item.get_closest_marker("xdist_group") is not None:
+            continue
+        made: Items = kind_of(item).made_items()
+        if group := made.group(item, parameter):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:

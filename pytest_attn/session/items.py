@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from pytest_attn.session.fixture_names import PARAMETER
+from pytest_attn.session.kinds import PARAMETER
 from pytest_attn.workloads.workload import Workload
 
 #: what names of faulty kernels begin with, where a backend's is expected
@@ -19,40 +18,28 @@ MUTANT = "mutant:"
 PLACEHOLDER = Workload(1, name="fuzz")
 
 
+#: what makes the case of an item of --attn-fuzz
+_FUZZ_MAKER = "pytest_attn.cases.fuzz.case:make_fuzz_case"
+
+
 @dataclass(frozen=True)
 class CaseParameter:
     """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one.
 
-    ranks: how many processes compute it together; 0 in a test without ranks=.
+    ranks: how many processes compute it together; 0 in a test without ranks=. maker: what makes the case, where that is not
+    what its kind says.
     """
 
     workload: Workload
     backend: str | None
     ranks: int = 0
-    #: what makes the case that the fixture `attn` is
-    maker: ClassVar[str] = "pytest_attn.cases.case:make_case"
+    maker: str = ""
 
 
-class FuzzParameter(CaseParameter):
-    """Stands for all draws of one test, with one backend where the test takes one."""
-
-    maker = "pytest_attn.cases.fuzz.case:make_fuzz_case"
-
-
-class ModelParameter(CaseParameter):
-    """Stands for one model, with one backend where the test takes one; what its calls ask is known once it runs."""
-
-    maker = "pytest_attn.cases.model:make_model_case"
-
-
-def model_parameter(backend: str | None) -> ModelParameter:
-    """Return the item of a model's test."""
-    return ModelParameter(Workload(1), backend)
-
-
-def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[FuzzParameter]:
-    """Return the fuzz items of a test with these cases: one, or one per backend."""
-    return [FuzzParameter(PLACEHOLDER, backend) for backend in dict.fromkeys(case.backend for case in cases)]
+def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[CaseParameter]:
+    """Return the items that stand for all draws of a test with these cases: one, or one per backend."""
+    backends = dict.fromkeys(case.backend for case in cases)
+    return [CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends]
 
 
 # -- from an item to its case --------------------------------------------------------------------------------------------
@@ -79,15 +66,9 @@ def is_unselected(item: pytest.Item) -> bool:
 
 
 def case_id(case: CaseParameter) -> str:
-    """Return the id of a case: workload, then backend; of a model's test the backend alone."""
-    if isinstance(case, ModelParameter):
-        return case.backend or "model"
-    if case.ranks:
-        named = f"{case.workload.id}-ranks{case.ranks}"
-        return f"{named}-{case.backend.removeprefix(MUTANT)}" if case.backend else named
-    if case.backend is None:
-        return case.workload.id
-    return f"{case.workload.id}-{case.backend.removeprefix(MUTANT)}"
+    """Return the id of a case: workload, then ranks, then backend."""
+    named = f"{case.workload.id}-ranks{case.ranks}" if case.ranks else case.workload.id
+    return named if case.backend is None else f"{named}-{case.backend.removeprefix(MUTANT)}"
 
 
 def workload_group(item: pytest.Item, parameter: CaseParameter) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_attn.backends.configured import split
 from pytest_attn.session.items import parameter_of
+from pytest_attn.session.kinds import device_of
 from pytest_attn.session.session import AttentionSession
 
 
@@ -37,9 +38,8 @@ def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str,
     parameter = parameter_of(item)
     if parameter is None or parameter.backend is None:
         return None
-    marker = item.get_closest_marker("attention") or item.get_closest_marker("attention_model")
     try:
-        machine = session.machines.machine(marker.kwargs.get("device") if marker else None)
+        machine = session.machines.machine(device_of(item))
         reason = session.kernels.backend_named(parameter.backend).unavailable_because(machine)
     except Exception:  # of a device that is not there, or of a conftest's backend: told when the item runs
         return None

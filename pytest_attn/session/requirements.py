@@ -8,6 +8,7 @@ import os
 import pytest
 
 from pytest_attn.backends.machine import Machine
+from pytest_attn.session.kinds import device_of
 from pytest_attn.session.machines import NoTorchError
 from pytest_attn.session.marks import RequiresMark
 from pytest_attn.session.session import AttentionSession
@@ -26,8 +27,7 @@ def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
 def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     """Say which requirement of an item is not met, or None. Raises ValueError or NoTorchError where that cannot be said."""
     registry = session.registrations.registry
-    marker = item.get_closest_marker("attention") or item.get_closest_marker("attention_model")
-    device = marker.kwargs.get("device") if marker else None
+    device = device_of(item)
     marks = (RequiresMark.from_marker(mark, registry) for mark in item.iter_markers("attention_requires"))
     reasons = (mark.unmet_because(session.machines.machine(device), registry) for mark in marks)
     return next(filter(None, reasons), None)

@@ -10,11 +10,10 @@ import pytest
 from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.run import CaseRun
-from pytest_attn.session.fixture_names import FIXTURES, PARAMETER
-from pytest_attn.session.items import CaseParameter, FuzzParameter
+from pytest_attn.session.items import CaseParameter
+from pytest_attn.session.kinds import PARAMETER, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_attn.latency.result import Latency
 
 
-def make_fuzz_case(request: pytest.FixtureRequest, parameter: FuzzParameter) -> AttentionCase:
+def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
     """Make the case that stands for the draws until the test is called; skips the test where nothing can be drawn for it."""
     from pytest_attn.backends.contexts import quiet
 
@@ -86,7 +85,7 @@ def _run_of(
     request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
 ) -> CaseRun:
     """Return a run of one process; draws are not divided over ranks."""
-    return CaseRun(request, parameter, mark, session, Executor(Sharding(parameter.workload, "contiguous", 1)))
+    return CaseRun(request, parameter, mark, session, Executor.in_process(parameter.workload))
 
 
 def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
@@ -97,7 +96,7 @@ def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
 
 def _fixtures_made_once(item: pytest.Function) -> str | None:
     """Return the name of a fixture of the user's that asks for one of the plugin's."""
-    own = {*FIXTURES, PARAMETER}
+    own = {*fixtures(), PARAMETER}
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
         if name not in own and any(own.intersection(definition.argnames) for definition in definitions):
             return name

@@ -19,7 +19,7 @@ from pytest_attn.cases.fuzz.source import write_test, write_workload
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
-from pytest_attn.session.fixture_names import FIXTURES
+from pytest_attn.session.kinds import ATTENTION
 from pytest_attn.session.session import session_of
 from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.workload import Workload
@@ -167,7 +167,7 @@ class Fuzzing:
             "attn_reference": lambda: case.reference,
             "assert_attention_close": lambda: case.assert_close,
         }
-        assert drawn.keys() == FIXTURES - {"attn_model"}  # models are not drawn
+        assert tuple(drawn) == ATTENTION.takes
         names = self._item._fixtureinfo.argnames
         return {name: drawn[name]() if name in drawn else self._item.funcargs[name] for name in names}
 

@@ -1,0 +1,111 @@
+"""The kinds of tests: the marker of each, the fixture with which it judges, and who makes its items and its case.
+
+A new kind is one file and one line, `register(Kind(...))`, in a plugin or in the conftest of rootdir. Loads nothing, as every
+run of pytest reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+#: the fixture through which an item gets its `CaseParameter`
+PARAMETER = "_attn_parameter"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of tests.
+
+    Args:
+        marker: of its tests.
+        maker: "module:function" of (request, parameter) that makes the case of an item, loaded when one is set up.
+        must_call: what a test calls so that something is judged, as a reader would write it.
+        fixture: its own, which is the case.
+        takes: the plugin's fixtures that a test of it may take, its own among them.
+        items: "module:class" that makes its items of a marked test, loaded when one is collected.
+        example: what to add to a test that takes the fixture and has no marker.
+        help: of the marker, as `pytest --markers` shows it; "" where plugin.py says it.
+        unknown: what reports call the workload of a test that raised before it was known; "" where its item says it.
+    """
+
+    marker: str
+    maker: str
+    must_call: str
+    fixture: str
+    takes: tuple[str, ...]
+    items: str = "pytest_attn.session.collection:Items"
+    example: str = ""
+    help: str = ""
+    unknown: str = ""
+
+    @property
+    def example_of_marker(self) -> str:
+        """What to add to a test without the marker."""
+        return self.example or f"@pytest.mark.{self.marker}"
+
+    def made_items(self) -> Any:
+        """Return what makes its items."""
+        return resolve_name(self.items)(self)
+
+
+#: the kind of a test that asks for no other
+ATTENTION = Kind(
+    marker="attention",
+    maker="pytest_attn.cases.case:make_case",
+    must_call="attn.check, check_invariants, measure or assert_close",
+    fixture="attn",
+    takes=("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"),
+    items="pytest_attn.session.collection:KernelItems",
+    example="for example @pytest.mark.attention('flux-L512')",
+)
+MODEL = Kind(
+    marker="attention_model",
+    maker="pytest_attn.cases.model:make_model_case",
+    must_call="attn_model.check",
+    fixture="attn_model",
+    takes=("attn_model", "attn_backend"),
+    items="pytest_attn.session.collection:ModelItems",
+    unknown="model",
+)
+#: by their markers
+KINDS = {kind.marker: kind for kind in (ATTENTION, MODEL)}
+
+
+def register(kind: Kind) -> None:
+    """Add a kind. Raises ValueError for a marker or a fixture that another one has."""
+    if kind.marker in KINDS or kind.fixture in fixtures():
+        raise ValueError(f"{kind.marker} or {kind.fixture} is registered already")
+    KINDS[kind.marker] = kind
+
+
+def fixtures() -> frozenset[str]:
+    """Return the names of the plugin's fixtures: a test that takes one of them is a test of attention kernels."""
+    return frozenset(name for kind in KINDS.values() for name in kind.takes)
+
+
+def kind_of(item: pytest.Item) -> Kind:
+    """Return the kind of a test: its marker's, or that of the fixture that it takes."""
+    names = getattr(item, "fixturenames", ())
+    others = (kind for kind in KINDS.values() if kind is not ATTENTION)
+    return next((kind for kind in others if item.get_closest_marker(kind.marker) or kind.fixture in names), ATTENTION)
+
+
+def is_marked(item: pytest.Item) -> bool:
+    """Whether a test has the marker of a kind."""
+    return any(item.get_closest_marker(marker) for marker in KINDS)
+
+
+def marker_of(item: pytest.Item) -> pytest.Mark | None:
+    """Return the marker of a test's kind, None where it has none."""
+    return item.get_closest_marker(kind_of(item).marker)
+
+
+def device_of(item: pytest.Item) -> str | None:
+    """Return the device that the marker of a test names, None where it names none."""
+    marker = marker_of(item)
+    return marker.kwargs.get("device") if marker else None
