@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What a subject is judged on, and what was found, in the terms in which every kind of judgment is concluded."""
-=======
-"""How a subject is judged, and what was found, in the terms in which every kind of judgment is concluded."""
->>>>>>> d0b6180 (Kinds: words)
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What --attn-save-failures writes of a failure, so that `pytest_attn.load_failure` can hold a kernel against it.
+    """What --attn-save-failures writes of a failure.
 
     subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
     one, as of a broken contract or of `broken` invariants, the inputs are saved.
@@ -49,11 +45,7 @@ class Judgment(Generic[Result]):
         reason: of the record, in one line; "" where there is nothing to say.
         text: what a failure says; "" where the judgment passed.
         known_defects: those that explain all that is wrong, in words: the failure is an expected one.
-<<<<<<< HEAD
         skip: what pytest says where nothing was judged or decided; it does not count as passed.
-=======
-        skip: what pytest says where nothing was judged or decided: the test is skipped.
->>>>>>> d0b6180 (Kinds: words)
         fields: further fields of the record; they go before those that all judgments have.
         properties: what is added to the test's report, for JUnit XML and the like.
         evidence: what is saved of a failure; or why nothing can be, "" where nothing need be said of it.
