@@ -37,7 +37,7 @@ def test_every_recipe_runs():
 
 def test_every_recipe_is_there():
     headings = re.findall(r"^## (.+)$", CONTRIBUTING, re.M)
-    wanted = ("a backend", "an invariant", "a mutant", "a workload", "an option")
+    wanted = ("a backend", "a kind of mask", "an invariant", "a mutant", "a workload", "an option")
     assert {f"Add {one}" for one in wanted} | {"Record baselines", "Change a protocol or a schema", "Release"} <= set(headings)
 
 
