@@ -32,9 +32,9 @@ from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.suite.test_correctness import INPUTS
-from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.kv_layout import handed_over
 from pytest_attn.workloads.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -26,7 +26,7 @@ from pytest_attn.latency.work import direction_of, work_of
 from pytest_attn.messages import invariants, mismatch
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
-from pytest_attn.workloads.nearest import did_you_mean
+from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

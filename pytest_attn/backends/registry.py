@@ -16,8 +16,8 @@ from pytest_attn.backends.graphed import Graphed
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
+from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.functions import describe
-from pytest_attn.workloads.nearest import did_you_mean
 from pytest_attn.workloads.workload import Workload
 
 VARIANTS = ("compile", "max_autotune", "graph")

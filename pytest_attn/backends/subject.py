@@ -17,9 +17,9 @@ from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.naming import called_name
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
+from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.long import is_for_gpu
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pytest_attn.ranks.worker_timing import RankTiming
 from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.workloads.page_lists import PageLists, page_lists
+from pytest_attn.workloads.inputs import PageLists, page_lists
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:

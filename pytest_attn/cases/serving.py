@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.correctness.spec import CheckSpec
-    from pytest_attn.workloads.cached import SplitCache
-    from pytest_attn.workloads.inputs import Inputs
-    from pytest_attn.workloads.page_lists import PageLists
+    from pytest_attn.workloads.inputs import Inputs, PageLists
+    from pytest_attn.workloads.kv_cache import SplitCache
     from pytest_attn.workloads.workload import Workload
 
 
@@ -51,7 +50,7 @@ class ServingTensors:
 
     def fused(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the pool of which k and v, as the callable is given them, are views: (pages, 2, ...), without a copy."""
-        from pytest_attn.workloads.arrangement import fused_pool
+        from pytest_attn.workloads.kv_layout import fused_pool
 
         return fused_pool(k, v)
 
@@ -62,7 +61,7 @@ class ServingTensors:
         makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
         their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
         """
-        from pytest_attn.workloads.cached import split_cache
+        from pytest_attn.workloads.kv_cache import split_cache
 
         own = self._keys_and_values
         k, v = own[0] if k is None else k, own[1] if v is None else v
@@ -70,7 +69,7 @@ class ServingTensors:
 
     @cached_property
     def _page_lists(self) -> PageLists | None:
-        from pytest_attn.workloads.page_lists import page_lists
+        from pytest_attn.workloads.inputs import page_lists
 
         return page_lists(self._inputs) if self._workload.kv_pages else None
 
@@ -82,6 +81,6 @@ class ServingTensors:
 
     def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
         """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""
-        from pytest_attn.workloads.arrangement import with_keys_moved
+        from pytest_attn.workloads.kv_layout import with_keys_moved
 
         return with_keys_moved(self._workload, mask, 3)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.reference import Reference
     from pytest_attn.correctness.spec import CheckSpec
     from pytest_attn.workloads.inputs import Inputs
-    from pytest_attn.workloads.quantized import Descales
+    from pytest_attn.workloads.quantization import Descales
     from pytest_attn.workloads.workload import Workload
 
 
@@ -196,7 +196,7 @@ class CaseTensors(ServingTensors):
 
         import torch
 
-        from pytest_attn.workloads.quantized import Descales
+        from pytest_attn.workloads.quantization import Descales
 
         if self._mark.parameters:
             return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pytest_attn.workloads.cached import WatchedCache
+from pytest_attn.workloads.kv_cache import WatchedCache
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.strides import StridePattern
 from pytest_attn.correctness.switches import switches_kept
-from pytest_attn.workloads.cached import watching_caches
+from pytest_attn.workloads.kv_cache import watching_caches
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.adapted import AdaptedCallable
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA
-from pytest_attn.workloads.arrangement import handed_over
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_layout import handed_over
 from pytest_attn.workloads.workload import Workload
 
 

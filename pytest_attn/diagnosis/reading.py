@@ -16,7 +16,7 @@ from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, 
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod
-from pytest_attn.workloads.quantized import dequantized, factors_of
+from pytest_attn.workloads.quantization import dequantized, factors_of
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 _ROPE_BASE = 10000.0

@@ -12,7 +12,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS
-from pytest_attn.workloads.quantized import Descales
+from pytest_attn.workloads.quantization import Descales
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

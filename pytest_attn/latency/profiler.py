@@ -22,8 +22,8 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.peak import peak_of
-from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.kv_layout import copies_of
 from pytest_attn.workloads.workload import Direction, Workload
 
 Category: TypeAlias = Literal[

@@ -16,8 +16,8 @@ from pytest_attn.correctness.empty_rows import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.workloads.arithmetic import negate
-from pytest_attn.workloads.arrangement import copies_of
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.kv_layout import copies_of
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

@@ -27,7 +27,7 @@ from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.replacement import Replacer, replacement
 from pytest_attn.models.step import require_arguments, run_step, untouched
 from pytest_attn.models.user_functions import as_functions
-from pytest_attn.workloads.generator import Draw
+from pytest_attn.workloads.distributions import Draw
 
 #: what computes a model's attention instead of what it calls itself
 Target = Callable[..., Any] | Subject | str

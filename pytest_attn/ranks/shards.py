@@ -10,9 +10,8 @@ import torch
 
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.workloads.arrangement import handed_over
-from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.pool import cut_into_pages
+from pytest_attn.workloads.inputs import Inputs, cut_into_pages
+from pytest_attn.workloads.kv_layout import handed_over
 from pytest_attn.workloads.sharding import Sharding
 
 #: dimension of the rows in each layout

@@ -18,8 +18,8 @@ from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
 from pytest_attn.ranks.rank_group import RankGroup, Tensors
 from pytest_attn.ranks.shards import join
-from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_layout import canonical
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 

@@ -1,7 +1,8 @@
 """The catalog: attention as real models call it, by name, each with the source of its shape.
 
-A group name ("flux") stands for all its workloads ("flux-L128" ... "flux-L512"). "smoke" and "edges" are ours: small
-problems at the places where kernels break. Tests may ask for "all".
+A group name ("flux") stands for all its workloads ("flux-L128" ... "flux-L512"). "smoke", "edges" and "features" are ours:
+small problems at the places where kernels break; so are "long-64k", "long-256k" and "long-1m", contexts in which indices and
+chunks go wrong. Tests may ask for "all".
 """
 
 from __future__ import annotations
@@ -9,12 +10,27 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_attn.workloads.long import long_workloads
-from pytest_attn.workloads.models import model_workloads
-from pytest_attn.workloads.nearest import did_you_mean
-from pytest_attn.workloads.small import small_workloads
+from pytest_attn.workloads.fields import did_you_mean
+from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+W = Workload  # for lines that read as a table
+
+
+class Group(NamedTuple):
+    """Workloads of one name, with the place their shapes come from. on_request: run only where they are named."""
+
+    name: str
+    source: str
+    workloads: list[Workload]
+    on_request: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,3 +133,372 @@ def _alias(workload: Workload, group: str) -> str | None:
     if group != "flux" or workload.name is None:
         return None
     return f"cuda_attn_{workload.name.removeprefix('flux-')}_bfloat16"
+
+
+# -- ours: small problems at the places where kernels break -------------------------------------------------------------------
+
+
+def _wider_with_each_head(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return kv <= q + 17 * h
+
+
+def _steeper_with_each_head(
+    score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+) -> torch.Tensor:
+    return score * (1 + h) / 2 - (q - kv).abs() / 64
+
+
+def _diagonal_blocks(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    rows = torch.arange(q_len, device=device)[:, None] // 32
+    return (rows == torch.arange(kv_len, device=device)[None, :] // 32)[None, None]
+
+
+def small_workloads() -> Iterator[Group]:
+    """Yield the groups, in the order of the catalog."""
+    yield from (_smoke(), _edges(), _features())
+
+
+def _smoke() -> Group:
+    return Group(
+        "smoke",
+        "ours: seconds on two CPU cores",
+        [
+            W(128, heads=2, name="smoke-full"),
+            W(160, heads=4, kv_heads=2, mask="causal", name="smoke-causal-gqa"),
+            W(65, 193, heads=2, mask="causal-bottom-right", name="smoke-cross-br"),
+            W(128, heads=2, dtype="float16", name="smoke-half"),
+            W(96, heads=2, head_dim=32, dtype="float32", mask="causal", name="smoke-single"),
+            W(128, heads=2, mask=Window(31, 0), name="smoke-window"),
+            W(96, heads=2, head_dim=32, kv_lens=(96, 41), name="smoke-padded"),
+            W(heads=2, head_dim=32, q_lens=(7, 64, 33), mask="causal", name="smoke-packed"),
+            W(1, 192, batch=2, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(192, 77), name="smoke-paged"),
+            W(64, heads=2, head_dim=32, softcap=5.0, mask="causal", name="smoke-softcap"),
+        ],
+    )
+
+
+def _edges() -> Group:
+    return Group(
+        "edges",
+        "ours: tile edges, tails, unequal lengths, odd groups and head dimensions",
+        [
+            W(127, heads=2, mask="causal", name="edges-s127"),
+            W(129, heads=2, mask="causal", name="edges-s129"),
+            W(257, heads=2, name="edges-s257"),
+            W(704, heads=2, mask=BooleanMask(_diagonal_blocks), name="edges-s704-blocks"),
+            W(1, 129, heads=2, name="edges-one-row"),
+            W(129, 33, heads=2, name="edges-short-keys"),
+            W(129, 257, heads=2, mask="causal", name="edges-q129-k257-top-left"),
+            W(257, 129, heads=2, mask="causal-bottom-right", name="edges-q257-k129-bottom-right"),
+            W(128, heads=3, kv_heads=1, mask="causal", name="edges-gqa3"),
+            W(128, heads=10, kv_heads=2, mask="causal", name="edges-gqa5"),
+            W(128, heads=14, kv_heads=2, mask="causal", name="edges-gqa7"),
+            W(129, heads=2, head_dim=8, name="edges-d8"),
+            W(129, heads=2, head_dim=40, mask="causal", name="edges-d40"),
+            W(129, heads=2, head_dim=96, name="edges-d96"),
+            W(129, heads=2, head_dim=192, name="edges-d192"),
+            W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
+        ],
+    )
+
+
+def _features() -> Group:
+    return Group(
+        "features",
+        "ours: every option of a workload, small, alone and with others",
+        [
+            W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask=Window(40, 3), name="features-sinks-window"),
+            W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask="causal", name="features-sinks-causal"),
+            W(70, 150, heads=4, kv_heads=2, head_dim=32, alibi=True, name="features-alibi"),
+            W(70, 150, heads=4, head_dim=32, alibi=True, mask="causal-bottom-right", name="features-alibi-br"),
+            W(130, batch=2, heads=4, head_dim=32, bias="bhqk", softcap=5.0, name="features-bias-softcap"),
+            W(100, heads=2, head_dim=32, v_head_dim=48, scale=0.3, name="features-scale-dv48"),
+            W(100, heads=2, head_dim=48, v_head_dim=32, mask=Document((30, 50, 20), causal=True), name="features-documents"),
+            W(
+                96,
+                heads=2,
+                head_dim=32,
+                mask=Neighborhood((8, 12), (3, 5), causal=(True, False)),
+                name="features-neighborhood",
+            ),
+            W(100, 40, heads=2, head_dim=32, mask="causal-bottom-right", name="features-blind-rows"),
+            W(130, batch=2, heads=2, head_dim=32, mask="causal", name="features-batch"),
+            W(8, heads=8, head_dim=32, name="features-square"),
+            W(90, heads=4, kv_heads=2, head_dim=32, mask=_wider_with_each_head, name="features-mask-mod"),
+            W(100, heads=2, head_dim=32, score_mod=_steeper_with_each_head, softcap=8.0, dtype="float32", name="features-mod"),
+            W(100, heads=2, head_dim=32, kv_lens=(100, 0, 33), mask=Window(20, 5), dtype="float16", name="features-padded"),
+            W(90, heads=6, kv_heads=2, head_dim=32, head_groups="interleaved", mask="causal", name="features-interleaved"),
+            W(90, heads=2, head_dim=32, bias="hqk", softcap=4.0, bias_before_softcap=True, name="features-bias-first"),
+            W(heads=4, head_dim=64, q_lens=(200, 70, 40), name="features-packed"),
+            W(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 70, 40), kv_lens=(70, 20, 30), name="features-packed-cross"),
+            W(
+                heads=4,
+                kv_heads=2,
+                head_dim=32,
+                q_lens=(10, 0, 70, 33),
+                kv_lens=(70, 20, 5, 90),
+                mask="causal-bottom-right",
+                name="features-packed-br",
+            ),
+            W(1, 100, batch=3, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(100, 90, 33), name="features-paged"),
+            W(
+                3,
+                100,
+                batch=3,
+                heads=4,
+                kv_heads=2,
+                kv_pages=Pages(16),
+                kv_lens=(100, 0, 33),
+                mask="causal-bottom-right",
+                name="features-paged-br",
+            ),
+            W(
+                heads=4,
+                kv_heads=2,
+                head_dim=64,
+                q_lens=(5, 1, 17),
+                kv_lens=(64, 33, 17),
+                kv_pages=Pages(16),
+                mask="causal-bottom-right",
+                name="features-packed-pages",
+            ),
+            W(16, cached=48, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right", name="features-cached"),
+            W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
+        ],
+    )
+
+
+# -- as real models and libraries call it -------------------------------------------------------------------------------------
+
+
+def _relative_position(score: torch.Tensor, _b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return score - (q - kv).abs() / 64
+
+
+def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return (kv <= q) | (kv < 64)
+
+
+def model_workloads() -> Iterator[Group]:
+    """Yield the groups, in the order of the catalog."""
+    yield from _images_and_video()
+    yield from _language_models()
+    yield from _encoders()
+    yield from _neighborhoods()
+    yield from _masks_and_scores()
+    yield from _decoding()
+
+
+def _images_and_video() -> Iterator[Group]:
+    yield Group(
+        "flux",
+        "HF kernels-benchmarks, attn.py: batch 1, 24 heads, 4096 image + L text tokens, d 128",
+        [W(4096 + L, heads=24, head_dim=128, name=f"flux-L{L}") for L in (128, 256, 320, 384, 448, 512)],
+    )
+    yield Group("flux-4k", "NATTEN profiler.md: 256 x 256 tokens", [W(65_536, heads=24, head_dim=128, name="flux-4k")])
+    yield Group(
+        "hunyuan-video",
+        "NATTEN profiler.md: 30 x 48 x 80 tokens",
+        [W(115_200, heads=24, head_dim=128, name="hunyuan-video")],
+    )
+    yield Group(
+        "wan",
+        "Wan 2.x 14B: diffusers' 40 x 128 heads; tokens derived as 21 x 30 x 52 (480p); text 512",
+        [
+            W(32_760, heads=40, head_dim=128, name="wan-480p"),
+            W(32_760, 512, heads=40, head_dim=128, name="wan-cross"),
+        ],
+    )
+    yield Group(
+        "sdxl",
+        "Stable Diffusion XL: 10 or 20 heads of 64, 4096 or 1024 tokens, 77 text tokens",
+        [
+            W(4096, batch=2, heads=10, name="sdxl-4096"),
+            W(1024, batch=2, heads=20, name="sdxl-1024"),
+            W(4096, 77, batch=2, heads=10, name="sdxl-cross"),
+        ],
+    )
+    yield Group(
+        "vit",
+        "ViT-B/16: 12 heads of 64; 14 x 14 and 56 x 56 tokens",
+        [
+            W(196, batch=8, heads=12, name="vit-196"),
+            W(3136, batch=1, heads=12, name="vit-3136"),
+        ],
+    )
+
+
+def _language_models() -> Iterator[Group]:
+    llama_8b = partial(W, heads=32, kv_heads=8, head_dim=128)
+    llama_70b = partial(W, heads=64, kv_heads=8, head_dim=128)
+    yield Group(
+        "llama3-8b",
+        "Llama 3 8B: 32 heads, 8 key heads, d 128",
+        [
+            llama_8b(2048, mask="causal", name="llama3-8b-prefill"),
+            llama_8b(1, 8192, batch=8, mask="causal-bottom-right", name="llama3-8b-decode"),
+        ],
+    )
+    yield Group(
+        "llama3-70b",
+        "Llama 3 70B: 64 heads, 8 key heads, d 128",
+        [
+            llama_70b(2048, mask="causal", name="llama3-70b-prefill"),
+            llama_70b(1, 8192, batch=4, mask="causal-bottom-right", name="llama3-70b-decode"),
+        ],
+    )
+    yield Group(
+        "qwen3",
+        "Qwen3-8B: 32 heads, 8 key heads, d 128",
+        [llama_8b(4096, mask="causal", name="qwen3-8b-prefill")],
+    )
+    yield Group(
+        "gemma2",
+        "transformers' Gemma2Config: 8 heads, 4 key heads, d 256, window 4096, softcap 50",
+        [
+            W(1024, heads=8, kv_heads=4, head_dim=256, softcap=50.0, mask="causal", name="gemma2-global"),
+            W(6144, heads=8, kv_heads=4, head_dim=256, softcap=50.0, mask=Window(4095, 0), name="gemma2-window"),
+        ],
+    )
+    yield Group(
+        "gpt-oss",
+        "transformers' GptOssConfig: 64 heads, 8 key heads, d 64, window 128, one learned sink per head",
+        [
+            W(1024, heads=64, kv_heads=8, sinks=True, mask=Window(127, 0), name="gpt-oss-window"),
+            W(1024, heads=64, kv_heads=8, sinks=True, mask="causal", name="gpt-oss-full"),
+        ],
+    )
+    yield Group(
+        "deepseek-mla",
+        "DeepSeek V3 config: 128 heads, q and k 128 + 64, v 128",
+        [W(1024, heads=128, head_dim=192, v_head_dim=128, mask="causal", name="deepseek-mla-prefill")],
+    )
+
+
+def _encoders() -> Iterator[Group]:
+    yield Group(
+        "whisper",
+        "Whisper: 1500 audio tokens; tiny 6 x 64, large 20 x 64",
+        [
+            W(1500, heads=6, name="whisper-tiny"),
+            W(1500, heads=20, name="whisper-large"),
+        ],
+    )
+    yield Group(
+        "bert",
+        "BERT base: 12 heads of 64, 512 tokens, padded batch",
+        [W(512, heads=12, kv_lens=(512, 384, 129, 7), name="bert-padded")],
+    )
+
+
+def _neighborhoods() -> Iterator[Group]:
+    yield Group(
+        "natten-1d",
+        "NATTEN's front page sizes, 1-D",
+        [W(2048, heads=8, mask=Neighborhood((2048,), (255,)), name="natten-1d")],
+    )
+    yield Group(
+        "natten-2d",
+        "NATTEN, 2-D with dilation",
+        [W(4096, heads=8, mask=Neighborhood((64, 64), (13, 13), dilation=(2, 4)), name="natten-2d")],
+    )
+    yield Group(
+        "natten-3d",
+        "NATTEN profiler.md, 3-D with stride, scaled to 12 x 16 x 16 tokens",
+        [W(3072, heads=8, mask=Neighborhood((12, 16, 16), (6, 8, 8), stride=(4, 4, 4)), name="natten-3d")],
+    )
+
+
+def _masks_and_scores() -> Iterator[Group]:
+    yield Group(
+        "softcap",
+        "attention-gym: tanh soft-capping of scores",
+        [W(512, heads=4, softcap=20.0, mask="causal", name="softcap-20")],
+    )
+    yield Group(
+        "alibi",
+        "Press et al. 2022 (ALiBi): linear distance penalty per head",
+        [W(512, heads=8, alibi=True, mask="causal", name="alibi-causal")],
+    )
+    yield Group(
+        "prefix-lm",
+        "attention-gym: a prefix of 64 tokens seen by all, causal after it",
+        [W(512, heads=4, mask=_prefix_lm, name="prefix-lm-64")],
+    )
+    yield Group(
+        "documents",
+        "attention-gym: documents packed into one causal sequence",
+        [
+            W(1024, heads=4, mask=Document((300, 17, 451, 256), causal=True), name="documents-1024"),
+            W(heads=8, q_lens=(128, 192, 256, 200, 150), mask="causal", name="documents-packed"),
+        ],
+    )
+    yield Group(
+        "relative-bias",
+        "T5-style additive bias per head and position; and as a score_mod",
+        [
+            W(512, heads=8, bias="hqk", name="relative-bias-dense"),
+            W(512, heads=8, score_mod=_relative_position, name="relative-bias-mod"),
+        ],
+    )
+    yield Group(
+        "neighborhood",
+        "NATTEN, small and causal along one axis",
+        [W(1024, heads=4, mask=Neighborhood((32, 32), (7, 7), causal=(True, False)), name="neighborhood-2d-causal")],
+    )
+
+
+def _decoding() -> Iterator[Group]:
+    yield Group(
+        "kv-cache",
+        "decoding 64 tokens after a prompt of 448",
+        [W(64, 512, batch=2, heads=8, kv_heads=2, mask="causal-bottom-right", name="kv-cache-512")],
+    )
+    yield Group(
+        "paged-decode",
+        "vLLM: pages of 16 tokens, one query token per sequence",
+        [
+            W(
+                1,
+                1024,
+                batch=8,
+                heads=32,
+                kv_heads=8,
+                head_dim=128,
+                kv_pages=Pages(16),
+                kv_lens=(1024, 1000, 513, 512, 129, 64, 17, 1),
+                name="paged-decode-16",
+            ),
+        ],
+    )
+
+
+# -- ours: long contexts, asked for by name -----------------------------------------------------------------------------------
+
+
+#: group -> its tokens
+LONG_GROUPS = {"long-64k": 1 << 16, "long-256k": 1 << 18, "long-1m": 1 << 20}
+
+
+def long_workloads() -> Iterator[Group]:
+    """Yield the groups; each is asked for by name only."""
+    for name, tokens in LONG_GROUPS.items():
+        yield Group(name, f"ours: {tokens:,} tokens on one GPU, asked for by name", _of(name, tokens), on_request=True)
+
+
+def is_for_gpu(workload: Workload) -> bool:
+    """Whether a workload is of one of these groups."""
+    return (workload.name or "").rpartition("-")[0] in LONG_GROUPS
+
+
+def _of(name: str, tokens: int) -> list[Workload]:
+    of = partial(Workload, head_dim=128)
+    return [
+        of(tokens, heads=8, mask="causal", name=f"{name}-causal"),
+        of(tokens, heads=8, mask=Window(4095, 0), name=f"{name}-window"),
+        of(tokens, heads=32, kv_heads=8, mask="causal", name=f"{name}-gqa"),
+        of(tokens + 37, heads=2, mask="causal", name=f"{name}-tail"),
+        of(1, tokens, heads=32, kv_heads=8, mask="causal-bottom-right", name=f"{name}-decode"),
+    ]

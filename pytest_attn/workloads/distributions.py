@@ -1,20 +1,22 @@
-"""Input distributions: which values q, k and v have, each to bring out faults of another kind."""
+"""Input distributions: which values q, k and v have, each to bring out faults of another kind; and how they are drawn."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.workloads.generator import Draw
 from pytest_attn.workloads.heads import key_heads
-from pytest_attn.workloads.masks import interval
-from pytest_attn.workloads.needles import LongNeedles
-from pytest_attn.workloads.positions import is_long
+from pytest_attn.workloads.masks import interval, intervals
+from pytest_attn.workloads.positions import borders, far_positions, is_long, sampled_positions
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from pytest_attn.workloads.workload import Workload
 
 #: elements of q that are aimed together
 _NEEDLE_ELEMENTS = 1 << 24
@@ -169,3 +171,148 @@ _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "onehot": _onehot,
     "large": _large,
 }
+
+
+# -- needles of long sequences ------------------------------------------------------------------------------------------------
+
+# Random attention over many keys is flat: one key of a million moves out by less than its rounding. A needle, a row whose
+# query points at a key on a border, has about half of its row's weight. Both ends of every tile that is looked at are the
+# needle of some row, near the diagonal and far from it.
+
+#: rows up to which each query of each head has a border of its own, as in decoding
+_FEW_ROWS = 64
+#: how many of the borders next to the diagonal a needle may be at
+_NEAR = 16
+
+
+class LongNeedles:
+    """The keys that the queries of one long sequence point at.
+
+    Rows that are looked at have a border of the keys, another one in each head. Even rows in between have an edge of the mask,
+    as in short sequences. The others have none.
+    """
+
+    def __init__(self, w: Workload, q_len: int, kv_len: int) -> None:
+        import torch
+
+        self.heads, self.q_len, self.kv_len, self.mask = w.heads, q_len, kv_len, w.plain_mask
+        far_rows = far_positions(w, w.heads, q_len, w.head_dim)
+        far_keys = far_positions(w, w.kv_heads, kv_len, w.head_dim)
+        self.looked_at = torch.tensor(sampled_positions(q_len, far=far_rows))
+        self.borders = torch.tensor(sorted({0, *borders(kv_len), *(p for p in far_keys if p < kv_len), kv_len - 1}))
+
+    def targets(self, rows: Tensor) -> Tensor:
+        """Return the key of each head's row, -1 for none. rows: (n,) in ascending order; returned: (heads, n)."""
+        import torch
+
+        first, end = intervals(self.mask, rows, self.q_len, self.kv_len)
+        plain = self._edges(rows, first, end).expand(self.heads, -1)
+        at = torch.searchsorted(self.looked_at, rows).clamp(max=len(self.looked_at) - 1)
+        is_looked_at = (self.looked_at[at] == rows) & (end > first)
+        aimed = self._few(rows) if self.q_len <= _FEW_ROWS else self._at_borders(rows, at, first, end)
+        is_seen = is_looked_at & (aimed >= first) & (aimed < end)
+        return torch.where(is_seen, aimed, plain)
+
+    def _edges(self, rows: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        """Return an edge of the mask for even rows, as `distributions` has them for short sequences."""
+        import torch
+
+        diagonal = self._diagonal(rows)
+        choices = torch.stack((diagonal, end - 1, first, end, first - 1, torch.full_like(rows, self.kv_len - 1)))
+        chosen = choices.gather(0, (rows // 2 % len(choices))[None])[0]
+        chosen = torch.where((chosen >= 0) & (chosen < self.kv_len), chosen, diagonal)
+        return torch.where(rows % 2 == 0, chosen, -1)
+
+    def _diagonal(self, rows: Tensor) -> Tensor:
+        return (rows + self.kv_len - self.q_len).clamp(0, self.kv_len - 1)
+
+    def _few(self, rows: Tensor) -> Tensor:
+        """Return both ends of as many equal parts of the keys as there are pairs of (row, head)."""
+        import torch
+
+        number = rows * self.heads + torch.arange(self.heads)[:, None]
+        parts = max(1, self.q_len * self.heads // 2)
+        part, is_end = number // 2 % parts, number % 2
+        return (part + is_end) * self.kv_len // parts - is_end
+
+    def _at_borders(self, rows: Tensor, at: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        """Return for each head's row the border next to the diagonal, one near it, any that it sees, or the plain edge (-1).
+
+        Rows at borders take the first, in odd heads the border before it: so none is left out in any head.
+        """
+        import torch
+
+        head = torch.arange(self.heads)[:, None]
+        mixed = (at * 7919 + head * 104_729 + 13).remainder(1 << 20)
+        low = torch.searchsorted(self.borders, first)
+        high = torch.searchsorted(self.borders, end) - 1  # the last border that is seen
+        here = torch.searchsorted(self.borders, self._diagonal(rows), right=True) - 1
+        seen = (high - low + 1).clamp(min=1)
+        nearest = (here.minimum(high) - head % 2).maximum(low)
+        near = high - mixed % seen.clamp(max=_NEAR)
+        anywhere = low + mixed % seen
+        is_border = self.borders[here.clamp(min=0)] == self._diagonal(rows)
+        kind = torch.where(is_border, 1, (at + head) % 4)
+        index = torch.where(kind == 1, nearest, torch.where(kind == 2, near, anywhere))
+        aimed = self.borders[index.clamp(0, len(self.borders) - 1)]
+        return torch.where((kind == 0) | (high < low), -1, aimed)
+
+
+# -- random tensors that are the same for every backend, process, device and torch version ------------------------------------
+
+# Values come from a counter-based generator (SplitMix64 of the element's index, then the normal quantile), not from torch's
+# own, whose streams differ between CPU and CUDA and whose CPU stream is too slow for a billion elements.
+
+#: elements computed at a time on a CPU
+_CHUNK = 1 << 18
+
+
+class Draw:
+    """Random tensors that depend on a key, a tensor's name and an element's index, and on nothing else."""
+
+    def __init__(self, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.key, self.dtype, self.device = key, dtype, device
+
+    def bits(self, name: str, count: int, start: int = 0) -> torch.Tensor:
+        """Return `count` 64-bit integers (int64), elements start .. start + count of the stream `name`."""
+        import torch
+
+        digest = hashlib.sha256(f"{self.key}/{name}".encode()).digest()
+        offset = int.from_bytes(digest[:8], "little", signed=True)
+        z = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=self._device64)
+        z = z.mul_(_signed(0x9E3779B97F4A7C15)).add_(offset)
+        z = z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+        z = z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
+        return z.bitwise_xor_(_shift_right(z, 31))
+
+    def normal(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
+        """Return standard normal values times `scale`, rounded to the dtype."""
+        import torch
+
+        out = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
+        chunk = _CHUNK if self.device.type == "cpu" else _CHUNK << 6
+        for start in range(0, out.numel(), chunk):
+            part = out[start : start + chunk]
+            uniform = _shift_right(self.bits(name, part.numel(), start), 11).to(torch.float64)
+            uniform = uniform.add_(0.5).mul_(2.0**-52).sub_(1.0)
+            part.copy_(uniform.erfinv_().mul_(math.sqrt(2) * scale))
+        return out.view(shape)
+
+    def whole(self, name: str, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+        """Return whole numbers from low to high, both included, in the dtype."""
+        return (self.bits(name, math.prod(shape)).remainder(high - low + 1) + low).view(shape).to(self.device, self.dtype)
+
+    @property
+    def _device64(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu") if self.device.type == "mps" else self.device  # MPS has no float64
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 as if it were unsigned."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

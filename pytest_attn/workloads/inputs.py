@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_attn.workloads.distributions import distribution_names, draw_qkv
-from pytest_attn.workloads.generator import Draw
+from pytest_attn.workloads.distributions import Draw, distribution_names, draw_qkv
 from pytest_attn.workloads.masks import MaskMod, Sequences
-from pytest_attn.workloads.pool import descales_in_pool, pool_of
-from pytest_attn.workloads.quantized import Descales, dense_descales, dequantized, dtype_of, factors_of, quantized
-from pytest_attn.workloads.serving import pages_in_use, pages_per_sequence
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.quantization import Descales, dense_descales, dequantized, dtype_of, factors_of, quantized
+from pytest_attn.workloads.workload import Workload, pages_in_use, pages_per_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -184,3 +182,76 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
         order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
         made["page_table"] = order.view(w.batch, pages_per_sequence(w)).to(device, torch.int32)
     return made
+
+
+# -- keys and values in a pool of pages ---------------------------------------------------------------------------------------
+
+
+def pool_of(drawn: torch.Tensor, table: torch.Tensor, w: Workload, draw: Draw, name: str) -> torch.Tensor:
+    """Scatter keys, (batch, kv_heads, kv_len, d), into a pool (pages, size, kv_heads, d) that the table reads back.
+
+    Those of packed queries come end to end, (1, kv_heads, sum of kv_lens, d). What a page holds beyond kv_len is 0; other keys
+    that no sequence has are noise, drawn as `name`.
+    """
+    assert w.kv_pages is not None
+    dense = _side_by_side(drawn, w, draw, name) if w.is_packed else drawn
+    pages = cut_into_pages(dense, table.shape[1], w.kv_pages.size)
+    pool = pages.new_empty(pages.shape)
+    if w.kv_pages.pool:
+        pool = draw.normal(f"{name} of nobody", (w.kv_pages.pool, *pages.shape[1:]))
+    pool[table.flatten().long()] = pages
+    return pool
+
+
+def descales_in_pool(dense: torch.Tensor, table: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """Scatter descales of keys, (batch, kv_heads, kv_len), into (pages, size, kv_heads); 0 for keys that no sequence has."""
+    cut = cut_into_pages(dense.unsqueeze(-1), table.shape[1], pages.size).squeeze(-1)
+    pool = cut.new_zeros(pages.pool or len(cut), *cut.shape[1:])
+    pool[table.flatten().long()] = cut
+    return pool
+
+
+def cut_into_pages(dense: torch.Tensor, per_sequence: int, size: int) -> torch.Tensor:
+    """Cut keys, (batch, kv_heads, kv_len, d), into pages (batch * per_sequence, size, kv_heads, d), with 0 beyond kv_len."""
+    batch, heads, length, dim = dense.shape
+    padded = dense.new_zeros(batch, heads, per_sequence * size, dim)
+    padded[:, :, :length] = dense
+    return padded.view(batch, heads, per_sequence, size, dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+
+def _side_by_side(packed: torch.Tensor, w: Workload, draw: Draw, name: str) -> torch.Tensor:
+    """Take sequences apart: (batch, kv_heads, kv_len, d), with noise beyond the length of each."""
+    dense = draw.normal(f"{name} beyond", (w.batch, w.kv_heads, w.kv_len, packed.shape[-1]))
+    start = 0
+    for batch, length in enumerate(w.kv_lens or ()):
+        dense[batch, :, :length] = packed[0, :, start : start + length]
+        start += length
+    return dense
+
+
+# -- the page table as lists, without padding: FlashInfer's and SGLang's form -------------------------------------------------
+
+
+class PageLists(NamedTuple):
+    """Where each sequence's pages end in a list of all pages, that list, and the tokens of each last page; int32 each.
+
+    indptr: (batch + 1,). indices: (pages in use,). last_page_len: (batch,), 0 for a sequence without keys.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+def page_lists(inputs: Inputs) -> PageLists:
+    """Return the page table of paged inputs as lists."""
+    import torch
+
+    assert inputs.workload.kv_pages is not None
+    assert inputs.kv_lens is not None
+    assert inputs.page_table is not None
+    size, lengths = inputs.workload.kv_pages.size, inputs.kv_lens
+    pages = (lengths + size - 1) // size
+    ends = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).to(torch.int32)
+    is_used = torch.arange(inputs.page_table.shape[1], device=inputs.device) < pages[:, None]
+    return PageLists(ends, inputs.page_table[is_used], lengths - (pages - 1).clamp(min=0) * size)

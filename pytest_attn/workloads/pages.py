@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from pytest_attn.workloads.nearest import suggests_fields
+from pytest_attn.workloads.fields import suggests_fields
 
 #: FlashInfer's names: (pages, size, kv_heads, head_dim), or (pages, kv_heads, size, head_dim)
 PAGE_LAYOUTS = ("NHD", "HND")

@@ -18,15 +18,14 @@ from pytest_attn.workloads.fields import (
     require_one_of,
     require_positive_or_none,
     settled_quantization,
+    short_lengths,
+    suggests_fields,
 )
-from pytest_attn.workloads.functions import require_parameters
+from pytest_attn.workloads.functions import function_label, require_parameters
 from pytest_attn.workloads.heads import HEAD_GROUPS, key_heads
-from pytest_attn.workloads.labels import shape_id
 from pytest_attn.workloads.masks import Band, Mask, ScoreMod, Sequences, visible_pairs
 from pytest_attn.workloads.masks.registry import as_mask, mask_kinds
-from pytest_attn.workloads.nearest import suggests_fields
 from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.serving import LENGTHS, check_padding, no_gradient_because, settle_cached, settle_pages
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +137,8 @@ class Workload:
             require_flag(field, getattr(self, field))
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
-        settle_pages(self)
-        check_padding(self)
+        _settle_pages(self)
+        _check_padding(self)
         require_dropout(self.dropout, self.is_packed)
         self._check_score()
         self._check_mask()
@@ -159,7 +158,7 @@ class Workload:
                 raise ValueError(f"Workload: {field} must be whole numbers >= 0, not all zero, got {lengths!r}")
             object.__setattr__(self, field, lengths)
         if self.cached is not None:
-            settle_cached(self)
+            _settle_cached(self)
         if self.q_lens is not None:
             self._settle("kv_lens", self.q_lens)
             self._settle("q_len", max(self.q_lens))
@@ -235,8 +234,12 @@ class Workload:
     @property
     def has_no_gradient_because(self) -> str | None:
         """Why no kernel has a backward pass for it, or None."""
-        if reason := no_gradient_because(self):
-            return reason
+        if self.kv_pages is not None:
+            return "a paged KV cache has no gradient"
+        if self.cached is not None:
+            return "cached keys have no gradient"
+        if self.pad == "left":
+            return "keys padded on the left have no gradient"
         if self.is_quantized:
             return "quantized q, k and v have no gradient"
         return "v is a part of k, so that only their common gradient has a meaning" if self.v_in_k else None
@@ -306,7 +309,7 @@ class Workload:
     @cached_property
     def shape_id(self) -> str:
         """The id without name and dtype."""
-        return shape_id(self)
+        return _shape_id(self)
 
     def pairs(self) -> int:
         """Count the visible (query, key) pairs of one head over the batch; function masks count as full rectangles."""
@@ -355,3 +358,127 @@ def sequences_of(w: Workload, device: torch.device) -> Sequences:
     lengths = sequence_lengths(w)
     q_lens, kv_lens = torch.tensor(lengths, device=device).unbind(1)
     return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device, q_lens, kv_lens, tuple(lengths), tuple(key_heads(w)))
+
+
+# -- as serving has it: pages, a cached prefix, padding on the left -----------------------------------------------------------
+
+#: on which side of the keys of a padded batch entry its padding is
+SIDES = ("right", "left")
+#: fields whose change leaves no meaning to `cached`
+LENGTHS = frozenset(("q_len", "kv_len", "batch", "q_lens", "kv_lens"))
+
+
+def _settle_cached(w: Workload) -> None:
+    """Turn the `cached` of a workload into one number per batch entry, and let kv_lens follow.
+
+    New tokens are those of the queries: a batch entry has cached[b] + q_len keys. Raises ValueError where it has not.
+    """
+    prefixes = [w.cached] if isinstance(w.cached, int) and not isinstance(w.cached, bool) else w.cached
+    prefixes = as_tuple("Workload: cached", prefixes)
+    if not prefixes or min(prefixes) < 0 or max(prefixes) == 0:
+        raise ValueError(f"Workload: cached must be numbers of keys >= 0, not all zero, got {w.cached!r}")
+    counts = [len(lengths) for lengths in (w.q_lens, w.kv_lens) if lengths is not None]
+    batch = (counts or [w.batch or len(prefixes)])[0]
+    prefixes = prefixes * batch if len(prefixes) == 1 else prefixes
+    if len(prefixes) != batch:
+        raise ValueError(f"Workload: cached must be one number, or one per batch entry ({batch}), got {w.cached!r}")
+    object.__setattr__(w, "cached", prefixes)
+    if w.q_lens is None and w.q_len is None:
+        return
+    needed = tuple(prefix + new for prefix, new in zip(prefixes, w.q_lens or (w.q_len,) * batch, strict=True))
+    found = w.kv_lens if w.kv_lens is not None else None if w.kv_len is None else (w.kv_len,) * batch
+    if found is not None and found != needed:
+        raise ValueError(
+            f"Workload: cached={w.cached} with as many new keys as queries makes kv_lens {needed}, got {found};"
+            " leave out kv_len and kv_lens"
+        )
+    if w.q_lens is not None or w.kv_pages is not None or len(set(needed)) > 1:
+        object.__setattr__(w, "kv_lens", needed)
+    elif w.kv_len is None:
+        object.__setattr__(w, "kv_len", needed[0])
+    if w.batch is None:
+        object.__setattr__(w, "batch", batch)
+
+
+def _settle_pages(w: Workload) -> None:
+    """Turn the kv_pages of a Workload into `Pages`. Raises ValueError for others, and where they do not fit the workload."""
+    if isinstance(w.kv_pages, int) and not isinstance(w.kv_pages, bool):
+        object.__setattr__(w, "kv_pages", Pages(w.kv_pages))
+    pages = w.kv_pages
+    if pages is None:
+        return
+    if not isinstance(pages, Pages):
+        raise ValueError(f"Workload: kv_pages must be Pages(size) or a number of tokens, got {pages!r}")
+    if pages.fused and w.head_dim != w.v_head_dim:
+        raise ValueError(
+            f"Workload: Pages(fused=True) needs v_head_dim equal to head_dim, got {w.v_head_dim} and {w.head_dim}"
+        )
+    if pages.fused and w.v_in_k:
+        raise ValueError("Workload: Pages(fused=True) holds k and v side by side; v_in_k has v inside k")
+    if pages.pool is not None and pages.pool < (in_use := pages_in_use(w)):
+        raise ValueError(f"Workload: Pages(pool={pages.pool}) holds fewer pages than the {in_use} of the page table")
+
+
+def pages_per_sequence(w: Workload) -> int:
+    """Return how many pages a row of the page table names: those of the longest sequence."""
+    assert w.kv_pages is not None
+    return math.ceil(w.kv_len / w.kv_pages.size)
+
+
+def pages_in_use(w: Workload) -> int:
+    """Return how many pages the page table names."""
+    return w.batch * pages_per_sequence(w)
+
+
+def _check_padding(w: Workload) -> None:
+    """Raise ValueError where a Workload's `pad` is not a side, or there is nothing dense to pad."""
+    if w.pad not in SIDES:
+        raise ValueError(f"Workload: pad must be one of {', '.join(SIDES)}, got {w.pad!r}")
+    if w.pad == "left" and (w.kv_lens is None or w.q_lens is not None or w.kv_pages is not None or w.cached is not None):
+        raise ValueError('Workload: pad="left" needs kv_lens, without q_lens, kv_pages and cached')
+    if w.pad == "left" and "k" in (w.bias or ""):
+        raise ValueError('Workload: pad="left" cannot be combined with a bias that varies over keys')
+    if w.descales is not None and (w.pad == "left" or w.cached is not None):
+        field = "cached" if w.cached is not None else 'pad="left"'
+        raise ValueError(f"Workload: {field} cannot be combined with quantized k and v (dtype, kv_dtype)")
+
+
+# -- its id: every field that differs from its default, in a fixed order ------------------------------------------------------
+
+
+def _shape_id(w: Workload) -> str:
+    """Return the id of a workload without name and dtype."""
+    parts = [
+        f"b{w.batch}" if w.batch != 1 and not w.is_packed else "",
+        f"h{w.heads}" if w.heads != 1 else "",
+        f"kv{w.kv_heads}" if w.kv_heads != w.heads else "",
+        "interleaved" if w.head_groups == "interleaved" else "",
+        _lengths(w),
+        f"d{w.head_dim}",
+        f"dv{w.v_head_dim}" if w.v_head_dim != w.head_dim else "",
+        w.mask.label if w.mask else "",
+        f"softcap{w.softcap:g}" if w.softcap is not None else "",
+        f"scale{w.scale:g}" if w.scale is not None else "",
+        f"bias.{w.bias}" if w.bias else "",
+        "biasfirst" if w.bias_before_softcap else "",
+        ("alibi.b" if w.alibi == "batch" else "alibi") if w.alibi else "",
+        (f"sinks.{w.sinks}" if isinstance(w.sinks, str) else "sinks") if w.sinks else "",
+        f"dropout{w.dropout:g}" if w.dropout else "",
+        f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
+        w.kv_pages.label if w.kv_pages else "",
+        f"cached{short_lengths(w.cached if len(set(w.cached)) > 1 else w.cached[:1])}" if w.cached else "",
+        f"kv{short_dtype(w.kv_dtype)}" if w.kv_dtype else "",
+        f"descale.{w.descales}" if w.descales not in (None, "tensor") else "",
+        "vink" if w.v_in_k else "",
+    ]
+    return "-".join(part for part in parts if part)
+
+
+def _lengths(w: Workload) -> str:
+    if w.q_lens is not None and w.kv_lens is not None:
+        packed = f"packed{short_lengths(w.q_lens)}"
+        return packed if w.kv_lens == w.q_lens else f"{packed}-k{short_lengths(w.kv_lens)}"
+    shape = f"s{w.q_len}" if w.q_len == w.kv_len else f"q{w.q_len}-k{w.kv_len}"
+    if w.kv_lens is None or (set(w.kv_lens) == {w.kv_len} and w.pad == "right"):
+        return shape
+    return f"{shape}-{'left' if w.pad == 'left' else ''}pad{short_lengths(w.kv_lens)}"

@@ -10,8 +10,8 @@ from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.kernel import Kernel, honest_backend
-from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.kv_cache import split_cache
 
 GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "causal-bottom-right"}
 PAGED = Workload(q_lens=(5, 1, 7), cached=(19, 12, 0), kv_pages=8, **GROUPED)
@@ -28,7 +28,7 @@ CACHED = [
 def test_a_cache_holds_the_prefix_and_nothing_else(w):
     inputs = draw_inputs(w)
     layout = "thd" if w.is_packed else "bhsd"
-    from pytest_attn.workloads.arrangement import canonical, handed_over
+    from pytest_attn.workloads.kv_layout import canonical, handed_over
 
     split = split_cache(inputs, *handed_over(w, inputs.k, inputs.v), layout)
     pool = split.k_cache.transpose(1, 2) if layout == "bhsd" and not w.kv_pages else split.k_cache

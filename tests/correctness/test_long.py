@@ -21,11 +21,9 @@ from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.references import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads import needles, positions
-from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.distributions import _needle_target
-from pytest_attn.workloads.long import LONG_GROUPS
+from pytest_attn.workloads.catalog import LONG_GROUPS, builtin_catalog
+from pytest_attn.workloads.distributions import LongNeedles, _needle_target
 from pytest_attn.workloads.masks import interval, intervals, visible_pairs
-from pytest_attn.workloads.needles import LongNeedles
 
 CPU = torch.device("cpu")
 S = 768

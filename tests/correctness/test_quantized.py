@@ -10,7 +10,7 @@ from pytest_attn import Precision, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.quantized import Descales
+from pytest_attn.workloads.quantization import Descales
 
 SHAPES = (
     {"q_len": 24, "batch": 2, "heads": 4, "kv_heads": 2, "mask": "causal"},

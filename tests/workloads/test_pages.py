@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from pytest_attn import Pages, Workload
-from pytest_attn.workloads.arrangement import canonical, copies_of, fused_pool, handed_over
-from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.page_lists import page_lists
+from pytest_attn.workloads.inputs import draw_inputs, page_lists
+from pytest_attn.workloads.kv_layout import canonical, copies_of, fused_pool, handed_over
 
 PACKED = Workload(q_lens=(2, 0, 1), kv_lens=(12, 3, 5), heads=2, head_dim=16)
 

@@ -12,9 +12,9 @@ from pytest_attn.backends.dense import alibi_bias, boolean_mask
 from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.workloads.arrangement import canonical
 from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_layout import canonical
 from pytest_attn.workloads.workload import Workload
 
 

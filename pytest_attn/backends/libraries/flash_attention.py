@@ -42,8 +42,8 @@ from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.kv_cache import split_cache
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.traits import traits_of

@@ -26,9 +26,8 @@ from pytest_attn.backends.layouts import as_packed, bottom_right_window, mask_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.inputs import Inputs, page_lists
 from pytest_attn.workloads.masks import Sequences
-from pytest_attn.workloads.page_lists import page_lists
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 _FEATURES = frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "packed pages", "page layouts"))

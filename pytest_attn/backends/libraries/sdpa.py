@@ -44,9 +44,9 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.workloads.cached import split_cache
 from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_cache import split_cache
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 

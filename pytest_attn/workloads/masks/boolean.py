@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_attn.workloads.fields import suggests_fields
 from pytest_attn.workloads.functions import (
     UnknownFunctionError,
     decode_function,
@@ -15,7 +16,6 @@ from pytest_attn.workloads.functions import (
     require_parameters,
 )
 from pytest_attn.workloads.masks.mask import Choices, Mask, MaskMod, NearMiss, Sequences
-from pytest_attn.workloads.nearest import suggests_fields
 
 if TYPE_CHECKING:
     import torch

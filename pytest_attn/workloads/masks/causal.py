@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_attn.workloads.fields import suggests_fields
 from pytest_attn.workloads.masks.band import BandMask
 from pytest_attn.workloads.masks.mask import Band, Choices, NearMiss, Needed, Sequences
-from pytest_attn.workloads.nearest import suggests_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self

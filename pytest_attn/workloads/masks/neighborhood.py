@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from pytest_attn.workloads.fields import as_tuple
+from pytest_attn.workloads.fields import as_tuple, suggests_fields
 from pytest_attn.workloads.masks.mask import Choices, Mask, MaskMod, NearMiss, Sequences
-from pytest_attn.workloads.nearest import suggests_fields
 
 if TYPE_CHECKING:
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.masks.boolean import BooleanMask
 from pytest_attn.workloads.masks.causal import Causal
 from pytest_attn.workloads.masks.document import Document
@@ -11,7 +12,6 @@ from pytest_attn.workloads.masks.mask import Mask
 from pytest_attn.workloads.masks.mask_mod import MaskModMask
 from pytest_attn.workloads.masks.neighborhood import Neighborhood
 from pytest_attn.workloads.masks.window import Window
-from pytest_attn.workloads.nearest import did_you_mean
 
 _Kind = TypeVar("_Kind", bound="type[Mask]")
 

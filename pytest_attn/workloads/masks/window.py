@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from pytest_attn.workloads.fields import suggests_fields
 from pytest_attn.workloads.masks.band import BandMask, in_band
 from pytest_attn.workloads.masks.mask import Band, Choices, Mask, NearMiss, Sequences
-from pytest_attn.workloads.nearest import suggests_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self

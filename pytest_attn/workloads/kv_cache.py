@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_attn.workloads.arrangement import canonical, handed_over
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_layout import canonical, handed_over
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 if TYPE_CHECKING:
