@@ -48,7 +48,7 @@ def compare_tensor(
     """Compare one native tensor with the reference's tensor of the same name."""
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each has no row of its own
+    if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = _of_elements(limits)
     if name in ("lse", "max"):
         return _compare_lse(name, distribution, got, expected)

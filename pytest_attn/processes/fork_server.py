@@ -92,7 +92,7 @@ class ForkServer:
         self._channel.send(modules=list(modules))
 
     def fileno(self) -> int:
-        """Return the descriptor on which the end of a worker is told, for `wait`."""
+        """Return the descriptor on which the end of a worker shows, for `wait`."""
         return self._channel.fileno()
 
     def is_like(self, command: Command) -> bool:

@@ -166,7 +166,7 @@ class Launcher:
     """Starts the workers of a run. Once one cannot be forked, or `stop_forking` is called, all others begin by themselves.
 
     modules: returns what a server imports ahead. keeps_server: whether workers live on that must not end with their server,
-    so that another environment is no reason for another server.
+    so that another environment does not start another server.
     """
 
     #: elsewhere a library that has threads may not live through a fork, and nobody says whether it has

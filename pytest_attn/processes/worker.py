@@ -30,7 +30,7 @@ OVERRIDES: Mapping[str, object] = {
     "looponfail": False,
     "usepdb": False,
     "trace": False,
-    # the tests that it is told, all of them
+    # all of the tests in its first message
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear"), False),
     "collectonly": False,
     "maxfail": 0,
@@ -90,7 +90,7 @@ class Worker:
         return bool(opened["is_warm"])
 
     def override(self, config: pytest.Config) -> None:
-        """Have pytest run what it was told instead of what its command line says."""
+        """Have pytest run what its first message says instead of what its command line says."""
         if hasattr(config.option, "splits"):  # pytest-split's other option has a name that others may have
             config.option.group = None
         for name, value in {**OVERRIDES, **self.told["options"]}.items():

@@ -42,7 +42,7 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
-        #: what a new process was told by the one that waits for it, None in all others
+        #: what the process that waits for a new one has sent to it, None in all others
         self.worker = WorkerContext.of_this_process()
         #: what becomes of each test, None where no .jsonl file asks
         self.manifest: Manifest | None = None

@@ -14,7 +14,7 @@ _WARM_SECONDS = 2.0
 
 
 class WorkerContext:
-    """What this process was told by the one that waits for it.
+    """What the process that waits for this one has sent to it.
 
     number: of this process among those that time the same. selected_invariants: those that it runs instead of timing.
     """

@@ -43,7 +43,7 @@ Runs: TypeAlias = list[dict[str, Any]]
 _log = logging.getLogger(__name__)
 
 
-# -- what is asked of new processes ------------------------------------------------------------------------------------
+# -- what new processes do ------------------------------------------------------------------------------------------
 
 
 def fresh_runs(
@@ -154,7 +154,7 @@ def _runs(number: int, pool: WorkerPool, command: Command, is_forked: bool) -> R
 def worker_command(config: pytest.Config, folder: Path, names: Sequence[str], own: Mapping[str, object]) -> Command:
     """Return the command of a worker that runs the named items as this pytest would. folder: for what it leaves; it is made.
 
-    own: what else it is told.
+    own: what else its first message says.
     """
     folder.mkdir()
     told = {"tests": list(names), "options": _options(folder), "waiting": sorted(own_processes()), **own}
@@ -179,7 +179,7 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
         own.append(f"--override-ini=cache_dir={folder / 'cache'}")
     if plugins.hasplugin("_cov"):
         own.append("--no-cov")
-    names = given.index("--") if "--" in given else len(given)  # what follows that are no options
+    names = given.index("--") if "--" in given else len(given)  # what follows are names
     return [*given[:names], *own, *given[names:]]
 
 
