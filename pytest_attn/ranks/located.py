@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch
 from pytest_attn.correctness.reference import score_elements
@@ -14,9 +15,6 @@ from pytest_attn.ranks.entry import Entry, owners
 from pytest_attn.ranks.mistake import RankMistake
 from pytest_attn.ranks.mistakes import mistakes_of
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    import torch
 
 #: scores of a workload above which no mistake is tried
 _MOST_SCORES = 1 << 22
@@ -61,8 +59,16 @@ def explained(name: str, evidence: Evidence, sharding: Sharding, ranks: Sequence
     w, reference = sharding.workload, evidence.failed.reference
     if name == "lse" or reference.is_sampled or w.sinks or score_elements(w) > _MOST_SCORES:
         return {}
-    if reference.given is not None or not bool(evidence.failed.tensors[name].isfinite().all()):
+    got = evidence.failed.tensors[name]
+    if reference.given is not None or not bool(got.isfinite().all()):
         return {}
+    with torch.device(got.device):
+        return _explained(name, evidence, sharding, ranks)
+
+
+def _explained(name: str, evidence: Evidence, sharding: Sharding, ranks: Sequence[int]) -> dict[int, RankMistake]:
+    """Return the mistakes, where nothing speaks against looking for them; all that they make is on one device."""
+    w, reference = sharding.workload, evidence.failed.reference
     entries = [Entry(reference, sharding, batch) for batch in range(w.batch)]
     got = [entry.mine(name, evidence.failed.tensors[name]) for entry in entries]
     exact = [entry.of_whole(name, reference.tensors[name].value) for entry in entries]

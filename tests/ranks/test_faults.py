@@ -1,8 +1,11 @@
 """Kernels over ranks that are right pass on every shard, world and workload; each planted fault is found, and named."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from faulty_rings import CAUSAL, FAULTY, FULL, judged_over_ranks
+from judging import spec_of
 from rings import HONEST, AllGather, Ring
 
 from pytest_attn import Document, Workload
@@ -56,6 +59,21 @@ def test_a_fault_is_found_and_named(faulty):
     if not words:
         assert " ranks is " not in text
         assert "of rank" not in text.partition("  ranks  ")[2].partition("suggests")[2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
+def test_a_fault_is_named_where_results_and_references_are_on_a_gpu(faulty):
+    kernel, fault, words, workload, ranks, shard = faulty
+    comparison = judged_over_ranks(kernel, workload, ranks, shard, fault, REFERENCES)
+    mismatch, device = comparison.mismatch, torch.device("cuda")
+    spec = replace(spec_of(workload, backward=True), device=device)
+    failed = mismatch.evidence.failed._replace(
+        reference=REFERENCES.reference_of(spec, mismatch.row.distribution),
+        tensors={name: t.to(device) for name, t in mismatch.evidence.failed.tensors.items()},
+    )
+    there = replace(comparison, mismatch=replace(mismatch, evidence=mismatch.evidence._replace(failed=failed)))
+    assert words in describe(located(there, Sharding(workload, shard, ranks)))
 
 
 def test_the_rank_that_is_wrong_is_named_with_its_rows():
