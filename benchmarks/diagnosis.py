@@ -31,7 +31,7 @@ from pytest_attn.backends.subject import Subject  # noqa: E402
 from pytest_attn.correctness.comparison import Hint  # noqa: E402
 from pytest_attn.correctness.contract import ContractError  # noqa: E402
 from pytest_attn.correctness.judge import judge  # noqa: E402
-from pytest_attn.correctness.references import ReferenceCache  # noqa: E402
+from pytest_attn.correctness.reference_cache import ReferenceCache  # noqa: E402
 from pytest_attn.correctness.spec import CheckSpec  # noqa: E402
 from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
 from pytest_attn.mutants.catalog import MUTANTS  # noqa: E402

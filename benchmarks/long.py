@@ -28,13 +28,11 @@ import pytest_attn.workloads.catalog
 from pytest_attn import Window, Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness import blocks, judge, reference, references
-from pytest_attn.correctness.calling import call_kernel
-from pytest_attn.correctness.compare import compare_all
-from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness import exact, judge, reference, reference_cache
+from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
+from pytest_attn.correctness.comparison import compare_all, limits_named
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.strides import CONTIGUOUS
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.workloads import positions
 
@@ -244,8 +242,8 @@ def timed_kernel(kernel: Kernel, clock: Clock) -> Kernel:
 def instrumented(clock: Clock) -> Iterator[None]:
     """Count the seconds of drawing, of the reference, of calls with their copies, and of comparing."""
     names = {
-        "draw": (references, "draw_inputs"),
-        "reference": (references, "compute_reference"),
+        "draw": (reference_cache, "draw_inputs"),
+        "reference": (reference_cache, "compute_reference"),
         "calls and copies": (judge, "call_kernel"),
         "compare": (judge, "compare_all"),
     }
@@ -477,7 +475,7 @@ def main() -> None:
         sampled, borders = positions.sampled_positions, positions.borders
         sampled.__defaults__, borders.__defaults__ = (given.sample, ()), (given.sample,)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    say(f"{name}, torch {torch.__version__}, chunk of {blocks.chunk_elements(device):,} scores")
+    say(f"{name}, torch {torch.__version__}, chunk of {exact.chunk_elements(device):,} scores")
     if not given.no_strides:
         ask_strides(device)
     for case in own_cases(given.tokens, given.heads, given.head_dim) if given.tokens else default_cases():

@@ -26,7 +26,7 @@ from rules import RULES
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.catalog import MUTANTS

@@ -23,7 +23,7 @@ from faulty_rings import FAULTY, judged_over_ranks  # noqa: E402
 from rings import HONEST  # noqa: E402
 
 from pytest_attn import Document, Window, Workload  # noqa: E402
-from pytest_attn.correctness.references import ReferenceCache  # noqa: E402
+from pytest_attn.correctness.reference_cache import ReferenceCache  # noqa: E402
 from pytest_attn.messages.mismatch import describe  # noqa: E402
 from pytest_attn.ranks.located import located  # noqa: E402
 from pytest_attn.workloads.sharding import SHARDS, Sharding  # noqa: E402

@@ -116,7 +116,7 @@ class CaseTensors(ServingTensors):
 
     def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a kernel to work in, filled with NaN, or with the largest number of an integer dtype."""
-        from pytest_attn.correctness.poison import poisoned
+        from pytest_attn.correctness.contract import poisoned
 
         return poisoned(tuple(shape), dtype, self.device)
 

@@ -13,9 +13,7 @@ from torch import Tensor
 from pytest_attn.backends.compiled import Compilation, compilation_of
 from pytest_attn.backends.declaration import IGNORED, Declaration, turned
 from pytest_attn.backends.subject import AttentionFn, CallableSubject
-from pytest_attn.correctness.contract import ContractError, check_tensor, native_shape
-from pytest_attn.correctness.empty_rows import EmptyRows
-from pytest_attn.correctness.poison import is_poison, poisoned
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_tensor, is_poison, native_shape, poisoned
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs
 

@@ -11,30 +11,244 @@ with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times t
 of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o. In half
 precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
-eu and e_ij are in `rounding.py`, out and n_ij here, the gradients in `gradients.py`. In the code e_ij^2 is p_rounding_var,
+What concerns gradients is in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 
 What quantized kernels add (fields of `Precision`): e_ij follows P's own dtype or step, and is never more than P_ij; where P
 has few steps, sum_j e_ij^2 v_j^2 gives way to what a plain rounding of the row loses, if that is more (`_coarse_variance`);
 float16 sums err by u times each partial sum; what is unknown of q and k moves the scores.
+
+Two results may come beside out and lse. For the weights, P is the result:
+
+    weights: e_ij^2 + n_ij + P_ij^2 (sum_k n_ik + r_i + (SHARED LSE_UNIT lse_i)^2)
+
+with r_i the variance of what all P of a row share; the noise of its scores moves the denominator as well. max, like lse, is
+held to what float32 sums allow, and to its score's noise where a profile declares it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, UNIT
-from pytest_attn.correctness.blocks import Block, Chunk
-from pytest_attn.correctness.exact import sinks_of
-from pytest_attn.correctness.products import over_keys
-from pytest_attn.correctness.rounding import Rounding, row_tops
-from pytest_attn.correctness.score_noise import ScoreBudget, ScoreNoise
+import torch
+
+from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
+from pytest_attn.correctness.exact import Block, Chunk, before_softcap, over_keys, per_key, sinks_of
 from pytest_attn.workloads.positions import TILE
 
-if TYPE_CHECKING:
-    import torch
+# -- roundings ---------------------------------------------------------------------------------------------------------
+
+
+#: Tensor cores add 16 products at a time to a float32 sum and cut off what does not fit (Fasi et al., Numerical behavior of
+#: NVIDIA tensor cores, 2021): up to a unit in the last place, 2^-23, at each step, always toward 0, so the losses add up.
+_CUT_FROM_SUM = 2.0**-23 / 16
+
+
+class Rounding:
+    """How a kernel of this precision profile rounds to a workload's dtype."""
+
+    def __init__(self, precision: Precision, dtype: str) -> None:
+        self.precision = precision
+        self.is_float32 = dtype == "float32"
+        self.rounds_scores_to_dtype = precision.rounds_scores and not self.is_float32
+        self.unit, self.floor = precision.unit(dtype), FLOOR[dtype]
+        self.operand_unit = precision.operand_unit if self.is_float32 else 0.0
+
+    def unit_squared(self, terms: int) -> float:
+        """Return the squared unit roundoff of a sum of `terms` products: in float32 the sum itself rounds as well.
+
+        A sum of n random terms passes through partial sums whose squares add up to at most n times those of its terms.
+        """
+        return self.unit**2 * (1 + terms if self.is_float32 else 1)
+
+    def of_result(self, x: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
+        """Return eu(x)^2, in the shape of x; `floor` replaces the least error it may have."""
+        floor = max(self.floor, TINY) if floor is None else floor
+        variance = x.square().mul_(self.unit_squared(terms))
+        return variance.clamp_(min=floor**2) if floor else variance
+
+    def of_sum(self, x: torch.Tensor, terms: int, added: torch.Tensor | None = None) -> torch.Tensor:
+        """Like `of_result`, with what the products of the sum x lose together.
+
+        added: how many of the terms are not 0, in a shape that broadcasts with x; all of them by default.
+        """
+        variance, cut = self.of_result(x, terms), self.of_cut_products(x)
+        if not self.is_float32:
+            variance += (x * ((terms if added is None else added) * _CUT_FROM_SUM)).square_()
+        return variance if cut is None else variance.add_(cut)
+
+    def of_operands(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the variance, in the shape of x, of rounding x and its partner in a product, None where these are exact.
+
+        Where x stands for each term of a sum; what all terms lose alike is `of_cut_products`.
+        """
+        return x.square().mul_(2 * self.operand_unit**2) if self.operand_unit else None
+
+    def of_cut_products(self, total: torch.Tensor) -> torch.Tensor | None:
+        """Return the square of what a sum of products loses where both operands are cut off: their errors do not cancel."""
+        return total.square().mul_((2 * self.operand_unit) ** 2) if self.operand_unit else None
+
+    def where_seen(self, x: torch.Tensor, p: torch.Tensor, terms: int, floor: float | None = None) -> torch.Tensor:
+        """Like `of_result`, but an element that P never reaches is an exact zero in every kernel."""
+        variance = self.of_result(x, terms, self.floor if floor is None else floor)
+        return variance.mul_(p > 0) if self.floor else variance
+
+    def of_p(self, p: torch.Tensor, kv_len: int) -> torch.Tensor:
+        """Return e_ij^2 of P (..., rows, keys), of which each row is a part of kv_len probabilities."""
+        step, dtype = self.precision.p_step, self.precision.p_dtype
+        if step:
+            return p.minimum(row_tops(p).mul_(step / math.sqrt(12))).square_()
+        if dtype:
+            return p.minimum((p * UNIT[dtype]).maximum(row_tops(p).mul_(FLOOR[dtype]))).square_()
+        rounded, operands = self.where_seen(p, p, kv_len), self.of_operands(p)
+        return rounded if operands is None else rounded.add_(operands)
+
+    def of_v(self, v: torch.Tensor) -> torch.Tensor | None:
+        """Return the variance of rounding V (..., keys, d) to a small dtype; None where it is taken as it is."""
+        dtype = self.precision.v_dtype
+        if dtype is None or not v.numel():
+            return None
+        top = v.abs().amax(-2, keepdim=True)
+        return (v.abs() * UNIT[dtype]).maximum(top * (FLOOR[dtype] / LARGEST[dtype])).square_()
+
+    def of_unknown(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the variance (n, heads, 1, 1) of what is unknown of q or k (n, heads, length, d); None where all is known."""
+        if not self.precision.qk_error or not x.numel():
+            return None
+        return x.double().abs().amax((-2, -1), keepdim=True).mul_(self.precision.qk_error).square_()
+
+
+def row_tops(p: torch.Tensor) -> torch.Tensor:
+    """Return each row's largest P, (..., rows, 1); 0 where there are no keys."""
+    return p.amax(-1, keepdim=True) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
+
+
+# -- noise of scores ---------------------------------------------------------------------------------------------------
+
+
+#: An error of q or k may be a rare large one: scores are followed this many standard deviations up.
+_REACH = 8.0
+#: standard deviation of a score above which P changes by more than its derivative tells
+_FAR = 1 / 8
+#: rows whose norms are formed together
+_NORMS = 1 << 16
+
+
+@dataclass
+class ScoreNoise:
+    """How noisy the scores of a chunk are; every tensor is (n, heads, rows, keys).
+
+    variance: of the scores. slope_var: of softcap's slope, which a rounded score moves; None without softcap.
+    highest: what the scores may be, where they may be far off; None elsewhere.
+    """
+
+    variance: torch.Tensor
+    slope_var: torch.Tensor | None = None
+    highest: torch.Tensor | None = None
+
+
+def _largest_norm(vectors: torch.Tensor) -> float:
+    """Return the largest norm of vectors (n, heads, length, dim)."""
+    parts = vectors.tensor_split(-(-vectors.shape[2] // _NORMS), 2)
+    return max(float(part.double().norm(dim=-1).max()) for part in parts)
+
+
+class ScoreBudget:
+    """The variance of the scores of one block, chunk by chunk.
+
+    unknown_q_var, unknown_k_var: of what is unknown of q and k, None where they are known.
+    """
+
+    def __init__(self, block: Block, rounding: Rounding) -> None:
+        self.workload, self.rounding, self.precision = block.workload, rounding, rounding.precision
+        self.scale = block.workload.softmax_scale
+        self.unknown_q_var, self.unknown_k_var = rounding.of_unknown(block.q), rounding.of_unknown(block.k)
+        self.are_noisy = self._are_declared_noisy() or rounding.is_float32 or self._float32_shows(block)
+
+    def _are_declared_noisy(self) -> bool:
+        """Whether the precision profile itself makes the scores noisy."""
+        return self.precision.has_noisy_scores or self.precision.qk_error > 0
+
+    def _float32_shows(self, block: Block) -> bool:
+        """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
+        if not block.q.numel() or not block.k.numel():
+            return False
+        largest = self.scale * _largest_norm(block.q) * _largest_norm(block.k)
+        return largest * TENSOR_CORE_UNIT * self.workload.head_dim / 4 > self.rounding.unit / 2
+
+    def of_scaled(self, scaled: torch.Tensor, chunk: Chunk) -> ScoreNoise | None:
+        """Return the noise of the scaled scores (n, heads, rows, keys), as softcap leaves it; None where none shows."""
+        if not self.are_noisy:
+            return None
+        variance, slope_var = self._scaled_score_variance(scaled, chunk), None
+        if self.workload.softcap is not None:  # tanh damps what lies before it
+            is_far = self._is_far(variance)
+            nearest = self._nearest_to_0(before_softcap(scaled, chunk), variance, is_far)
+            tanh_squared = torch.tanh(nearest / self.workload.softcap).square_()
+            damping = (1 - tanh_squared).square_()
+            tanh_squared = tanh_squared.fill_(1) if is_far else tanh_squared  # its most, wherever that is
+            slope_var = variance * damping * tanh_squared.mul_((2 / self.workload.softcap) ** 2)
+            variance *= damping
+        return ScoreNoise(variance.mul_(SHARED**2), slope_var)
+
+    def _is_far(self, variance: torch.Tensor) -> bool:
+        """Whether scores may be so far off that their exponentials, and softcap, are far from linear in between."""
+        if self.rounding.operand_unit:
+            return True
+        return self.precision.has_noisy_scores and bool(variance.numel()) and float(variance.max()) * SHARED**2 > _FAR**2
+
+    def _nearest_to_0(self, scaled: torch.Tensor, variance: torch.Tensor, is_far: bool) -> torch.Tensor:
+        """Return how near to 0, where softcap damps least, noise may move the scores; as they are where it moves none far."""
+        if not is_far:
+            return scaled
+        return scaled.abs().sub_(variance.sqrt().mul_(SHARED * _REACH)).clamp_(min=0)
+
+    def _scaled_score_variance(self, scaled: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
+        unit, scale, head_dim = self.rounding.unit, self.scale, self.workload.head_dim
+        k_squared, q_squared = chunk.k.square(), chunk.q.square()
+        if self.rounding.is_float32:  # sums that round
+            variance = per_key(q_squared.mul(unit**2 * scale**2 * (1 + head_dim / 2)), k_squared)
+            variance += scaled.square().mul_(unit**2 * (2 + head_dim / 6))
+            variance += self.precision.exponential_unit**2  # a relative error of the exponential is an error of the score
+        else:  # sums that truncate: the errors of the products add up, they do not cancel
+            variance = scaled.square().mul_((TENSOR_CORE_UNIT * head_dim / 4) ** 2)
+        if self.rounding.rounds_scores_to_dtype:
+            variance += scaled.square().mul_(2 * unit**2).add_(per_key(q_squared.mul(unit**2 * scale**2), k_squared))
+        if self.precision.rounds_scaled_query or self.precision.rounds_scaled_key:
+            variance += per_key(q_squared.mul(unit**2 * scale**2), k_squared)
+        if self.precision.rounds_products:  # a tree of sums: its levels' squares add up to their terms', and where these agree
+            levels = math.ceil(math.log2(max(2, head_dim)))  # to twice the whole's
+            variance += per_key(q_squared.mul(1.5 * unit**2 * scale**2 * (1 + levels)), k_squared)
+            variance += scaled.square().mul_(3 * unit**2)
+        if (cut := self.rounding.of_cut_products(scaled)) is not None:
+            variance += per_key(q_squared.mul(2 * self.rounding.operand_unit**2 * scale**2), k_squared).add_(cut)
+        if self.unknown_q_var is not None and self.unknown_k_var is not None:
+            unknown_k_var = self.unknown_k_var.repeat_interleave(self.workload.group, 1)
+            variance += per_key((self.unknown_q_var * scale**2).expand_as(q_squared), k_squared)
+            variance += (unknown_k_var * scale**2) * q_squared.sum(-1, keepdim=True)
+        return variance
+
+    def add_final_rounding(self, noise: ScoreNoise, scores: torch.Tensor, chunk: Chunk) -> None:
+        """Add what float32 rounds of the final scores, after softcap, bias and ALiBi, and keep how high they may be."""
+        finite = scores.clamp(min=-1e100)
+        noise.variance += finite.square().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
+        if self.precision.rounds_shifted_scores and finite.shape[-1]:
+            top, sinks = finite.amax(-1, keepdim=True), sinks_of(chunk)
+            shifted = finite - (top if sinks is None else top.maximum(sinks))
+            noise.variance += shifted.square_().mul_((SHARED * self.rounding.unit) ** 2)
+        if self.precision.qk_error or self.rounding.operand_unit:
+            noise.highest = scores + _REACH * noise.variance.sqrt()
+        elif self.precision.has_noisy_scores:
+            deviation = noise.variance.sqrt().masked_fill_(scores == -math.inf, 0)
+            is_far = deviation > _FAR
+            if bool(is_far.any()):
+                noise.highest = scores + deviation.mul_(is_far).mul_(_REACH)
+
+
+# -- the budget of out and lse -----------------------------------------------------------------------------------------
+
 
 #: Largest value that a row of P has when kernels round it to fp8: 1, or what the format can hold.
 _FP8_PEAKS = (1.0, LARGEST["float8_e4m3fn"])
@@ -109,8 +323,6 @@ class ForwardBudget:
 
     def of_lse(self, noise: ScoreNoise | None, p: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
         """Return the variance of lse (n, heads, rows) where the profile makes the scores noisy; None elsewhere."""
-        import torch
-
         unit = self.rounding.operand_unit
         if noise is None or not (self.precision.has_noisy_scores or unit):
             return None
@@ -190,8 +402,6 @@ def _coarse_variance(
     rounded P lose something else, which counts as well. Without `step` P is rounded to fp8.
     p and p_rounding_var: (n, heads, rows, keys); out, and what is returned: (n, heads, rows, v_head_dim).
     """
-    import torch
-
     variance = over_keys(p_rounding_var, chunk.v_squared)
     top = row_tops(p).clamp_(min=torch.finfo(p.dtype).tiny)
     for peak in (1 / step,) if step else _FP8_PEAKS:
@@ -206,8 +416,6 @@ def _coarse_variance(
 
 def _half_sum_variance(p: torch.Tensor, out: torch.Tensor, chunk: Chunk, size: int) -> torch.Tensor:
     """Return the rounding of float16 sums over `size` keys, which hold P as a part of its row's largest."""
-    import torch
-
     first = chunk.keys.start
     tiles = range(first // size * size, chunk.keys.stop, size)
     variance = torch.zeros_like(out)
@@ -218,3 +426,34 @@ def _half_sum_variance(p: torch.Tensor, out: torch.Tensor, chunk: Chunk, size: i
     variance *= UNIT["float16"] ** 2
     variance += row_tops(p).square_().mul_(FLOOR["float16"] ** 2 * len(tiles))
     return variance.mul_(_HALF_ROUNDINGS)
+
+
+# -- weights and row maxima --------------------------------------------------------------------------------------------
+
+
+def weights_variance(rows: ForwardRows, rounding: Rounding, kv_len: int) -> torch.Tensor:
+    """Return the variance of P (n, heads, rows, keys), as a kernel returns it."""
+    p, noise_var, lse = rows.p, rows.p_noise_var, rows.lse
+    variance = rounding.of_p(p, kv_len).clamp_(min=TINY**2).mul_(p > 0)
+    of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
+    shared = of_lse.square_()
+    if noise_var is not None:
+        variance = variance + noise_var
+        shared = shared + noise_var.sum(-1, keepdim=True)
+    if rows.row_noise is not None:
+        shared = shared + rows.row_noise.variance
+    return variance + p.square().mul_(shared)
+
+
+def row_maxima(scores: torch.Tensor, noise: ScoreNoise | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest final score of each row, -inf where it sees no key, and its variance, both (n, heads, rows).
+
+    scores: after softcap, bias, ALiBi, score_mod and mask, without sinks, (n, heads, rows, keys).
+    """
+    if not scores.shape[-1]:
+        nothing = scores.new_full(scores.shape[:-1], -math.inf)
+        return nothing, scores.new_zeros(scores.shape[:-1])
+    top = scores.amax(-1)
+    if noise is None:
+        return top, scores.new_zeros(top.shape)
+    return top, noise.variance.masked_fill(scores == -math.inf, 0).amax(-1)

@@ -11,17 +11,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from pytest_attn.backends.dense import index_tensors
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pytest_attn.correctness.spec import CheckSpec
 
 CHANCE = 1e-9
 #: by how much the rate of a kernel that draws bytes may be off
@@ -34,8 +32,6 @@ _AXES = ("batch entries", "heads", "rows", "keys")
 @contextmanager
 def seeded(spec: CheckSpec) -> Iterator[None]:
     """Have torch's generators start anew for a kernel with dropout, and leave them as they were."""
-    import torch
-
     if not spec.workload.dropout:
         yield
         return
@@ -47,8 +43,6 @@ def seeded(spec: CheckSpec) -> Iterator[None]:
 
 def with_mask(reference: Reference, keep: Tensor, backward: bool) -> Reference:
     """Return exact attention with this mask (batch, heads, q_len, kv_len), True = kept; that of `reference` if it has it."""
-    import torch
-
     own = reference.inputs.keep
     if own is not None and torch.equal(own, keep):
         return reference
@@ -85,8 +79,6 @@ def require_fair(keep: Tensor, inputs: Inputs) -> None:
 
 def _visible(inputs: Inputs) -> Tensor:
     """Return which probabilities are not 0 by the mask, (batch, heads, q_len, kv_len)."""
-    import torch
-
     w, mask_mod = inputs.workload, inputs.mask_mod()
     sizes = (w.batch, w.heads, w.q_len, w.kv_len)
     if mask_mod is None:
@@ -119,8 +111,6 @@ def _divergence(rate: float, expected: float) -> float:
 
 def _require_unlike(keep: Tensor, seen: Tensor, axis: int, name: str, dropout: float) -> None:
     """Raise ContractError where two slices along an axis, say two heads, have the same mask, and not by chance."""
-    import torch
-
     slices = min(keep.shape[axis], _SLICES)
     if slices < 2:
         return

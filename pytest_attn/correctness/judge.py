@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.adapted import as_out
-from pytest_attn.correctness.calling import call_kernel, fault_of_change, late_refusals_of
-from pytest_attn.correctness.compare import compare_all
-from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch, Returned, TensorComparison
-from pytest_attn.correctness.contract import ContractError, check_contract
+from pytest_attn.correctness.call import (
+    CONTIGUOUS,
+    PROJECTED,
+    REWRITTEN_KEYS,
+    KeptResult,
+    StridePattern,
+    call_kernel,
+    fault_of_change,
+    late_refusals_of,
+    refusals,
+)
+from pytest_attn.correctness.comparison import (
+    Comparison,
+    Evidence,
+    Hint,
+    Mismatch,
+    Returned,
+    TensorComparison,
+    compare_all,
+    limits_named,
+    location_of,
+    looked_at,
+    wrong_rows,
+)
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
 from pytest_attn.correctness.dropout import require_fair, require_same, with_mask
-from pytest_attn.correctness.empty_rows import EmptyRows
-from pytest_attn.correctness.kept import KeptResult
-from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.location import location_of, looked_at, wrong_rows
 from pytest_attn.correctness.reference import Reference, as_compared
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.strides import CONTIGUOUS, PROJECTED, REWRITTEN_KEYS, StridePattern, refusals
-
-if TYPE_CHECKING:
-    import torch
 
 
 def judge(

@@ -15,7 +15,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.adapted import AdaptedCallable
-from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.reference import EXTRA
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs

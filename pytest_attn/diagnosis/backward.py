@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from pytest_attn.correctness.exact import modify, softmax
+from pytest_attn.correctness.exact import modify, over_keys, softmax
 from pytest_attn.correctness.mask_mistakes import TILES
-from pytest_attn.correctness.products import over_keys
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED

@@ -9,9 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from pytest_attn.correctness.comparison import Returned, TensorComparison
-from pytest_attn.correctness.limits import Limits
-from pytest_attn.correctness.location import looked_at
+from pytest_attn.correctness.comparison import Limits, Returned, TensorComparison, looked_at
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.workloads.workload import Workload
 

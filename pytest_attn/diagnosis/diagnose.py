@@ -13,8 +13,18 @@ from dataclasses import replace
 import torch
 
 from pytest_attn.backends.precision import RARE, SUGGESTED
-from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Location, Mismatch, TensorComparison
-from pytest_attn.correctness.location import describe_rows, location_of, looked_at, wrong_rows
+from pytest_attn.correctness.comparison import (
+    Comparison,
+    Evidence,
+    Hint,
+    Location,
+    Mismatch,
+    TensorComparison,
+    describe_rows,
+    location_of,
+    looked_at,
+    wrong_rows,
+)
 from pytest_attn.correctness.mask_mistakes import TILES
 from pytest_attn.correctness.reference import Reference, score_elements
 from pytest_attn.diagnosis.attention import attention_faults

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from pytest_attn.correctness.compare import residual_over_budget
+from pytest_attn.correctness.comparison import residual_over_budget
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 

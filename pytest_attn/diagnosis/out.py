@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.limits import Limits
+from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.diagnosis.case import Case
 from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Prediction, Tolerance, View

@@ -12,9 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_attn.correctness.blocks import Block, Chunk, Segment
-from pytest_attn.correctness.exact import modify, scaled_scores
-from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
+from pytest_attn.correctness.exact import (
+    Block,
+    Chunk,
+    Segment,
+    modify,
+    over_group,
+    over_keys,
+    over_rows,
+    per_key,
+    scaled_scores,
+)
 from pytest_attn.correctness.reference import Reference, heads_first, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
 from pytest_attn.workloads.heads import grouped

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.reference import Expected, Reference
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS

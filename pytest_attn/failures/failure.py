@@ -18,7 +18,7 @@ from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import Reference, compute_reference
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.failures.data import inputs_from, reference_from

@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from pytest_attn.correctness.expected import Expected
-from pytest_attn.correctness.reference import heads_first
+from pytest_attn.correctness.reference import Expected, heads_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, at_first
 from pytest_attn.workloads.dtypes import DTYPES

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.strides import is_cuda_error
 from pytest_attn.invariants.probe import Probe
 
 CLOSED_OVER = "options of a callable are closed over; a backend can be run with others"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.strides import fused, refusals, swapped
+from pytest_attn.correctness.call import fused, refusals, swapped
 from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
 from pytest_attn.invariants.probe import Probe, Tensors
 from pytest_attn.workloads.arithmetic import beside

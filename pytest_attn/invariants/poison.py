@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.strides import refusals
+from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe, Results, Tensors
 from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of

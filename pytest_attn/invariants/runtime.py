@@ -8,7 +8,7 @@ import torch
 
 from pytest_attn.backends.graphed import Capture
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.strides import refusals
+from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.rerun import other_values

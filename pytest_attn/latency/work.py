@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.workloads.arithmetic import negate

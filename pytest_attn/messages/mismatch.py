@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pytest_attn.correctness.calling import fault_of_change
-from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, TensorComparison
+from pytest_attn.correctness.call import fault_of_change
+from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.location import describe_rows
 from pytest_attn.messages.lines import figure, labeled
 
 

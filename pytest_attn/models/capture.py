@@ -16,8 +16,8 @@ from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.calling import changes_of
-from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.correctness.call import changes_of
+from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.models.autograd_graph import in_checkpoint, nodes_behind
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask

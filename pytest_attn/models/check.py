@@ -14,8 +14,8 @@ import torch
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.limits import limits_named
 from pytest_attn.models.capture import AttentionCall, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison
 from pytest_attn.models.compiled import judge_compiled, runs_compiled

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.blocks import Block, Chunk, head_blocks, row_chunks
-from pytest_attn.correctness.exact import modify, scaled_scores, softmax
-from pytest_attn.correctness.parameters import BackwardSteps, add_values, zeros_of
-from pytest_attn.correctness.products import over_group, over_keys, over_rows, per_key
+from pytest_attn.correctness.exact import (
+    Block,
+    Chunk,
+    head_blocks,
+    modify,
+    over_group,
+    over_keys,
+    over_rows,
+    per_key,
+    row_chunks,
+    scaled_scores,
+    softmax,
+)
+from pytest_attn.correctness.gradients import BackwardSteps, add_values, zeros_of
 from pytest_attn.correctness.reference import heads_first, segments_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs

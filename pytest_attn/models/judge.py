@@ -21,12 +21,19 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.calling import fault_of_change
-from pytest_attn.correctness.compare import compare_all, compare_tensor
-from pytest_attn.correctness.comparison import Comparison, Evidence, Returned, TensorComparison
+from pytest_attn.correctness.call import fault_of_change
+from pytest_attn.correctness.comparison import (
+    Comparison,
+    Evidence,
+    Limits,
+    Returned,
+    TensorComparison,
+    compare_all,
+    compare_tensor,
+    limits_named,
+)
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.judge import mismatch_of
-from pytest_attn.correctness.limits import Limits, limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_attn.correctness.calling import fault_of_change
+from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.ranks.rank_group import Tensors
 from pytest_attn.ranks.shards import cut, parts_of

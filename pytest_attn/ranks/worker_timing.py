@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.correctness.empty_rows import EmptyRows
+from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer

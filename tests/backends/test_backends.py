@@ -10,7 +10,7 @@ from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, dra
 from pytest_attn.backends import machine as machines
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 
 CPU = machines.machine_of(torch.device("cpu"))

@@ -14,7 +14,7 @@ from pytest_attn import Machine, Neighborhood, Pages, Workload
 from pytest_attn.backends.configured import expanded, joined, label_of, options_of, split
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 
 CPU = torch.device("cpu")

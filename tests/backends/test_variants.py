@@ -11,7 +11,7 @@ from pytest_attn.backends.compiled import Compiled, compilation_of, compile_kern
 from pytest_attn.backends.graphed import Graphed, capturing
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

@@ -14,9 +14,9 @@ from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.comparison import LIMITS
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.limits import LIMITS
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

@@ -9,7 +9,7 @@ from judging import explicit, failure, positions
 import pytest_attn
 from pytest_attn import Causal, Workload
 from pytest_attn.backends.declaration import Declaration
-from pytest_attn.correctness.empty_rows import EmptyRows, rows_without_keys
+from pytest_attn.correctness.contract import EmptyRows, rows_without_keys
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import BooleanMask
 
@@ -103,7 +103,7 @@ def test_which_rows_these_are():
 
 def test_they_are_found_in_parts(monkeypatch):
     whole = rows_without_keys(draw_inputs(LATE))
-    monkeypatch.setattr("pytest_attn.correctness.empty_rows._PAIRS", 1000)
+    monkeypatch.setattr("pytest_attn.correctness.contract._PAIRS", 1000)
     assert torch.equal(rows_without_keys(draw_inputs(LATE)), whole)
 
 
@@ -132,7 +132,7 @@ def test_an_expanded_result_is_not_written_to():
 
 def test_an_output_that_a_test_computed_is_left_as_it_is():
     from pytest_attn.correctness.judge import judge_output
-    from pytest_attn.correctness.references import ReferenceCache
+    from pytest_attn.correctness.reference_cache import ReferenceCache
     from pytest_attn.correctness.spec import CheckSpec
 
     spec = CheckSpec(LATE, torch.device("cpu"), declared=Declaration(empty_rows="any"))

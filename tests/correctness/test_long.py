@@ -14,11 +14,10 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import obstacle_of_any
-from pytest_attn.correctness import kept, reference, rounding
-from pytest_attn.correctness.compare import compare_all
+from pytest_attn.correctness import budget, call, reference
+from pytest_attn.correctness.comparison import compare_all, limits_named
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.limits import limits_named
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads import needles, positions
 from pytest_attn.workloads.catalog import LONG_GROUPS, builtin_catalog
@@ -222,7 +221,7 @@ def test_dk_without_a_tile_of_rows_is_found(few):
 
 
 def test_a_result_that_changes_later_is_found_by_its_fingerprint(few, monkeypatch):
-    monkeypatch.setattr(kept, "_LARGE", 1)
+    monkeypatch.setattr(call, "_LARGE", 1)
     memory = {}
 
     def reuses_memory(q, k, v):
@@ -236,15 +235,15 @@ def test_a_result_that_changes_later_is_found_by_its_fingerprint(few, monkeypatc
 
 
 def test_fingerprints_tell_one_bit_and_two_elements_that_change_places(monkeypatch):
-    monkeypatch.setattr(kept, "_PART", 100)
+    monkeypatch.setattr(call, "_PART", 100)
     one = torch.randn(2, 3, 70, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    same = kept.fingerprint(one)
-    assert kept.fingerprint(one.transpose(1, 2).contiguous().transpose(1, 2)) == same
+    same = call.fingerprint(one)
+    assert call.fingerprint(one.transpose(1, 2).contiguous().transpose(1, 2)) == same
     other = one.clone()
     other.view(torch.int16)[1, 2, 69, 7] ^= 1
     swapped = one.clone()
     swapped[0, 0, 0, 0], swapped[1, 0, 0, 0] = one[1, 0, 0, 0].clone(), one[0, 0, 0, 0].clone()
-    assert len({same, kept.fingerprint(other), kept.fingerprint(swapped)}) == 3
+    assert len({same, call.fingerprint(other), call.fingerprint(swapped)}) == 3
 
 
 # -- memory, selection, skips ----------------------------------------------------------------------------------------------
@@ -330,5 +329,5 @@ def test_what_tensor_cores_cut_off_a_sum_of_a_million_products_is_granted(monkey
 
     assert is_right(0.014)
     assert not is_right(0.1)
-    monkeypatch.setattr(rounding, "_CUT_FROM_SUM", 0.0)
+    monkeypatch.setattr(budget, "_CUT_FROM_SUM", 0.0)
     assert not is_right(0.014)

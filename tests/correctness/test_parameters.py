@@ -7,7 +7,7 @@ import torch
 from judging import judged, positions
 
 from pytest_attn import Workload
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.workloads.inputs import draw_inputs

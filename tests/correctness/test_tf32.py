@@ -7,7 +7,7 @@ from judging import judged
 
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.kernel import KernelBackend

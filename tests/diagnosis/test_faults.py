@@ -18,7 +18,7 @@ from pytest_attn.correctness.comparison import Hint
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.mask_mistakes import mask_mistakes
 from pytest_attn.correctness.reference import compute_reference
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known

@@ -7,7 +7,7 @@ from judging import spec_of
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.diagnosis import diagnose as diagnosing
 from pytest_attn.diagnosis.case import TimeBudget
 from pytest_attn.diagnosis.diagnose import diagnose

@@ -18,9 +18,9 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import FailureSaver
-from pytest_attn.correctness import references as references_module
+from pytest_attn.correctness import reference_cache as references_module
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.failures import failure as failure_module
 from pytest_attn.failures import folder as folder_module

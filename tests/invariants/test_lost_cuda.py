@@ -8,8 +8,8 @@ from pytest_attn import Backend, Workload
 from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.libraries.flash_attention import Flash3
 from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.call import refusals
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.strides import refusals
 from pytest_attn.invariants import check
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.messages.invariants import describe

@@ -11,7 +11,7 @@ from honest.variants import HONEST, VARIANTS
 from pytest_attn import Window, Workload
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.layout import unaligned
 from pytest_attn.messages.mismatch import describe

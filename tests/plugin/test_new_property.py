@@ -59,7 +59,7 @@ def house(tmp_path_factory):
     )
     for after, added in DECLARATION:
         insert(copied / "backends" / "declaration.py", after, added)
-    insert(copied / "correctness" / "calling.py", *USE)
+    insert(copied / "correctness" / "call.py", *USE)
     (house / "test_it.py").write_text(TEST)
     return house
 

@@ -9,7 +9,7 @@ from judging import spec_of
 from rings import HONEST, AllGather, Ring
 
 from pytest_attn import Document, Workload
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.ranks.located import located
 from pytest_attn.workloads.sharding import SHARDS, Sharding

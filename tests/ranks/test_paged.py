@@ -7,7 +7,7 @@ from faulty_rings import judged_over_ranks
 from rings import Problem
 
 from pytest_attn import Pages, Workload
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.ranks.located import located
 from pytest_attn.ranks.shards import RankCache, parts_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_attn.correctness.poison import is_poison, poisoned
+from pytest_attn.correctness.contract import is_poison, poisoned
 from pytest_attn.workloads.dtypes import ALL_DTYPES, DTYPES, FLOATING_DTYPES
 
 

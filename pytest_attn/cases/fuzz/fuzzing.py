@@ -17,7 +17,7 @@ from pytest_attn.cases.fuzz.case import DrawEndsError, FuzzCase
 from pytest_attn.cases.fuzz.scope import scope_of
 from pytest_attn.cases.fuzz.source import write_test, write_workload
 from pytest_attn.cases.records import RECORDS
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.session.kinds import ATTENTION
 from pytest_attn.session.session import session_of

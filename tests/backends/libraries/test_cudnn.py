@@ -11,7 +11,7 @@ from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE
 from pytest_attn.backends.libraries import cudnn as adapter
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

@@ -6,7 +6,7 @@ from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

@@ -9,7 +9,7 @@ from fakes import HERE, install, uninstall
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

@@ -11,7 +11,7 @@ from pytest_attn.backends.libraries.sdpa import _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.references import ReferenceCache
+from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 

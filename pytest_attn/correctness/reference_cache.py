@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.precision import Precision
@@ -16,9 +17,6 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT_CACHE_BYTES = 4 << 30
 

@@ -1,0 +1,354 @@
+"""One call of a kernel on the inputs of a check: what it returns, what it changes, and what it refuses as late as here.
+
+Tensors lie in memory as models, and awkward callers, hand them over. What a kernel writes into a cache is looked at, and so
+are the switches of torch that it may turn and has to turn back, and earlier results that it may overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
+from pytest_attn.correctness.dropout import seeded
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.arithmetic import beside
+from pytest_attn.workloads.kv_cache import WatchedCache, watching_caches
+from pytest_attn.workloads.workload import Workload
+
+# -- torch's switches --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def switches_kept(kind: str) -> Iterator[None]:
+    """Put torch's switches back after a call on a kind of device. Raises ContractError where the callable left one turned."""
+    switches = _switches(kind)
+    before = {name: read() for name, (read, _) in switches.items()}
+    turned: dict[str, Any] = {}
+    try:
+        yield
+    finally:
+        for name, (read, turn) in switches.items():
+            if (now := read()) != before[name]:
+                turned[name] = now
+                turn(before[name])
+    for name, now in turned.items():
+        raise ContractError(f"the callable left torch's {name} at {now}; it was {before[name]}: restore what it changes")
+
+
+def _switches(kind: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return how each is read, and turned."""
+    return {
+        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (torch.get_default_device, _set_default_device),
+        **{
+            f"autocast on {one}": (partial(torch.is_autocast_enabled, one), partial(torch.set_autocast_enabled, one))
+            for one in {"cpu", kind}
+        },
+    }
+
+
+def _set_default_device(device: Any) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+# -- what was written into a cache -------------------------------------------------------------------------------------
+
+
+def fault_of_caches(w: Workload, watched: Sequence[WatchedCache]) -> str | None:
+    """Say what is wrong with the cache that was handed out last, None where it is right. Other workloads need none."""
+    if w.cached is None:
+        return None
+    if not watched:
+        return (
+            "the callable was given a cached prefix and new keys in one, and did not take them apart:"
+            " say cache = attn.split_cache(k, v) in it, and hand its tensors to the kernel"
+        )
+    last = watched[-1]
+    for name, before, after, now in zip(("k", "v"), last.before, last.after, last.now(), strict=True):
+        if fault := _fault_of(name, last, before, after, now):
+            return fault
+    return None
+
+
+def _fault_of(name: str, cache: WatchedCache, before: Tensor, after: Tensor, now: Tensor) -> str | None:
+    is_wrong = ~_same_rows(now, after)
+    if not bool(is_wrong.any()):
+        return None
+    new = cache.slots.slot[cache.slots.is_new]
+    others = is_wrong.clone()
+    others[new] = False
+    if bool(others.any()):
+        return _fault_elsewhere(name, cache, others, now, after[new])
+    if not cache.appends:
+        return f"the callable wrote new keys into {name}_cache, though the test said attn.split_cache(..., appends=False)"
+    unwritten = int(_same_rows(now[new], before[new]).sum())
+    if unwritten == len(new):
+        return (
+            f"the callable wrote none of the {len(new)} new keys into {name}_cache; for a kernel that leaves that to others,"
+            " say attn.split_cache(k, v, appends=False)"
+        )
+    first = int(is_wrong[new].nonzero()[0])
+    held = "what it held before" if bool(_same_rows(now[new], before[new])[first]) else "something else"
+    if found := _same_rows(after[new], now[new][first]).nonzero().flatten().tolist():
+        held = f"that of the new key {_key(cache, int(new[found[0]]))}"
+    wrong = int(is_wrong[new].sum())
+    return (
+        f"slot {int(new[first])} of {name}_cache, where the new key {_key(cache, int(new[first]))} belongs, holds {held};"
+        f" {wrong} of {len(new)} new keys are not as they were given"
+    )
+
+
+def _fault_elsewhere(name: str, cache: WatchedCache, others: Tensor, now: Tensor, new: Tensor) -> str:
+    """Say of the first slot that was to stay as it is what it holds."""
+    slot, count = int(others.nonzero()[0]), int(others.sum())
+    held = "what it holds now is none of the new keys"
+    if found := _same_rows(new, now[slot]).nonzero().flatten().tolist():
+        held = f"it holds the new key {_key(cache, int(cache.slots.slot[cache.slots.is_new][found[0]]))}"
+    return (
+        f"the callable wrote to slot {slot} of {name}_cache, which is not one of the new keys' ({_key(cache, slot)}): {held};"
+        f" {count} such {'slot has' if count == 1 else 'slots have'} changed"
+    )
+
+
+def _key(cache: WatchedCache, slot: int) -> str:
+    """Name the key that a slot belongs to."""
+    at = (cache.slots.slot == slot).nonzero().flatten().tolist()
+    if not at:
+        return "of no sequence"
+    return f"{int(cache.slots.position[at[0]])} of batch entry {int(cache.slots.batch[at[0]])}"
+
+
+def _same_rows(one: Tensor, other: Tensor) -> Tensor:
+    """Return which rows of (rows, kv_heads, dim) are equal, NaN where NaN is."""
+    return ((one == other) | (one.isnan() & other.isnan())).flatten(1).all(1)
+
+
+# -- how tensors lie in memory -----------------------------------------------------------------------------------------
+
+
+#: What a kernel raises that does not take some strides; some libraries assert.
+_REFUSALS = (ValueError, NotImplementedError, RefusedError, TypeError, RuntimeError, AssertionError)
+
+
+#: what a device says of a kernel that has run, and after which nothing runs any more
+_ENDS_CONTEXT = (
+    *("illegal memory access", "illegal address", "illegal instruction", "misaligned address", "device-side assert"),
+    *("launch failure", "hardware stack error", "invalid program counter", "invalid device context"),
+)
+
+
+def is_cuda_error(error: Exception) -> bool:
+    """Whether an exception says that a kernel did what ends the process's context, in CUDA's, HIP's or Triton's words."""
+    said = str(error)
+    return any(name in said for name in ("CUDA", "HIP")) and any(words in said for words in _ENDS_CONTEXT)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn what a kernel raises that does not take some strides into RefusedError.
+
+    A broken contract stays one, and the end of a device's context does not count as a refusal: the kernel has run.
+    """
+    try:
+        yield
+    except ContractError:
+        raise
+    except _REFUSALS as error:
+        if is_cuda_error(error):
+            raise
+        raise RefusedError(str(error) or type(error).__name__) from error
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    """Heads and rows lie in memory the other way round, as between "bhsd" and "bshd"."""
+    other_way = tensor.transpose(-3, -2).clone(memory_format=torch.contiguous_format)  # a copy where one of both is 1, too
+    return other_way.transpose(-3, -2)
+
+
+def fused(tensor: Tensor) -> Tensor:
+    """The middle slice of a tensor three times as wide, as q, k and v are of one projection."""
+    return torch.cat([beside(tensor, 1), tensor, beside(tensor, -1)], -1)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
+
+
+@dataclass(frozen=True)
+class StridePattern:
+    """Which of q, k, v and dout are views, as models hand them over, and which contiguous."""
+
+    views: frozenset[str]
+
+    def of(self, name: str, tensor: Tensor, layout: str) -> Tensor:
+        """Return a copy of the tensor that lies so."""
+        if name not in self.views:
+            return tensor.clone()
+        return swapped(tensor) if layout == "bhsd" else fused(tensor)
+
+    def describe(self, layout: str) -> str:
+        """Say how q, k and v lie."""
+        how = "transposed views of (batch, row, head, dim) tensors" if layout == "bhsd" else "slices of wider tensors"
+        return f"q, k and v are {how}" if "k" in self.views else f"q and v are {how}, k is contiguous"
+
+
+CONTIGUOUS = StridePattern(frozenset())
+#: q, k and v are one projection's, seen by heads
+PROJECTED = StridePattern(frozenset(("q", "k", "v", "dout")))
+#: k has been written anew, as rotary embeddings and caches do
+REWRITTEN_KEYS = StridePattern(frozenset(("q", "v", "dout")))
+
+
+# -- results kept ------------------------------------------------------------------------------------------------------
+
+
+#: bytes of a result from which its fingerprint is kept, and elements that are looked at together
+_LARGE, _PART = 1 << 28, 1 << 24
+#: SplitMix64's odd constant, as int64: consecutive multiples of it share no pattern
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class KeptResult:
+    """A result as it was."""
+
+    def __init__(self, tensor: Tensor, large: int | None = None) -> None:
+        is_large = tensor.nbytes >= (_LARGE if large is None else large)
+        self._print = fingerprint(tensor) if is_large else None
+        self._copy = None if is_large else tensor.clone()
+
+    @property
+    def is_large(self) -> bool:
+        """Whether only its fingerprint is kept."""
+        return self._copy is None
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the same elements, NaN where NaN was; for a fingerprint, the same bits."""
+        if self._copy is None:
+            return fingerprint(tensor) == self._print
+        one, other = tensor, self._copy
+        return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return a sum of all elements' bits, each times an odd number of its own, modulo 2^64."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = start = 0
+    for part in _parts(tensor.detach()):
+        bits = part.reshape(-1).view(integer).long()
+        weights = torch.arange(start + 1, start + 1 + len(bits), device=bits.device).mul_(_STEP)
+        weights.bitwise_xor_(weights >> 29).bitwise_or_(1)
+        total += int(bits.add_(1).mul_(weights).sum())
+        start += len(bits)
+    return total % (1 << 64)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield parts of a tensor that are small enough to be copied, in an order that its shape alone gives."""
+    if tensor.numel() <= _PART or tensor.dim() == 0:
+        yield tensor
+        return
+    axis = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    for part in tensor.tensor_split(2, axis):
+        yield from _parts(part)
+
+
+# -- the call ----------------------------------------------------------------------------------------------------------
+
+
+def call_kernel(
+    kernel: AttentionFn, spec: CheckSpec, reference: Reference, pattern: StridePattern
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Call the kernel on copies of the inputs, in its layout.
+
+    Returns out, lse and gradients by name, in native layout, and by how much it changed each input that it changed.
+    Raises ContractError for a result that cannot be compared.
+    """
+    __tracebackhide__ = True
+    pristine = reference.called_with
+    kept = spec.untouched(pristine)
+    if spec.workload.kv_pages is None:
+        laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
+    else:
+        laid = list(spec.handed(pristine))
+    if spec.workload.v_in_k:
+        laid[2] = laid[1][..., : spec.workload.v_head_dim]
+    given = [t.requires_grad_(spec.backward) for t in laid]
+    names = spec.results
+    empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
+    gradients = nullcontext() if spec.backward else torch.no_grad()
+    with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
+        result = kernel(*given)
+    if fault := fault_of_caches(spec.workload, caches):
+        raise ContractError(fault)
+    handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
+    tensors = dict(zip(names, handed_out, strict=True))
+    if spec.backward:
+        dout = spec.in_layout(empty_rows.blanked(pristine.dout))
+        leaves = {**dict(zip("qkv", given, strict=True)), **spec.parameters}
+        tensors.update(_gradients(tensors["out"], leaves, pattern.of("dout", dout, spec.layout)))
+    if spec.device.type == "cuda":
+        torch.cuda.synchronize(spec.device)
+    changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
+    laid_out = ("out", "dq", "dk", "dv")
+    native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
+    return empty_rows.forget(native), changes
+
+
+def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if not out.requires_grad:
+        raise ContractError(
+            "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
+        )
+    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            raise ContractError(f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name)}")
+        if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
+            raise ContractError(
+                f"d{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
+            )
+        yield f"d{name}", grad.to(out.device)  # what a kernel closes over may be a copy of a tensor elsewhere
+
+
+def _advice(name: str) -> str:
+    """Say what a kernel has to close over for the gradient of a parameter."""
+    return "" if name in "qkv" else f"; the callable must use attn.{'alibi_slopes' if name == 'alibi' else name} itself"
+
+
+@contextmanager
+def late_refusals_of(subject: Subject) -> Iterator[None]:
+    """Turn what a backend knows as a refusal that only its compiler found out into RefusedError."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        if reason := subject.refusal_in(error):
+            raise RefusedError(reason) from error
+        raise
+
+
+def changes_of(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return by how much at most each tensor is not what it was before; nothing of those that are."""
+    changes = {}
+    for name, tensor in now.items():
+        tensor, kept = tensor.detach(), before[name].to(tensor.device)
+        if torch.equal(tensor, kept):
+            continue
+        is_now, was = tensor.double(), kept.double()
+        differs = (is_now != was) & ~(is_now.isnan() & was.isnan())
+        if differs.any():
+            changes[name] = float((is_now - was)[differs].abs().max())
+    return changes
+
+
+def fault_of_change(changes: dict[str, float]) -> str:
+    """Say which input a callable changed first, and by how much."""
+    name, largest = next(iter(changes.items()))
+    return f"the callable changed its input {name} in place (by up to {largest:.3g})"
