@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_attn.correctness.mask_mistakes import mask_mistakes
 from pytest_attn.diagnosis.hypothesis import AttentionFault, of_workload
+from pytest_attn.diagnosis.masks import near_misses
 from pytest_attn.diagnosis.options import ignored_options, misplaced_options, misread_options
 from pytest_attn.diagnosis.reading import misread_tensors, wrong_descales
 from pytest_attn.workloads.inputs import Inputs
@@ -19,7 +19,7 @@ def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """
     yield from wrong_descales(w, drawn)
     yield from ignored_options(w)
-    for fault, words, mask in mask_mistakes(drawn, w):
+    for fault, words, mask in near_misses(w, drawn):
         yield AttentionFault(fault, words, of_workload(w, mask=mask))
     yield from misread_tensors(w, drawn)
     yield from misread_options(w, drawn)

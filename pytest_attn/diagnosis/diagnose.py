@@ -25,7 +25,6 @@ from pytest_attn.correctness.comparison import (
     looked_at,
     wrong_rows,
 )
-from pytest_attn.correctness.mask_mistakes import TILES
 from pytest_attn.correctness.reference import Reference, score_elements
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.backward import (
@@ -38,6 +37,7 @@ from pytest_attn.diagnosis.backward import (
 from pytest_attn.diagnosis.case import Case, TimeBudget
 from pytest_attn.diagnosis.faults import PRECISION
 from pytest_attn.diagnosis.hypothesis import FaultHypothesis, Fit, Seen, explains
+from pytest_attn.diagnosis.masks import TILES
 from pytest_attn.diagnosis.online import OnlineRows, blind_tile, faults_of_running_sums
 from pytest_attn.diagnosis.out import FEW_ROWS, MANY_ROWS, RowsOfOut, misplaced_rows, on_rows, spread_rows, worst_rows
 from pytest_attn.diagnosis.precision import fitting_profiles, scale_or_profile

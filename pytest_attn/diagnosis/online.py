@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.correctness.exact import over_keys
-from pytest_attn.correctness.mask_mistakes import TILES
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, FaultHypothesis, Prediction, View
+from pytest_attn.diagnosis.masks import TILES
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
 
 _SPLITS = (2, 3, 4, 8)

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from pytest_attn.correctness.exact import slopes_of
-from pytest_attn.correctness.mask_mistakes import seen_by
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
+from pytest_attn.diagnosis.masks import seen_by
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import ScoreMod

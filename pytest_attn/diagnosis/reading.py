@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from pytest_attn.correctness.mask_mistakes import TILES, seen_by
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
+from pytest_attn.diagnosis.masks import TILES, seen_by
 from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod

@@ -19,7 +19,7 @@ from pytest_attn.correctness.comparison import compare_all, limits_named
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.workloads import needles, positions
+from pytest_attn.workloads import distributions, positions
 from pytest_attn.workloads.catalog import LONG_GROUPS, builtin_catalog
 from pytest_attn.workloads.distributions import LongNeedles, _needle_target
 from pytest_attn.workloads.masks import interval, intervals, visible_pairs
@@ -34,7 +34,7 @@ HOST = Machine("cpu", "a CPU", None, "", 1 << 40, 1, "2.11.0")
 @pytest.fixture
 def few(monkeypatch):
     """Sequences of some hundred tokens count as long, and 64 of their rows are looked at."""
-    for module in (positions, needles):
+    for module in (positions, distributions):
         monkeypatch.setattr(module, "sampled_positions", lambda length, most=64, far=(): SAMPLED(length, 64, far))
         monkeypatch.setattr(module, "borders", lambda length, most=64: BORDERS(length, 64))
     monkeypatch.setattr(positions, "LONG_PAIRS", 1 << 16)

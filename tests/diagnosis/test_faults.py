@@ -16,12 +16,12 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, precision_named
 from pytest_attn.correctness.comparison import Hint
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.mask_mistakes import mask_mistakes
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
+from pytest_attn.diagnosis.masks import near_misses
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.faults import FAULTS_OF
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
@@ -142,7 +142,7 @@ def test_a_near_miss_of_a_mask_hides_or_shows_something():
     inputs = draw_inputs(w)
     index = torch.meshgrid(*(torch.arange(n) for n in (1, 2, 70, 130)), indexing="ij")
     honest = inputs.mask_mod()(*index)
-    changed = [fault for fault, _, mask in mask_mistakes(inputs, w) if not (mask(*index) & (index[3] < 130)).equal(honest)]
+    changed = [fault for fault, _, mask in near_misses(w, inputs) if not (mask(*index) & (index[3] < 130)).equal(honest)]
     assert "window-left-one-too-long" in changed
     assert len(changed) > 15
 

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Band, MaskMod, NearMiss, Sequences
 from pytest_attn.workloads.masks.band import in_band
 from pytest_attn.workloads.workload import Workload, sequences_of
 
-if TYPE_CHECKING:
-    import torch
-
 #: sizes of tiles that kernels have, the largest first
 TILES = (256, 128, 64, 32, 16)
 
 
-def mask_mistakes(inputs: Inputs, w: Workload) -> Iterator[NearMiss]:
+def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
     """Yield the near misses of a workload's mask: of its kind, then with its tiles, then with the ends of sequences."""
-    mask, over = w.plain_mask, sequences_of(w, inputs.device)
+    mask, over = w.plain_mask, sequences_of(w, drawn.device)
     if mask is not None:
         yield from mask.near_misses(over)
         if mask.band is not None:
             yield from _tiles(mask.band, w, over)
-    yield from _ends(seen_by(inputs, w), over)
+    yield from _ends(seen_by(drawn, w), over)
 
 
 def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
