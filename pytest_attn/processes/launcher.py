@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
 from pytest_attn.processes.fork_server import Command, ForkServer, ServerError
-from pytest_attn.processes.worker import CHANNEL_VARIABLE
+from pytest_attn.processes.worker import CHANNEL_VARIABLE, FINISHED
 
 #: seconds between two looks at whether a process has ended whose channel others may hold, too; and that an end may take
 _LOOK_SECONDS, _END_SECONDS = 2.0, 5.0
@@ -27,12 +27,14 @@ _log = logging.getLogger(__name__)
 class Ended(NamedTuple):
     """A worker that has ended: how, what it printed, and what it said over its channel.
 
-    returncode: negative: by which signal; None where it took too long, and was ended.
+    returncode: negative: by which signal; None where it took too long, and was ended. is_finished: whether its pytest said
+    that it came to its end, which a process that leaves early with 0 does not.
     """
 
     returncode: int | None
     output: str
     messages: Sequence[Message] = ()
+    is_finished: bool = False
 
 
 class Process(ABC):
@@ -81,7 +83,9 @@ class Process(ABC):
             self.kill()
             raise
         self.channel.close()
-        return Ended(returncode, self.command.output.read_text(encoding="utf-8", errors="replace"), messages)
+        is_finished = messages[-1:] == [FINISHED]
+        output = self.command.output.read_text(encoding="utf-8", errors="replace")
+        return Ended(returncode, output, messages[:-1] if is_finished else messages, is_finished)
 
     def await_message(self, end: float) -> Message | None:
         """Return what it says next, None where it ends instead. end: by time.monotonic. Raises TimeoutError, ServerError."""

@@ -49,6 +49,8 @@ OVERRIDES: Mapping[str, object] = {
     "color": "no",
     "durations": None,
 }
+#: its last message
+FINISHED = {"is_finished": True}
 _DIE_WITH_PARENT, _SIGKILL = 1, 9  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -129,3 +131,10 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     if worker := Worker.of_this_process():
         worker.override(config)
     return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Say that all tests were run that could be."""
+    if worker := Worker.of_this_process():
+        worker.channel.send(**FINISHED)

@@ -123,7 +123,8 @@ def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str]) ->
         done = WorkerPool.of(config).run_once(command, _SECONDS_PER_PROCESS)
     if done.returncode is None:
         return Isolated(done.messages, False, f"it took more than {_SECONDS_PER_PROCESS} s")
-    return Isolated(done.messages, done.returncode == pytest.ExitCode.OK, last_words(done.output))
+    is_well = done.is_finished and done.returncode == pytest.ExitCode.OK
+    return Isolated(done.messages, is_well, last_words(done.output))
 
 
 def are_forked(how: str, kinds: Iterable[str]) -> bool:
@@ -171,7 +172,7 @@ def worker_environment() -> dict[str, str]:
 def _arguments(config: pytest.Config, folder: Path) -> list[str]:
     """Return the arguments of this pytest, and what must be known before they are parsed."""
     plugins = config.pluginmanager
-    given = list(map(str, config.invocation_params.args))
+    given = [one for one in map(str, config.invocation_params.args) if not _is_read_once(config, one)]
     own = ["-p", "pytest_attn.processes.worker", f"--rootdir={config.rootpath}"]
     if config.inipath:
         own.append(f"--config-file={config.inipath}")
@@ -181,6 +182,11 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
         own.append("--no-cov")
     names = given.index("--") if "--" in given else len(given)  # what follows are names
     return [*given[:names], *own, *given[names:]]
+
+
+def _is_read_once(config: pytest.Config, argument: str) -> bool:
+    """Whether an argument names a pipe with arguments, which this pytest has read: @/dev/fd/63."""
+    return argument.startswith("@") and not (config.invocation_params.dir / argument[1:]).is_file()
 
 
 def _options(folder: Path) -> dict[str, object]:

@@ -138,7 +138,8 @@ def _fresh_processes(request, pytester, monkeypatch):
                 patch.setenv(name, value)
             done = pytester.runpytest_inprocess(*command.arguments)
         theirs.close()
-        return launcher.Ended(done.ret, f"{done.stdout}\n{done.stderr}", list(iter(mine.recv, None)))
+        messages = [one for one in iter(mine.recv, None) if one != this_process.FINISHED]
+        return launcher.Ended(done.ret, f"{done.stdout}\n{done.stderr}", messages, is_finished=True)
 
     monkeypatch.setattr(worker_pool.WorkerPool, "run", run)
 

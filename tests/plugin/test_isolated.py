@@ -51,9 +51,11 @@ def test_what_it_raises_there_is_named_with_its_arrangement(run):
     )
 
 
-@pytest.mark.slow
-def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run):
-    result = run("os.kill(os.getpid(), signal.SIGSEGV)")
+@pytest.mark.parametrize(
+    "fault", [pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", marks=pytest.mark.slow), "os._exit(0)"]
+)
+def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run, fault):
+    result = run(fault)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         ["*1 invariant broken by mine*", "E * alignment *the process of its own ended while it ran: *"]

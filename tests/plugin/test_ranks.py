@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_attn.processes.launcher import Launcher
+
 TESTS = Path(__file__).parent.parent
 KERNELS = """
 import os, signal
@@ -169,7 +171,9 @@ def test_a_backend_or_too_few_rows_needs_no_ranks(pytester):
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_its_judge(pytester):
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_no_rank_outlives_its_judge(pytester, can_fork):
+    pytester.makeconftest(f"from pytest_attn.processes.launcher import Launcher\nLauncher.can_fork = {can_fork}\n")
     pytester.makepyfile(
         KERNELS
         + """
@@ -190,9 +194,18 @@ def test_hangs(attn):
     run.kill()
     run.wait()
     end = time.monotonic() + 20
-    while any(_runs(file.read_text()) for file in files) and time.monotonic() < end:
+    while (left := _processes_in(pytester.path)) != [str(os.getpid())] and time.monotonic() < end:
         time.sleep(0.1)
-    assert not any(_runs(file.read_text()) for file in files)
+    assert left == [str(os.getpid())], "a rank or a server is left"
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_forked_begin_by_themselves(pytester, monkeypatch):
+    monkeypatch.setattr(Launcher, "can_fork", False)
+    pytester.makepyfile(KERNELS + ENDS)
+    result = pytester.runpytest("-k", "honest or killed or after", "-W", "error")
+    result.assert_outcomes(passed=4, failed=1, errors=2)
+    result.stdout.fnmatch_lines(["*rank 1 was killed by SIGKILL while the case ran*"])
 
 
 def _runs(pid):

@@ -38,7 +38,9 @@ def starting(monkeypatch, tmp_path):
     """A process that ends with `answer`; `commands` are those of each."""
     commands = []
     plugins = SimpleNamespace(hasplugin=lambda name: False)
-    invocation = SimpleNamespace(args=["-k", "a", "-n", "4", "--", "test_a.py"], dir=tmp_path)
+    (tmp_path / "names").touch()
+    arguments = ["-k", "a", "-n", "4", "@/dev/fd/63", "--", "@names", "test_a.py"]  # the first file is a pipe that was read
+    invocation = SimpleNamespace(args=arguments, dir=tmp_path)
     config = SimpleNamespace(
         invocation_params=invocation,
         rootpath=tmp_path,
@@ -160,4 +162,4 @@ def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, mo
     assert not [name for name in command.environment if name.startswith(("PYTEST_XDIST", "PYTEST_CURRENT"))]
     root = f"--rootdir={starting.config.rootpath}"
     own = ["-p", "pytest_attn.processes.worker", root]
-    assert command.arguments == ["-k", "a", "-n", "4", *own, "--", "test_a.py"], "all that this one was given"
+    assert command.arguments == ["-k", "a", "-n", "4", *own, "--", "@names", "test_a.py"], "all that this one was given"
