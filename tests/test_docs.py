@@ -30,7 +30,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import yaml
-from test_readme import without_figures
 
 import pytest_attn
 from pytest_attn import hooks, plugin
@@ -44,6 +43,8 @@ else:
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
+#: below which a page names a file
+ROOTS = (DOCS.parent, DOCS.parent / "pytest_attn", DOCS / "_ext")
 PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
 #: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
 DIRECTIVES = ("{toctree}", "{eval-rst}")
@@ -187,7 +188,8 @@ def beside(folder):
 def masked(line, folder):
     """A line without what differs from run to run: figures, their units, folders, the width of rules and columns."""
     line = re.sub(r"(?<![\w/])(\.\.)?/[\w./-]+/", "/", line.replace(str(folder), "/folder"))
-    line = re.sub(r"(?<=N) (us|ms|s)\b", " s", re.sub(r"\+N", "N", without_figures(line)))
+    line = re.sub(r"-?\d[\d,.e+-]*", "N", line)
+    line = re.sub(r"(?<=N) (us|ms|s)\b", " s", re.sub(r"\+N", "N", line))
     line = re.sub(r"N CPU threads?|N threads?", "N threads", line)
     return " ".join(re.sub(r"([=_-])\1{2,}", r"\1", line).split())
 
@@ -267,6 +269,12 @@ def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A title, here\n[a](page.md#a-title-here) [b](gone.md) [c](#gone) [d](http://a.org) `[e](no.md)`\n")
     assert list(dead_links(page)) == ["gone.md", "#gone"]
+
+
+def test_the_files_that_the_pages_name_are_there():
+    prose = {page: re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M) for page in PAGES}
+    named = {(page, name) for page, text in prose.items() for name in re.findall(r"`((?:[\w.-]+/)+[a-z_]+\.py)`", text)}
+    assert [f"{page}: {name}" for page, name in sorted(named) if not any((root / name).is_file() for root in ROOTS)] == []
 
 
 def test_the_pages_that_the_code_names_are_there():
