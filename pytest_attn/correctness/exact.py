@@ -1,4 +1,4 @@
-"""The forward arithmetic of exact attention in float64: how a workload is cut, products of grouped heads, scores, softmax.
+"""The forward arithmetic of exact attention in float64: how a workload is cut, products of GQA heads, scores, softmax.
 
 A workload is cut into segments of equally long sequences, blocks of heads and chunks of query rows. One chunk is computed at a
 time, so memory grows with the sequence, not with its square. Query head h uses key head h // group, and keys are never
@@ -206,7 +206,7 @@ def _span_of(segment: Segment, first_row: int, last_row: int) -> slice:
     return slice(min(first[0], last[0]), max(first[1], last[1], 1))
 
 
-# -- products over grouped heads ---------------------------------------------------------------------------------------
+# -- products over heads of GQA ---------------------------------------------------------------------------------------
 
 
 #: keys of one head from which a sum over them is split, and how many each part has
