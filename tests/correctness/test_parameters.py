@@ -1,17 +1,19 @@
 """Gradients of sinks, of the bias and of ALiBi's slopes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from judging import judged, positions
 
 from pytest_attn import Workload
+from pytest_attn.correctness import gradients
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.parameters import parameters_of
+from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 
 CPU = torch.device("cpu")
 REFERENCES = ReferenceCache()
@@ -156,3 +158,22 @@ def test_a_packed_kernel_whose_sinks_learn_wrongly_is_a_mismatch():
 def test_what_comes_before_a_score_mod_has_no_gradient_that_is_known():
     workload = Workload(64, heads=2, bias="hqk", sinks=True, score_mod=lambda score, b, h, q, k: 2 * score)
     assert parameters_of(workload) == ["sinks"]
+
+
+def test_a_new_gradient_is_a_line_of_each_of_two_tables(monkeypatch):
+    """ALiBi's slopes once more, under the name of a field that workloads are given here."""
+    monkeypatch.setattr(Workload, "slopes", property(lambda workload: workload.alibi), raising=False)
+    monkeypatch.setitem(PARAMETERS, "slopes", replace(PARAMETERS["alibi"], name="slopes"))
+    monkeypatch.setitem(gradients.REDUCTIONS, "slopes", gradients.REDUCTIONS["alibi"])
+    workload = Workload(**SHAPE, alibi=True)
+    inputs, leaves = leaves_of(workload)
+    spec = spec_of(workload, {"slopes": leaves["alibi"]})
+    right = judged(attention_of(inputs, leaves), spec)
+    assert right.passed
+    assert "dslopes" in {row.name for row in right.tensors}
+    wrong = judged(faulty(inputs, leaves, "alibi", scaled), spec)
+    assert {row.name for row in wrong.tensors if not row.passed} == {"dslopes"}
+
+
+def test_the_two_tables_have_the_same_parameters():
+    assert gradients.REDUCTIONS.keys() == PARAMETERS.keys()
