@@ -57,8 +57,8 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
 
 
 def _rank(records: Sequence[Record], given: argparse.Namespace) -> None:
-    from pytest_attn.reports.rank import rank
-    from pytest_attn.reports.rank_lines import rank_summary
+    from pytest_attn.reports.ranking import rank
+    from pytest_attn.reports.ranking_output import rank_summary
 
     for text, _ in rank_summary(rank(records), verbose=False, width=room(sys.stdout.isatty())):
         print(text)

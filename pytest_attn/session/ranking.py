@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from pytest_attn.reports.columns import room
-from pytest_attn.reports.rank import Ranking, rank
-from pytest_attn.reports.rank_files import to_json, to_python
-from pytest_attn.reports.rank_lines import nothing_timed, rank_summary
+from pytest_attn.reports.ranking import Ranking, rank
+from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.session.output import write_whole
 from pytest_attn.session.session import AttentionSession
 

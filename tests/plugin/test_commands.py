@@ -10,8 +10,8 @@ from fakes.records import run_of
 from pytest_attn.__main__ import main
 from pytest_attn.reports.html.page import report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.rank import rank
-from pytest_attn.reports.rank_lines import rank_summary
+from pytest_attn.reports.ranking import rank
+from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import RecordWriter, read_records
 
 

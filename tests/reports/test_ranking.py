@@ -10,9 +10,7 @@ import pytest
 from fakes.ranked import H200, PROCESSES, RECORDED, TUNED, checked, names, only, right, tables, text, timed
 
 from pytest_attn.latency.statistics import t_quantile
-from pytest_attn.reports import ties
-from pytest_attn.reports.rank import rank
-from pytest_attn.reports.ties import Timed, is_slower, rank_sum_tail, t4_quantile
+from pytest_attn.reports.ranking import ALPHA, Timed, is_slower, rank, rank_sum_tail, t4_quantile
 
 # -- the rule ------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +83,7 @@ def test_the_assumed_scatter_is_that_of_the_recorded_processes():
     pairs = [(a, b) for case in cases for a, b in permutations(case["p50_ns"], 2)]
     for rivals in (1, 4, 10):
         apart = sum(is_slower(Timed(a, (a, a, 0.9)), Timed(b, (b, b, 0.9)), "cuda", rivals) for a, b in pairs)
-        assert apart / len(pairs) <= 1.2 * ties.ALPHA / rivals
+        assert apart / len(pairs) <= 1.2 * ALPHA / rivals
 
 
 # -- who stands where ----------------------------------------------------------------------------------------------------
