@@ -14,10 +14,16 @@ import pytest
 from fakes.pages import CPU, FLUX, SDPA
 from fakes.records import GPU, HOSTILE, check, record, run_of
 
-from pytest_attn.reports.html.machines import by_machine, facts_in_words, sentence
-from pytest_attn.reports.html.page import report_page
-from pytest_attn.reports.html.payload import short, to_script
-from pytest_attn.reports.html.verdicts import shown_verdict, words_of
+from pytest_attn.reports.html.page import (
+    by_machine,
+    facts_in_words,
+    report_page,
+    sentence,
+    short,
+    shown_verdict,
+    to_script,
+    words_of,
+)
 
 
 class Elements(HTMLParser):

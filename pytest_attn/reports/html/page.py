@@ -1,19 +1,29 @@
-"""The page of --attn-output=FILE.html: one file that opens offline, loads nothing, and runs no script but its own."""
+"""The page of --attn-output=FILE.html: one file that opens offline, loads nothing, and runs no script but its own.
+
+The page carries every text once, numbers with the digits that are shown, and nothing that is not. Times of two machines never
+meet in one plot. Its charts are in charts.py, what draws them in the .js files beside it.
+"""
 
 from __future__ import annotations
 
 import base64
 import functools
 import hashlib
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from string import Template
+from typing import Any, NamedTuple
 
-from pytest_attn.reports.html.machines import by_machine, facts_in_words, is_wrong, sentence
-from pytest_attn.reports.html.payload import payload, to_script
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import Record, name_of, verdict_of
+from pytest_attn.verdict import Tone, Verdict
+
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 INSTALL = 'pip install "pytest-attn[report]"'
 _SCRIPTS = (
@@ -88,3 +98,285 @@ def _header(records: Sequence[Record]) -> str:
         f'<p id="sentence" class="sentence {tone}">{escape(sentence(first.records))}</p>'
         f'<dl id="facts" class="facts">{facts}</dl>'
     )
+
+
+# -- records as the page carries them ----------------------------------------------------------------------------------
+
+
+_DIGITS = 5
+_SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype", "mask", "flops", "bytes")
+_FIGURES = ("z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine")
+_DECISION = ("change", "interval", "detectable", "recorded", "runs")
+_LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory", "threads", "disturbances", "notes", "cupti")
+#: what a row of the page says, in this order
+CASE = (
+    *("machine", "workload", "subject", "question", "verdict", "direction", "reason", "test", "command", "z", "worst"),
+    *("tensors", "is_sampled", "compile", "profiles", "latency", "calls"),
+)
+
+
+def payload(records: Sequence[Record]) -> dict[str, Any]:
+    """Return what the page's script reads, of types that JSON has."""
+    machines = by_machine(records)
+    texts, workloads, subjects, launches = Table(), Table(), Table(), Table()
+    cases = [
+        _case(number, record, texts, workloads, subjects, launches)
+        for number, machine in enumerate(machines)
+        for record in machine.records
+    ]
+    shown = dict.fromkeys([*(verdict.value for verdict in Verdict), *map(shown_verdict, records)])
+    return {
+        "machines": [{"sentence": sentence(one.records), "facts": facts_in_words(one)} for one in machines],
+        "verdicts": [[verdict, *words_of(verdict)[:3]] for verdict in shown],
+        "fields": CASE,
+        "cases": cases,
+        "workloads": workloads.rows,
+        "subjects": subjects.rows,
+        "launches": launches.rows,
+        "texts": texts.rows,
+    }
+
+
+def to_script(value: Any) -> str:
+    """Write JSON that no text in it can end the script element of, or open a comment in."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+class Table:
+    """Rows that many cases share, each kept once and named by its number."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number_of(self, key: Any, row: Any = None) -> int:
+        """Return the number of a row; `key` tells rows apart, and is the row itself where none is given."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.rows)
+            self.rows.append(key if row is None else row)
+        return self._numbers[key]
+
+
+def _case(number: int, record: Record, texts: Table, workloads: Table, subjects: Table, launches: Table) -> list[Any]:
+    z = [short(z) for z in (record["z_element"], record["z_row"], record["z_head"])]
+    worst = [record["tensor"], record["distribution"]] if record["tensor"] else None
+    compilation = [short(record["compile_seconds"]), record["graph_breaks"]]
+    row: list[Any] = [
+        number,
+        workloads.number_of(record["workload"], _workload(record)),
+        subjects.number_of(record["subject"], _subject(record)),
+        texts.number_of(record["question"]),
+        texts.number_of(shown_verdict(record)),
+        texts.number_of(record["direction"]),
+        *(texts.number_of(str(text)) for text in (record["reason"], record["test"], record["command"])),
+        z if record["z_element"] is not None else 0,
+        [texts.number_of(text) for text in worst] if worst else 0,
+        [_tensor(tensor, texts) for tensor in record["tensors"]] or 0,
+        int(record["is_sampled"]),
+        compilation if record["compile_seconds"] is not None else 0,
+        [_profile(profile, launches) for profile in record["profiles"]] or 0,
+        _latency(record["latency"]) or 0,
+        [_call(call, texts) for call in record["calls"]] or 0,
+    ]
+    while row and row[-1] == 0:
+        row.pop()
+    return row
+
+
+def _workload(record: Record) -> dict[str, Any]:
+    shape = record["shape"] or {}
+    known = {name: shape[name] for name in _SIZES if name in shape}
+    return {"id": record["workload"], "group": record["group"], "aliases": list(record["aliases"]), **known}
+
+
+def _subject(record: Record) -> dict[str, Any]:
+    return {"name": record["subject"], **record["tags"], "version": record["version"]}
+
+
+def _tensor(tensor: Mapping[str, Any], texts: Table) -> list[Any]:
+    """Return a tensor's figures; where it is worst only of those that failed."""
+    row: list[Any] = [texts.number_of(tensor["name"]), texts.number_of(tensor["distribution"]), int(tensor["passed"])]
+    row += [short(tensor.get(figure)) for figure in _FIGURES]
+    if not tensor["passed"]:
+        row += [list(tensor.get("worst") or ()), *(short(tensor.get(figure)) for figure in ("found", "exact", "budget"))]
+    return row
+
+
+def _call(call: Mapping[str, Any], texts: Table) -> list[Any]:
+    """Return the judgment of one attention call of a model; without z where nothing could be compared."""
+    words = [texts.number_of(str(call[word])) for word in ("module", "workload", "tensor")]
+    z = [short(call[level]) for level in ("z_element", "z_row", "z_head")]
+    return [*words, int(call["passed"]), 0 if None in z else z]
+
+
+def _profile(profile: Mapping[str, Any], launches: Table) -> dict[str, Any]:
+    words = ("framework", "category", "architecture", "operation", "symbol")
+    rows = []
+    for launch in profile["launches"]:
+        kernel = tuple(str(launch.get(word) or "") for word in words)
+        rows.append([launches.number_of(kernel), launch["calls"], short(launch["seconds"])])
+    shown = {key: short(profile.get(key)) for key in ("peak_memory", "flops", "roofline", "seconds")}
+    return {"direction": profile["direction"], "launches": rows, **shown}
+
+
+def _latency(latency: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if not latency or not latency.get("p50"):
+        return None
+    shown = {key: short(latency[key]) for key in _LATENCY if latency.get(key)}
+    decision, baseline = latency.get("decision") or {}, latency.get("baseline")
+    shown["decision"] = {key: short(decision[key]) for key in _DECISION if decision.get(key)}
+    if baseline:
+        shown["baseline"] = short({key: baseline.get(key) for key in ("p50", "date", "reason", "history")})
+    return shown
+
+
+def short(value: Any) -> Any:
+    """Shorten the numbers within a value; those that JSON has no word for become their names."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else name_of(value)
+    if isinstance(value, Mapping):
+        return {key: short(one) for key, one in value.items()}
+    return [short(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- whose records these are -------------------------------------------------------------------------------------------
+
+#: of a GPU among others of its kind
+_INDEX = re.compile(r":\d+$")
+
+
+class MachineRecords(NamedTuple):
+    """One machine with its software, and what was judged on it."""
+
+    facts: Mapping[str, Any]
+    records: Sequence[Record]
+
+
+def by_machine(records: Sequence[Record]) -> list[MachineRecords]:
+    """Separate records by machine and software, those where most is wrong first; GPUs of one kind are one machine.
+
+    A test that raised before its machine was known belongs to the only machine, if there is only one.
+    """
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(_identity(record["machine"]), []).append(record)
+    nameless = found.pop((), [])
+    if nameless:
+        owner = next(iter(found)) if len(found) == 1 else ()
+        found.setdefault(owner, []).extend(nameless)
+    machines = [MachineRecords(_richest(mine), mine) for mine in found.values()]
+    return sorted(machines, key=lambda machine: -_wrong(machine.records))
+
+
+def _identity(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what distinguishes a machine, () where nothing is known of it."""
+    return tuple(f"{key}={_INDEX.sub('', str(value))}" for key, value in sorted(facts.items()))
+
+
+def _richest(records: Sequence[Record]) -> Mapping[str, Any]:
+    return max((record["machine"] for record in records), key=len)
+
+
+def sentence(records: Sequence[Record]) -> str:
+    """Say how the run went, what is wrong first."""
+    counts = Counter(shown_verdict(record) for record in records)
+    wrong, doubtful = (_counted(counts, tone) for tone in ("bad", "doubt"))
+    fine = _counted(counts, "good", "plain", "none")
+    if not records:
+        return "No attention test ran."
+    total = f"{len(records):,} judgment{'' if len(records) == 1 else 's'}"
+    if wrong:
+        start = f"{_wrong(records):,} of {total} went wrong: {wrong}."
+    elif not _counted(counts, "good", "doubt"):
+        return f"Nothing was found right or wrong: {fine}."
+    else:
+        start = "Nothing went wrong."
+    parts = [f"To look at: {doubtful}." if doubtful else "", f"The rest: {fine}." if wrong and fine else ""]
+    parts += [f"{fine[0].upper()}{fine[1:]}." if fine and not wrong else ""]
+    return " ".join(part for part in (start, *parts) if part)
+
+
+def _wrong(records: Sequence[Record]) -> int:
+    return sum(words_of(shown_verdict(record)).tone == "bad" for record in records)
+
+
+def _counted(counts: Counter[str], *tones: str) -> str:
+    names = [verdict.value for verdict in Verdict]
+    known = [*names, *(name for name in counts if name not in names)]
+    shown = [(counts[v], words_of(v)) for v in known if counts[v] and words_of(v).tone in tones]
+    return ", ".join(f"{number:,} {words.counted}" for number, words in shown)
+
+
+def is_wrong(records: Sequence[Record]) -> bool:
+    """Say whether anything is."""
+    return _wrong(records) > 0
+
+
+def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
+    """Return what is known of a machine and its run, as terms and descriptions."""
+    facts = machine.facts
+    dates = sorted(str(record["date"]) for record in machine.records if record["date"])
+    memory = facts.get("memory")
+    seconds = sum(_seconds_of_each_test(machine.records).values())
+    rows = [
+        ("Machine", facts.get("name", "not known")),
+        ("Device", " · ".join(dict.fromkeys(str(facts[key]) for key in ("device", "architecture") if facts.get(key)))),
+        ("Memory", f"{memory / 2**30:,.0f} GiB" if isinstance(memory, (int, float)) else ""),
+        ("Run", _span(dates)),
+        ("Time in tests", f"{seconds:,.0f} s" if seconds >= 1 else ""),
+        ("torch", facts.get("torch", "")),
+        ("Python", facts.get("python", "")),
+        ("pytest-attn", facts.get("pytest_attn", "")),
+        ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),
+    ]
+    return [(term, str(text)) for term, text in rows if text]
+
+
+def _seconds_of_each_test(records: Sequence[Record]) -> dict[str, float]:
+    """Every record of a test says how long the whole test took."""
+    return {record["test"]: record["seconds"] for record in records}
+
+
+def _span(dates: Sequence[str]) -> str:
+    """Write when a run began and ended: "2026-11-21 19:34 to 19:40 UTC"."""
+    if not dates:
+        return ""
+    (day, begun), (last, ended) = ((date[:10], date[11:16]) for date in (dates[0], dates[-1]))
+    end = "" if (day, begun) == (last, ended) else f" to {ended}" if day == last else f" to {last} {ended}"
+    return f"{day} {begun}{end} UTC"
+
+
+def _libraries(records: Sequence[Record]) -> list[tuple[str, str]]:
+    found = {
+        (str(record["tags"].get("family", "")), str(record["version"]))
+        for record in records
+        if record["version"] and record["verdict"] != "skipped"
+    }
+    return sorted(found)
+
+
+# -- what the page calls a verdict, those of newer versions included ---------------------------------------------------
+
+
+class Words(NamedTuple):
+    """One verdict as a reader meets it; counted: its words behind a number."""
+
+    word: str
+    glyph: str
+    tone: str
+    counted: str
+
+
+def shown_verdict(record: Record) -> str:
+    """Return the name under which the page shows a record's verdict."""
+    verdict = verdict_of(record)
+    return verdict.value if verdict else record["verdict"]
+
+
+def words_of(name: str) -> Words:
+    """Return what the page calls a verdict; one that it does not know is a doubt."""
+    verdict = Verdict.named(name)
+    if verdict is None:
+        return Words(name, "?", Tone.DOUBT.value, name)
+    return Words(verdict.word, verdict.glyph, verdict.tone.value, verdict.counted)
