@@ -1,17 +1,17 @@
-"""What the terminal says of latencies: one row per case, and what to type next."""
+"""What the terminal says of latencies: one row per case, what a model's step has beside its time, and what to type next."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
-from pytest_attn.messages.durations import duration_in_column
+from pytest_attn.messages.durations import duration, duration_in_column
 from pytest_attn.messages.ranks import describe_ranks
 from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record, latency_of, verdict_of
-from pytest_attn.reports.steps import step_lines
-from pytest_attn.reports.terminal import Line
+from pytest_attn.reports.terminal import Line, count
 from pytest_attn.verdict import Cause, Tone, Verdict
 
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
@@ -127,3 +127,33 @@ def closing(records: Sequence[Record]) -> Line:
         text += f"; record with {remedy}"
     is_bad = any(v is not None and v.is_wrong for v in counts)
     return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}
+
+
+# -- steps of models ---------------------------------------------------------------------------------------------------
+
+
+def step_lines(records: Iterable[Record]) -> Iterator[str]:
+    """Yield a line per model and backend that was timed."""
+    for r in records:
+        if "first_call" in r["step"]:
+            with_optimizer = f", {r['step']['optimizer']}'s included" if r["step"]["optimizer"] else ""
+            said = [f"first call {duration(r['step']['first_call'])}", *_compiled(r["step"]), *_share(r["step"])]
+            yield f"step          {r['subject']} in {r['workload']}{with_optimizer}: {'; '.join(said)}"
+
+
+def _compiled(step: Mapping[str, Any]) -> Iterator[str]:
+    if step["graphs"]:
+        yield f"compiled to {count(step['graphs'], 'graph')}, {count(step['graph_breaks'], 'graph break')}"
+
+
+def _share(step: Mapping[str, Any]) -> Iterator[str]:
+    attention = step.get("attention")
+    if not attention:
+        return
+    if "unknown" in attention:
+        yield f"attention's share is not known: {attention['unknown']}"
+    elif not attention["is_seen"]:
+        yield "attention's share is less than the scatter of the step"
+    else:
+        share = f"attention takes {attention['share']:.0%} of it"
+        yield f"{share}, so a faster kernel speeds it up {attention['ceiling']:.2f} times at most"

@@ -1,4 +1,4 @@
-"""What the terminal says: records in, lines out."""
+"""What the terminal says: records in, lines out. Latencies are in latency.py, rankings in ranking_output.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from pytest_attn.messages.durations import duration
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.verdict import Tone, Verdict
@@ -230,3 +231,130 @@ def listing(
     if len(ranked) > _MOST_OBSTACLES:
         yield f"... {len(ranked) - _MOST_OBSTACLES} more reasons", {}
     yield closing, {}
+
+
+# -- --attn-profile: which kernels each case really launched -----------------------------------------------------------
+
+_PROFILE = ("framework", "category", "arch", "operation", "calls", "time", "share")
+_MOST_OPERATIONS = 12
+_INDENT = "  "
+_MILLISECONDS_FROM = 1e-3
+
+
+def profile_tables(records: Sequence[Record], width: int | None = None) -> Iterator[Line]:
+    """Yield a table per case and direction, and under it what the case amounts to, against the workload's first backend.
+
+    width: what the rows of tables may have, in characters.
+    """
+    first: dict[tuple[str, str], tuple[str, float]] = {}
+    shown: set[tuple[str, str, str]] = set()
+    for record in records:
+        for profile in record["profiles"]:
+            place = (record["workload"], profile["direction"])
+            if (record["subject"], *place) in shown:
+                continue  # the forward pass of a test with gradients, beside that of one without
+            shown.add((record["subject"], *place))
+            baseline = first.setdefault(place, (record["subject"], profile["seconds"]))
+            yield f"{record['subject']} on {record['workload']}, {profile['direction']}", {"bold": True}
+            for text in aligned([_PROFILE, *_operations(profile)], right=(4, 5, 6), width=width, indent=_INDENT):
+                yield text, {}
+            yield f"{_INDENT}{_total(profile, record['subject'], baseline)}", {}
+            yield "", {}
+
+
+def _operations(profile: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row per operation, longest first; kernels with the same words are one operation."""
+    operations: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for launch in profile["launches"]:
+        words = tuple(launch[key] or "-" for key in ("framework", "category", "architecture", "operation"))
+        operations.setdefault(words, []).append(launch)
+    longest = sorted(operations.items(), key=lambda operation: -_seconds(operation[1]))
+    for words, launches in longest[:_MOST_OPERATIONS]:
+        yield (*words, *_figures(launches, profile["seconds"]))
+    rest = [launch for _, launches in longest[_MOST_OPERATIONS:] for launch in launches]
+    if rest:
+        yield ("-", "-", "-", f"{len(longest) - _MOST_OPERATIONS} more", *_figures(rest, profile["seconds"]))
+
+
+def _figures(launches: Sequence[Mapping[str, Any]], total: float) -> tuple[str, str, str]:
+    seconds = _seconds(launches)
+    return str(sum(launch["calls"] for launch in launches)), duration(seconds, _MILLISECONDS_FROM), f"{seconds / total:.1%}"
+
+
+def _seconds(launches: Sequence[Mapping[str, Any]]) -> float:
+    return sum(float(launch["seconds"]) for launch in launches)
+
+
+def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]) -> str:
+    seconds = profile["seconds"]
+    if not seconds:
+        return "no kernel was launched"
+    parts = [f"total {duration(seconds, _MILLISECONDS_FROM)}"]
+    copies = _seconds([launch for launch in profile["launches"] if launch["category"] == "copy"])
+    if copies:
+        parts.append(f"{copies / seconds:.0%} of it copies and transposes")
+    if subject != baseline[0]:
+        parts.append(f"{baseline[1] / seconds:.2f}x as fast as {baseline[0]}")
+    if profile["peak_memory"] is not None:
+        parts.append(f"peak memory {profile['peak_memory'] / 2**20:,.1f} MiB")
+    parts.append(f"{profile['flops'] / seconds * 1e-12:,.2f} TFLOP/s")
+    if profile["roofline"] is not None:
+        parts.append(f"{profile['roofline'] / seconds:.0%} of the roofline")
+    return ", ".join(parts)
+
+
+# -- --attn-mutants: which faulty kernels tests found, and what it would take to find the rest -------------------------
+
+#: one mutant under one test, as session/mutants.py leaves it
+MutantRecord = Mapping[str, Any]
+_CONDITIONS = {
+    "magnitude": 'inputs="outlier" or "large" in the marker',
+    "poison": "attn.check_invariants",
+    "layout": "attn.check_invariants",
+    "strides": "attn.check_invariants with --attn-thorough",
+    "layouts": "attn.check_invariants",
+    "calls": "attn.check_invariants",
+    "workloads": "attn.check_invariants, or more workloads in one test",
+    "held": "attn.check_invariants",
+    "repeats": "attn.check_invariants, or --attn-thorough",
+    "lse-gradient": "returns_lse=True and a gradient of lse",
+}
+
+
+def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator[Line]:
+    """Yield killed and reached mutants by test and by class, the survivors with what would kill them, and the score."""
+    reached: dict[str, MutantRecord] = {}
+    killers: dict[str, set[str]] = {}
+    by_test: dict[str, dict[str, bool]] = {}
+    for record in records:
+        reached.setdefault(record["name"], record)
+        tests = by_test.setdefault(record["test"], {})
+        tests[record["name"]] = tests.get(record["name"], False) or record["killed"]
+        if record["killed"]:
+            killers.setdefault(record["name"], set()).add(record["test"])
+    yield from _table("test", [(test, sum(found.values()), len(found)) for test, found in by_test.items()])
+    kinds = dict.fromkeys(record["kind"] for record in reached.values())
+    yield "", {}
+    yield from _table("class", [(kind, *_of_kind(kind, reached, killers)) for kind in kinds])
+    survivors = [record for name, record in reached.items() if name not in killers]
+    yield "", {}
+    for record in survivors:
+        advice = _CONDITIONS.get(record["condition"], "workloads whose inputs reach it more often")
+        yield f"survived  {record['name']}: {record['summary']} Try {advice}.", {"yellow": True}
+    if verbose:
+        for name, found_by in killers.items():
+            yield f"killed    {name} by {', '.join(sorted(found_by))}", {}
+    score = (len(reached) - len(survivors)) / len(reached)
+    text = f"mutation score {score:.0%}: {len(reached) - len(survivors)} of {len(reached)} faulty kernels found"
+    yield text, {"green": not survivors, "yellow": bool(survivors)}
+
+
+def _of_kind(kind: str, reached: Mapping[str, MutantRecord], killers: Mapping[str, set[str]]) -> tuple[int, int]:
+    names = [name for name, record in reached.items() if record["kind"] == kind]
+    return sum(name in killers for name in names), len(names)
+
+
+def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:
+    table = [(title, "killed", "reached", ""), *((name, str(a), str(b), f"{a / b:.0%}") for name, a, b in rows)]
+    for number, line in enumerate(aligned(table, right=(1, 2, 3))):
+        yield line, {"bold": number == 0}

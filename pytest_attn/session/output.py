@@ -11,7 +11,7 @@ import pytest
 
 from pytest_attn import files
 from pytest_attn.reports.github import workflow_commands
-from pytest_attn.reports.markdown import markdown_summary
+from pytest_attn.reports.markdown import markdown_summary, support_page
 from pytest_attn.reports.records import Record
 from pytest_attn.session.json_lines import JsonLines
 from pytest_attn.session.manifest import Manifest
@@ -57,7 +57,6 @@ def place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
 def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
     """Write the .support.md file of --attn-output atomically, in the order of registry and catalog."""
     from pytest_attn.backends.listing import status_of
-    from pytest_attn.reports.support import support_page
 
     machine = session.machines.machine()
     groups = {str(entry.workload.name): entry.group for entry in session.registrations.catalog}

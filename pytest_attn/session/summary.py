@@ -9,7 +9,7 @@ from pytest_attn.backends.configured import split
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.latency import is_notable, latency_summary
 from pytest_attn.reports.records import verdict_of
-from pytest_attn.reports.terminal import Line, summary
+from pytest_attn.reports.terminal import Line, mutation_summary, profile_tables, summary
 from pytest_attn.session.output import place_of
 from pytest_attn.session.session import AttentionSession
 
@@ -18,14 +18,10 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
     results, settings = session.results, session.settings
     if results.mutants:
-        from pytest_attn.reports.mutation import mutation_summary
-
         print_section(reporter, mutation_summary(results.mutants, verbosity > 0), "attention mutants")
         return
     width = room(reporter.isatty)
     if settings.profile:
-        from pytest_attn.reports.profile import profile_tables
-
         ordered = sorted(results.records, key=place_of(session))
         print_section(reporter, profile_tables(ordered, width), "attention kernels")
     judged = [record for record in results.records if record["latency"] is None]
