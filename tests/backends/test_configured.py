@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import install, uninstall
+from fakes import LIBRARIES, put, uninstall
 from judging import spec_of
 
 from pytest_attn import Machine, Neighborhood, Pages, Workload
@@ -196,8 +196,7 @@ def test_flash_attn_splits_the_keys_of_a_cache():
 
 
 def test_flash_attn_gets_the_number_of_splits(monkeypatch, tmp_path):
-    files = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "flash2.py"}
-    install(monkeypatch, tmp_path, files, "flash-attn", "2.8.3")
+    put(monkeypatch, tmp_path, "flash2")
     from flash_attn import flash_attn_interface
 
     real, seen = flash_attn_interface.flash_attn_with_kvcache, []
@@ -211,7 +210,7 @@ def test_flash_attn_gets_the_number_of_splits(monkeypatch, tmp_path):
         ReferenceCache(),
     ).passed
     assert set(seen) == {4}
-    uninstall(files)
+    uninstall(LIBRARIES["flash2"][0])
 
 
 class Schedule(Enum):

@@ -48,6 +48,14 @@ LIBRARIES = {
     ),
     "sage1": ({"sageattention/__init__.py": "sage1.py"}, "sageattention", "1.0.6"),
     "sage2": ({"sageattention/__init__.py": "sage2.py"}, "sageattention", "2.2.0"),
+    "flashinfer": (
+        {
+            "flashinfer/__init__.py": "flashinfer.py",
+            "flashinfer/jit/env.py": "def has_flashinfer_jit_cache():\n    return True\n",
+        },
+        "flashinfer-python",
+        "0.5.3",
+    ),
     "natten": (
         {
             "natten/__init__.py": "from natten.functional import na1d, na2d, na3d\n",
@@ -85,7 +93,7 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
             init = folder / parent / "__init__.py"
             if not init.exists():
                 init.touch()
-        target.write_text((HERE / source).read_text() if source.endswith(".py") and "\n" not in source else source)
+        target.write_text(source_of(source) if source.endswith(".py") and "\n" not in source else source)
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
@@ -98,10 +106,18 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
     forget()
 
 
+def source_of(file):
+    """Return the text of a fake: of a file here, or of one of the family that stands in flash_attention.py."""
+    name = file.removesuffix(".py")
+    if name in ("flash2", "flash3", "flash3_old", "flash4", "hub"):
+        return (HERE / "flash_attention.py").read_text() + f'\n\npublish("{name}")\n'
+    return (HERE / file).read_text()
+
+
 def put(monkeypatch, folder, name, **changed):
     """Install one of `LIBRARIES`. changed: files of it, by their paths, that have another source."""
     files, distribution, version = LIBRARIES[name]
-    install(monkeypatch, folder / name, files | changed, distribution, version)
+    install(monkeypatch, folder, files | changed, distribution, version)
 
 
 def uninstall(files):

@@ -1,8 +1,11 @@
-"""The two batch prefill wrappers of flashinfer 0.5.3, in signature and meaning."""
+"""The two batch prefill wrappers of flashinfer 0.5.3, and its function of one sequence, in signature and meaning."""
+
+import math
 
 import torch
 
 from fakes.attention import attention
+from fakes.signatures import function
 
 
 class _Wrapper:
@@ -54,36 +57,44 @@ class _Wrapper:
         return torch.cat(outs)
 
 
+def _plan_ragged(
+    self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, causal, window_left,
+    logits_soft_cap, sm_scale, q_data_type, kv_data_type, **others,
+):  # fmt: skip
+    if len(kv_indptr) != len(qo_indptr):
+        raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
+    assert kv_indptr.dtype == torch.int32
+    self._ends_kv, heads = kv_indptr.tolist(), (num_qo_heads, num_kv_heads)
+    of_scores, types = (window_left, logits_soft_cap, custom_mask), (q_data_type, kv_data_type)
+    self._plan(qo_indptr, kv_indptr.diff().tolist(), heads, head_dim_qk, causal, sm_scale, *of_scores, *types)
+    self._dims = head_dim_qk, head_dim_vo or head_dim_qk
+
+
+def _plan_paged(
+    self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+    page_size, custom_mask, causal, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type, **others,
+):  # fmt: skip
+    for tensor in (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+        assert tensor.dtype == torch.int32
+    lens = ((paged_kv_indptr.diff() - 1).clamp(min=0) * page_size + paged_kv_last_page_len).tolist()
+    self._pages, self._starts = paged_kv_indices.long(), paged_kv_indptr.tolist()
+    heads, of_scores = (num_qo_heads, num_kv_heads), (window_left, logits_soft_cap, custom_mask)
+    self._plan(qo_indptr, lens, heads, head_dim_qk, causal, sm_scale, *of_scores, q_data_type, kv_data_type)
+
+
+def _single(q, k, v, causal, kv_layout, sm_scale, window_left, logits_soft_cap, return_lse, **others):
+    """Of one sequence, (rows, heads, dim); causal and window are aligned to the last key."""
+    assert kv_layout == "NHD", "the fake knows no other"
+    causal, window, softcap = "bottom-right" if causal else None, (window_left, -1), logits_soft_cap or 0.0
+    out, lse = attention(q[None], k[None], v[None], scale=sm_scale, causal=causal, window=window, softcap=softcap)
+    return (out[0], lse[0].T / math.log(2)) if return_lse else out[0]
+
+
+single_prefill_with_kv_cache = function("flashinfer", "single_prefill_with_kv_cache", _single)
+
+
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        qo_indptr,
-        kv_indptr,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
-        pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False,
-        window_left=-1,
-        logits_soft_cap=None,
-        sm_scale=None,
-        rope_scale=None,
-        rope_theta=None,
-        q_data_type="float16",
-        kv_data_type=None,
-    ):
-        if len(kv_indptr) != len(qo_indptr):
-            raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
-        assert kv_indptr.dtype == torch.int32
-        self._ends_kv, heads = kv_indptr.tolist(), (num_qo_heads, num_kv_heads)
-        window, mask, cap = window_left, custom_mask, logits_soft_cap
-        lens, types = kv_indptr.diff().tolist(), (q_data_type, kv_data_type)
-        self._plan(qo_indptr, lens, heads, head_dim_qk, causal, sm_scale, window, cap, mask, *types)
-        self._dims = head_dim_qk, head_dim_vo or head_dim_qk
+    plan = function("flashinfer", "ragged plan", _plan_ragged)
 
     def run(self, q, k, v, *args, out=None, lse=None, return_lse=False, enable_pdl=None):
         self._check(q, k)
@@ -93,37 +104,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
-        pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False,
-        sm_scale=None,
-        window_left=-1,
-        logits_soft_cap=None,
-        rope_scale=None,
-        rope_theta=None,
-        q_data_type="float16",
-        kv_data_type=None,
-    ):
-        for tensor in (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
-            assert tensor.dtype == torch.int32
-        lens = ((paged_kv_indptr.diff() - 1).clamp(min=0) * page_size + paged_kv_last_page_len).tolist()
-        self._pages, self._starts = paged_kv_indices.long(), paged_kv_indptr.tolist()
-        heads, types = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type)
-        window, mask, cap = window_left, custom_mask, logits_soft_cap
-        self._plan(qo_indptr, lens, heads, head_dim_qk, causal, sm_scale, window, cap, mask, *types)
+    plan = function("flashinfer", "paged plan", _plan_paged)
 
     def run(self, q, paged_kv_cache, *args, out=None, lse=None, return_lse=False, enable_pdl=None):
         k_cache, v_cache = paged_kv_cache

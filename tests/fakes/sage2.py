@@ -1,29 +1,14 @@
-"""sageattention 2.2, the functions that adapters call: int8 q per 32 rows and k per 64, P and V in float16 or fp8.
+"""sageattention 2.2, the functions that backends call: int8 q per 32 rows and k per 64, P and V in float16 or fp8.
 
 Its kernels are CUDA; signatures and errors are those of its documentation, the quantization is of the same fineness.
 """
 
 import torch
 
-
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    return sageattn_qk_int8_pv_fp8_cuda(q, k, v, tensor_layout, is_causal, sm_scale=sm_scale, return_lse=return_lse)
+from fakes.signatures import function
 
 
-def sageattn_qk_int8_pv_fp16_cuda(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32",
-    smooth_k=True,
-    smooth_v=False,
-    return_lse=False,
-    **kwargs,
-):
+def _fp16(q, k, v, tensor_layout, is_causal, sm_scale, pv_accum_dtype, return_lse, **others):
     if pv_accum_dtype not in ("fp32", "fp16", "fp16+fp32"):
         raise ValueError(f"Unsupported pv_accum_dtype: {pv_accum_dtype}")
     p, total = weights(q, k, tensor_layout, is_causal, sm_scale, return_lse)
@@ -31,20 +16,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     return (p.to(torch.float16).float() @ v / total).to(q.dtype)
 
 
-def sageattn_qk_int8_pv_fp8_cuda(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32+fp16",
-    smooth_k=True,
-    smooth_v=False,
-    return_lse=False,
-    **kwargs,
-):
+def _fp8(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, pv_accum_dtype="fp32+fp16", **others):
     if pv_accum_dtype not in ("fp32", "fp32+fp32", "fp32+fp16"):
         raise ValueError(f"Unsupported pv_accum_dtype: {pv_accum_dtype}")
     p, total = weights(q, k, tensor_layout, is_causal, sm_scale, return_lse)
@@ -53,24 +25,10 @@ def sageattn_qk_int8_pv_fp8_cuda(
     return (in_fp8(p * 448) / 448 @ v / total).to(q.dtype)
 
 
-def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32+fp32",
-    smooth_k=True,
-    return_lse=False,
-    **kwargs,
-):
+def _fp8_sm90(pv_accum_dtype, **given):
     if pv_accum_dtype != "fp32+fp32":
         raise NotImplementedError("Please use pv_accum_dtype='fp32+fp32' for sm90.")
-    return sageattn_qk_int8_pv_fp8_cuda(
-        q, k, v, tensor_layout, is_causal, sm_scale=sm_scale, pv_accum_dtype=pv_accum_dtype, return_lse=return_lse
-    )
+    return _fp8(pv_accum_dtype=pv_accum_dtype, **given)
 
 
 def weights(q, k, tensor_layout, is_causal, sm_scale, return_lse):
@@ -96,3 +54,9 @@ def in_int8(x, rows):
 
 def in_fp8(x):
     return x.to(torch.float8_e4m3fn).float()
+
+
+sageattn = function("sage2", "sageattn", _fp8)
+sageattn_qk_int8_pv_fp16_cuda = function("sage2", "sageattn_qk_int8_pv_fp16_cuda", _fp16)
+sageattn_qk_int8_pv_fp8_cuda = function("sage2", "sageattn_qk_int8_pv_fp8_cuda", _fp8)
+sageattn_qk_int8_pv_fp8_cuda_sm90 = function("sage2", "sageattn_qk_int8_pv_fp8_cuda_sm90", _fp8_sm90)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from fakes import install
+from fakes import put
 from models.zoo import TOKENS, case_of, stack
 
 from pytest_attn import Causal, Window, check_model
@@ -52,11 +52,7 @@ PACKED = {f.__name__: f for f in (qkvpacked, kvpacked, varlen_qkvpacked, varlen_
 @pytest.fixture
 def flash_attn(monkeypatch, tmp_path):
     """Install a stand-in of flash-attn 2.8; returns its module."""
-    files = {
-        "flash_attn/flash_attn_interface.py": "flash2.py",
-        "flash_attn/__init__.py": "from flash_attn.flash_attn_interface import *\n",
-    }
-    install(monkeypatch, tmp_path, files, "flash-attn", "2.8.3")
+    put(monkeypatch, tmp_path, "flash2")
     return importlib.import_module("flash_attn")
 
 
@@ -192,19 +188,11 @@ def test_positions_that_a_cache_rotates_are_told_as_not_read(flash_attn):
 
 # -- Transformer Engine --------------------------------------------------------------------------------------------------
 
-TE = "transformer_engine/pytorch/attention/dot_product_attention"
-
 
 @pytest.fixture
 def te(monkeypatch, tmp_path):
     """Install a stand-in of Transformer Engine 2.20; returns transformer_engine.pytorch."""
-    files = {
-        f"{TE}/dot_product_attention.py": "te_dpa.py",
-        f"{TE}/utils.py": "te_utils.py",
-        "transformer_engine/pytorch/__init__.py": "from transformer_engine.pytorch.attention.dot_product_attention"
-        ".dot_product_attention import DotProductAttention\n",
-    }
-    install(monkeypatch, tmp_path, files, "transformer-engine-torch", "2.20.2")
+    put(monkeypatch, tmp_path, "transformer_engine")
     return importlib.import_module("transformer_engine.pytorch")
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import HERE, LIBRARIES, source_of, uninstall
+from fakes import put as put_library
 
 from pytest_attn import Document, Machine, Window, Workload
 from pytest_attn.backends.machine import machine_of
@@ -12,11 +13,8 @@ from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-FILES = {"diffusers/models/attention_dispatch.py": "diffusers.py"}
-FLASH = {
-    "flash_attn/flash_attn_interface.py": "flash2.py",
-    "flash_attn/__init__.py": "from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func\n",
-}
+FILES = LIBRARIES["diffusers"][0]
+FLASH = LIBRARIES["flash2"][0]
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
 
@@ -24,9 +22,8 @@ W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 def diffusers(monkeypatch, tmp_path):
     def put(name, with_flash=False, **changed):
         if with_flash:
-            install(monkeypatch, tmp_path / "flash", {**FLASH, **changed}, "flash-attn", "2.8.3")
-        own = {path: changed.get(path, source) for path, source in FILES.items()}
-        install(monkeypatch, tmp_path / "diffusers", own, "diffusers", "0.42.1")
+            put_library(monkeypatch, tmp_path, "flash2", **{p: s for p, s in changed.items() if p in FLASH})
+        put_library(monkeypatch, tmp_path, "diffusers", **{p: s for p, s in changed.items() if p in FILES})
         return Registry()[f"diffusers:{name}"]
 
     yield put
@@ -98,7 +95,7 @@ def test_flash_is_told_in_its_own_alignment(diffusers, name, workload):
 
 @pytest.mark.parametrize("name", ["flash", "flash_varlen"])
 def test_another_alignment_behind_the_dispatcher_is_found(diffusers, name):
-    wrong = (HERE / "flash2.py").read_text().replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
     backend = diffusers(name, with_flash=True, **{"flash_attn/flash_attn_interface.py": wrong})
     assert not judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
 

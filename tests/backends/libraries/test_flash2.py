@@ -1,6 +1,7 @@
 import pytest
 import torch
-from fakes import install, uninstall
+from fakes import LIBRARIES, install, source_of, uninstall
+from fakes import put as put_library
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
@@ -12,7 +13,7 @@ from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-FILES = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "flash2.py"}
+FILES = LIBRARIES["flash2"][0]
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 DECODE = W.replace(q_len=3, mask="causal-bottom-right")
 PACKED_PAGES = Workload(
@@ -24,7 +25,7 @@ CACHED = Workload(9, cached=31, batch=2, heads=4, kv_heads=2, head_dim=32, mask=
 @pytest.fixture
 def flash2(monkeypatch, tmp_path):
     def put(**changed):
-        install(monkeypatch, tmp_path, {**FILES, **changed}, "flash-attn", "2.8.3")
+        put_library(monkeypatch, tmp_path, "flash2", **changed)
         return Registry()["flash2"]
 
     yield put
@@ -65,10 +66,8 @@ def test_the_library_appends_new_keys_to_a_cached_prefix(flash2):
 
 
 def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
-    from fakes import HERE
-
     written = "v_cache[b, length : length + v.shape[1]] = v[b]"
-    source = (HERE / "flash2.py").read_text()
+    source = source_of("flash2.py")
     assert written in source
     flash2(**{"flash_attn/flash_attn_interface.py": source.replace(written, f"{written}.flip(0)")})
     with pytest.raises(
@@ -78,9 +77,7 @@ def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
 
 
 def test_another_alignment_in_the_library_is_found(flash2):
-    from fakes import HERE
-
-    wrong = (HERE / "flash2.py").read_text().replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
     backend = flash2(**{"flash_attn/flash_attn_interface.py": wrong})
     assert not judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
 

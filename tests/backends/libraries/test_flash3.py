@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import install, source_of, uninstall
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.libraries.flash_attention import _refused_by_build
@@ -33,7 +33,7 @@ def flash3(monkeypatch, tmp_path):
 
 
 def faulty(old, new):
-    source = (HERE / "flash3.py").read_text()
+    source = source_of("flash3.py")
     assert old in source
     return source.replace(old, new)
 

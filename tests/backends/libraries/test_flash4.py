@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import install, source_of, uninstall
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
@@ -66,7 +66,7 @@ def test_it_says_the_workload_in_the_words_of_the_library(flash4, workload, back
     ],
 )
 def test_a_fault_of_the_library_is_found(flash4, old, new, workload):
-    source = (HERE / "flash4.py").read_text()
+    source = source_of("flash4.py")
     assert old in source
     assert not judged(flash4(source.replace(old, new)), workload).passed
 

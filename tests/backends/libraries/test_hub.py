@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import install, source_of, uninstall
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.machine import machine_of
@@ -24,16 +24,10 @@ METADATA = {
     "backend": {"type": "cuda"},
 }
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
-FLASH2 = (HERE / "flash2.py").read_text()
+FLASH2 = source_of("flash2.py")
 #: as FlashAttention 4 says the same: None for an open window, no dropout, and (out, lse)
-FLASH4 = (
-    FLASH2.replace("window_size=(-1, -1)", "window_size=(None, None)")
-    .replace("    dropout_p=0.0,\n", "")
-    .replace("    alibi_slopes=None,\n", "")
-    .replace("softcap, alibi_slopes))", "softcap, None))")
-    .replace("softcap, alibi_slopes)\n", "softcap, None)\n")
-    .replace("(out, lse, None) if return_attn_probs else out", "(out, lse)")
-)
+FLASH4 = source_of("hub.py")
+WITHOUT_SOFTCAP = "from fakes.signatures import without\nflash_attn_func = without(flash_attn_func, 'softcap')\n"
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def test_it_speaks_the_signature_that_it_finds(hub, source, precision, workload,
 
 
 def test_a_kernel_with_packed_sequences_only_serves_dense_ones(hub):
-    backend = hub(FLASH2.replace("def flash_attn_func", "def _flash_attn_func"))
+    backend = hub(f"{FLASH2}del flash_attn_func\n")
     assert backend.obstacle(W, machine_of(CPU), False) is None
     assert judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
 
@@ -169,9 +163,9 @@ def test_a_kernel_that_is_none_is_refused(hub, source, reason):
         (FLASH2, W.replace(sinks=True), False, "has no sinks"),
         (FLASH2, W.replace(kv_pages=Pages(256)), False, "does not support a paged KV cache"),
         (FLASH4, W.replace(alibi=True), False, "its flash_attn_func has no alibi_slopes"),
-        (FLASH2.replace("softcap", "cap"), W.replace(softcap=2.0), False, "its flash_attn_func has no softcap"),
+        (FLASH2 + WITHOUT_SOFTCAP, W.replace(softcap=2.0), False, "its flash_attn_func has no softcap"),
         (
-            FLASH2.replace("_varlen_func", "_var"),
+            f"{FLASH2}del flash_attn_varlen_func\n",
             W.replace(kv_lens=(80, 3)),
             False,
             "its module has no flash_attn_varlen_func",

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import HERE, LIBRARIES, install, uninstall
+from fakes import put as put_library
 from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
@@ -20,11 +21,7 @@ CPU = torch.device("cpu")
 H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # its selection asked on the CPU
 PACKAGE = "transformer_engine/pytorch/attention/dot_product_attention"
 DPA, UTILS = f"{PACKAGE}/dot_product_attention.py", f"{PACKAGE}/utils.py"
-FILES = {
-    f"{PACKAGE}/__init__.py": "from .dot_product_attention import DotProductAttention, _attention_backends\n",
-    DPA: "te_dpa.py",
-    UTILS: "te_utils.py",
-}
+FILES = LIBRARIES["transformer_engine"][0]
 MODULE = PACKAGE.replace("/", ".")
 W = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=16)
 SQUARE = W.replace(kv_len=24)
@@ -36,7 +33,7 @@ ALL = ("te_fused", "te_flash", "te_unfused")
 @pytest.fixture
 def put(monkeypatch, tmp_path):
     def installed(name, **changed):
-        install(monkeypatch, tmp_path, {**FILES, **changed}, "transformer-engine-torch", "2.20.2")
+        put_library(monkeypatch, tmp_path, "transformer_engine", **changed)
         return Registry()[name]
 
     yield installed

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import HERE, LIBRARIES, install, source_of, uninstall
+from fakes import put as put_library
 
 from pytest_attn import Document, Machine, Window, Workload
 from pytest_attn.backends.machine import machine_of
@@ -13,15 +14,8 @@ from pytest_attn.workloads.masks import interval
 CPU = torch.device("cpu")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 MODELING = "transformers/modeling_utils.py"
-FILES = {
-    MODELING: "transformers.py",
-    "transformers/modeling_flash_attention_utils.py": "from transformers.modeling_utils import *\n",
-    "transformers/models/llama/modeling_llama.py": "from transformers.modeling_utils import eager_attention_forward\n",
-}
-FLASH = {
-    "flash_attn/flash_attn_interface.py": "flash2.py",
-    "flash_attn/__init__.py": "from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func\n",
-}
+FILES = LIBRARIES["transformers"][0]
+FLASH = LIBRARIES["flash2"][0]
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 SQUARE = W.replace(kv_len=48)
 PACKED = Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal")
@@ -30,8 +24,8 @@ PACKED = Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal")
 @pytest.fixture
 def transformers(monkeypatch, tmp_path):
     def put(name, source="transformers.py", flash="flash2.py"):
-        install(monkeypatch, tmp_path / "transformers", {**FILES, MODELING: source}, "transformers", "5.17.0")
-        install(monkeypatch, tmp_path / "flash", {**FLASH, "flash_attn/flash_attn_interface.py": flash}, "flash-attn", "2.8.3")
+        put_library(monkeypatch, tmp_path, "transformers", **{MODELING: source})
+        put_library(monkeypatch, tmp_path, "flash2", **{"flash_attn/flash_attn_interface.py": flash})
         return Registry()[f"transformers:{name}"]
 
     yield put
@@ -127,7 +121,7 @@ def test_a_fault_of_the_dispatcher_is_found(transformers, name, workload, right,
 
 
 def test_another_alignment_in_the_library_is_found(transformers):
-    wrong = (HERE / "flash2.py").read_text().replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
     backend = transformers("flash_attention_2", flash=wrong)
     assert not passes(backend, W.replace(mask="causal-bottom-right"))
 

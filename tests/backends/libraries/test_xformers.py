@@ -1,6 +1,7 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import HERE, LIBRARIES, uninstall
+from fakes import put as put_library
 from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
@@ -13,13 +14,7 @@ from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
 H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # its operators asked on the CPU
-FILES = {
-    "xformers/__init__.py": "",
-    "xformers/_cpp_lib.py": "_cpp_library_load_exception = None\n",
-    "xformers/ops/__init__.py": "import xformers._cpp_lib\n",
-    "xformers/ops/fmha/__init__.py": "xformers_fmha.py",
-    "xformers/ops/fmha/attn_bias.py": "xformers_attn_bias.py",
-}
+FILES = LIBRARIES["xformers"][0]
 FMHA, MASKS = "xformers/ops/fmha/__init__.py", "xformers/ops/fmha/attn_bias.py"
 W = Workload(41, 75, batch=2, heads=4, head_dim=32)
 SQUARE = W.replace(kv_len=41)
@@ -32,7 +27,7 @@ BOTH = ("xformers", "xformers_cutlass")
 @pytest.fixture
 def put(monkeypatch, tmp_path):
     def installed(name, **changed):
-        install(monkeypatch, tmp_path, {**FILES, **changed}, "xformers", "0.0.35")
+        put_library(monkeypatch, tmp_path, "xformers", **changed)
         return Registry()[name]
 
     yield installed

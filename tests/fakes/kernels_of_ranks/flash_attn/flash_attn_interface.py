@@ -4,6 +4,7 @@ import math
 import os
 
 import torch
+from fakes.signatures import function
 
 FAULT = os.environ.get("FAULTY_FLASH", "")
 
@@ -27,19 +28,7 @@ def _scores(q, k, scale, causal, window, softcap):
     return scores.masked_fill(~seen, -math.inf), slope
 
 
-def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
+def _forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, **others):
     """Return out, lse (batch, heads, rows) in float32, and what nobody reads."""
     assert not dropout_p
     assert alibi_slopes is None
@@ -52,25 +41,8 @@ def _flash_attn_forward(
     return out.transpose(1, 2).to(q.dtype), lse, None, None
 
 
-def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
+def _backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size_left, window_size_right, softcap, **others
 ):
     """Write dq, dk and dv; each query head's part of dk and dv is rounded before they are added up."""
     group = q.shape[2] // k.shape[2]
@@ -95,97 +67,50 @@ def _parts(tensors, ends):
         yield [t[None, int(end[number]) : int(end[number + 1])] for t, end in zip(tensors, ends, strict=True)]
 
 
-def _flash_attn_varlen_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-    block_table=None,
-    leftpad_k=None,
-    seqused_k=None,
-    zero_tensors=False,
-):
+def _varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     """Return out, lse (heads, tokens) in float32, and what nobody reads."""
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
     assert max_seqlen_k == int(cu_seqlens_k.diff().max())
-    options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
-    ends = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
-    found = [_flash_attn_forward(*part, *options)[:2] for part in _parts((q, k, v), ends)]
+    parts = _parts((q, k, v), (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k))
+    found = [_forward(*part, **options)[:2] for part in parts]
     return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], -1), None, None
 
 
-def _flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-    zero_tensors=False,
-):
+def _varlen_backward(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given):
     """Write dq, dk and dv of each sequence."""
-    rows, keys = cu_seqlens_q, cu_seqlens_k
-    tensors = dout, q, k, v, out, softmax_lse.transpose(0, 1), dq, dk, dv
-    options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
-    for *given, lse, dq_part, dk_part, dv_part in _parts(tensors, (rows, rows, keys, keys, rows, rows, rows, keys, keys)):
-        _flash_attn_backward(*given, lse.transpose(1, 2), dq_part, dk_part, dv_part, *options)
+    of_rows, of_keys = ("dout", "q", "out", "softmax_lse", "dq"), ("k", "v", "dk", "dv")
+    names = {**dict.fromkeys(of_rows, cu_seqlens_q), **dict.fromkeys(of_keys, cu_seqlens_k)}
+    tensors = [given.pop(name) if name != "softmax_lse" else given.pop(name).transpose(0, 1) for name in names]
+    for parts in _parts(tensors, tuple(names.values())):
+        part = dict(zip(names, parts, strict=True))
+        part["softmax_lse"] = part["softmax_lse"].transpose(1, 2)
+        _backward(**part, **given)
 
 
 class _Dense(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, window, softcap):
-        out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, *window, softcap, None, False)
+    def forward(ctx, q, k, v, options):
+        out, lse, *_ = _forward(q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = scale, causal, *window, softcap
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         found = [torch.empty_like(t) for t in (q, k, v)]
-        _flash_attn_backward(dout, q, k, v, out, lse, *found, 0.0, *ctx.options, None, False)
-        return *found, None, None, None, None
+        _backward(dout, q, k, v, out, lse, *found, **ctx.options)
+        return *found, None
 
 
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
-    """Return out."""
-    return _Dense.apply(q, k, v, softmax_scale or q.shape[-1] ** -0.5, causal, window_size, softcap)
+def _dense(q, k, v, softmax_scale, causal, window_size, softcap, **others):
+    options = {"softmax_scale": softmax_scale or q.shape[-1] ** -0.5, "causal": causal, "softcap": softcap}
+    options |= {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+    return _Dense.apply(q, k, v, {**options, "dropout_p": 0.0, "alibi_slopes": None})
+
+
+_flash_attn_forward = function("flash2_kernels", "_flash_attn_forward", _forward)
+_flash_attn_backward = function("flash2_kernels", "_flash_attn_backward", _backward)
+_flash_attn_varlen_forward = function("flash2_kernels", "_flash_attn_varlen_forward", _varlen_forward)
+_flash_attn_varlen_backward = function("flash2_kernels", "_flash_attn_varlen_backward", _varlen_backward)
+flash_attn_func = function("flash2_kernels", "flash_attn_func", _dense)
