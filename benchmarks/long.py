@@ -30,7 +30,8 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness import exact, judge, reference, reference_cache
 from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
-from pytest_attn.correctness.comparison import compare_all, limits_named
+from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.peak import measured_peak
@@ -245,7 +246,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
         "draw": (reference_cache, "draw_inputs"),
         "reference": (reference_cache, "compute_reference"),
         "calls and copies": (judge, "call_kernel"),
-        "compare": (judge, "compare_all"),
+        "compare": (judge, "compare_tensor"),
     }
     originals = {name: getattr(module, attribute) for name, (module, attribute) in names.items()}
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 
 from pytest_attn.backends.precision import RARE, SUGGESTED, Precision
-from pytest_attn.correctness.comparison import Hint, compare_all
+from pytest_attn.correctness.comparison import Hint
+from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import compute_reference, score_elements
 from pytest_attn.diagnosis.case import Case
 from pytest_attn.diagnosis.faults import PRECISION

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import torch
 
-from pytest_attn.correctness.comparison import LSE_TOLERANCE
 from pytest_attn.correctness.exact import Block, Chunk, modify, scaled_scores
+from pytest_attn.correctness.judge import LSE_TOLERANCE
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
 from pytest_attn.diagnosis.attention import attention_faults
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, AttentionFault, FaultHypothesis, Prediction, View

@@ -5,35 +5,19 @@ from __future__ import annotations
 import math
 
 from pytest_attn.correctness.call import fault_of_change
-from pytest_attn.correctness.comparison import Comparison, Location, Members, Mismatch, TensorComparison, describe_rows
+from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.messages.lines import figure, labeled
 
 
 def describe(comparison: Comparison) -> str:
     """Return the text of a comparison that did not pass, "" for one that did."""
-    if comparison.mismatch is not None:
-        return _describe_mismatch(comparison.mismatch, comparison)
-    if comparison.changes:
+    mismatch = comparison.mismatch
+    if mismatch is None and comparison.changes:
         fault = fault_of_change(dict(comparison.changes))
         return f"{fault}\n{labeled('by', f'{comparison.subject} on {comparison.workload}')}"
-    return ""
-
-
-def describe_contract(error: ContractError) -> str:
-    """Return the text of a broken contract: the fault, and whose it is."""
-    return f"{error}\n{labeled('by', error.where)}" if error.where else str(error)
-
-
-def headline(comparison: Comparison) -> str:
-    """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
-    row = next((t for t in comparison.tensors if not t.passed), None)
-    if row is None:
-        return f"changed its input {comparison.changed[0]} in place"
-    return f"{row.name} {_excess(row)} (inputs {row.distribution})"
-
-
-def _describe_mismatch(mismatch: Mismatch, comparison: Comparison) -> str:
+    if mismatch is None:
+        return ""
     row = mismatch.row
     at = ", ".join(map(str, row.worst))
     whose = row.name if row.name == comparison.subject else f"{row.name} of {comparison.subject}"
@@ -59,6 +43,19 @@ def _describe_mismatch(mismatch: Mismatch, comparison: Comparison) -> str:
         *(labeled(hint.label, hint.words) for hint in mismatch.hints),
     ]
     return "\n".join(lines)
+
+
+def describe_contract(error: ContractError) -> str:
+    """Return the text of a broken contract: the fault, and whose it is."""
+    return f"{error}\n{labeled('by', error.where)}" if error.where else str(error)
+
+
+def headline(comparison: Comparison) -> str:
+    """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
+    row = next((t for t in comparison.tensors if not t.passed), None)
+    if row is None:
+        return f"changed its input {comparison.changed[0]} in place"
+    return f"{row.name} {_excess(row)} (inputs {row.distribution})"
 
 
 # -- by how much ---------------------------------------------------------------------------------------------------------

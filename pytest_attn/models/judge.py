@@ -28,12 +28,10 @@ from pytest_attn.correctness.comparison import (
     Limits,
     Returned,
     TensorComparison,
-    compare_all,
-    compare_tensor,
     limits_named,
 )
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.judge import mismatch_of
+from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
