@@ -336,8 +336,9 @@ class KernelEvaluator(Evaluator[Comparison]):
             return Judgment(Verdict.PASSED, comparison, unshown, fields=fields, properties=properties)
         known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
         if not known:
-            keeps = run.saves_failures or not run.executor.is_here  # which locates what is wrong
-            comparison = run.executor.locate(diagnose(comparison, spec.diagnosis_timeout, keep_evidence=keeps))
+            sharding = None if run.executor.is_here else run.executor.sharding
+            comparison = diagnose(comparison, spec.diagnosis_timeout, run.saves_failures, sharding)
+            fields["faults"] = comparison.faults
         return Judgment(
             Verdict.MISMATCH,
             reason=mismatch.headline(comparison),
@@ -370,6 +371,7 @@ class OutputEvaluator(Evaluator[None]):
         if comparison.passed:
             return Judgment(Verdict.PASSED, **facts)
         comparison = diagnose(comparison, self._spec.diagnosis_timeout, keep_evidence=self._run.saves_failures)
+        facts["fields"] = figures_of(comparison)
         text, evidence = mismatch.describe(comparison), replace(self.evidence, comparison=comparison)
         return Judgment(Verdict.MISMATCH, reason=mismatch.headline(comparison), text=text, evidence=evidence, **facts)
 

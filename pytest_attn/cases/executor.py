@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.judgment import Evaluator
-from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.timing.measurement import TimingPlace
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -70,10 +69,6 @@ class Executor:
 
     def finish(self) -> None:
         """End the case there, once its test has ended here."""
-
-    def locate(self, comparison: Comparison) -> Comparison:
-        """Return a failing comparison that says more of where the fault lies."""
-        return comparison
 
     @property
     def timing(self) -> TimingPlace:

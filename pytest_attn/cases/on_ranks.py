@@ -10,8 +10,6 @@ from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.executor import Conclude, Executor
 from pytest_attn.cases.judgment import Evaluator, Judgment
-from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.ranks.located import located
 from pytest_attn.ranks.pool import Pool, PoolRegistry
 from pytest_attn.ranks.subject import RankedBackend, RankedCallable
 from pytest_attn.session.items import name_for_processes
@@ -73,10 +71,6 @@ class OnRanks(Executor):
     def leave(self, result: object) -> None:
         """Hand the result to the ranks, whose tests go on with it."""
         self._ready().leave(result)
-
-    def locate(self, comparison: Comparison) -> Comparison:
-        """Say at which ranks it fails, and which mistake of ranks explains that."""
-        return located(comparison, self.sharding)
 
     @property
     def timing(self) -> TimedOnRanks:

@@ -41,10 +41,12 @@ from pytest_attn.diagnosis.masks import TILES
 from pytest_attn.diagnosis.online import OnlineRows, blind_tile, faults_of_running_sums
 from pytest_attn.diagnosis.out import FEW_ROWS, MANY_ROWS, RowsOfOut, misplaced_rows, on_rows, spread_rows, worst_rows
 from pytest_attn.diagnosis.precision import fitting_profiles, scale_or_profile
+from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.diagnosis.softmax import WholeResult, faults_of_extra, faults_of_lse
 from pytest_attn.diagnosis.steps import regions_of
 from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.parameters import is_of_parameter
+from pytest_attn.workloads.sharding import Sharding
 
 #: |lse| above which its exponential leaves float32
 _EXP_REACH = 88
@@ -56,10 +58,13 @@ _PACKED_ELEMENTS = 1 << 24
 _ATTENTIONS, _STEPS = "likely mistakes", "mistakes in steps of the backward pass"
 
 
-def diagnose(comparison: Comparison, seconds: float = 60.0, keep_evidence: bool = False) -> Comparison:
+def diagnose(
+    comparison: Comparison, seconds: float = 60.0, keep_evidence: bool = False, sharding: Sharding | None = None
+) -> Comparison:
     """Return a comparison with what explains the first tensor that is wrong; as it is where none is.
 
     seconds: for which it is looked for, 0 for no end. keep_evidence: keep the tensors of the mismatch with the comparison.
+    sharding: of ranks that have computed the result, None where one process has.
     """
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.evidence is None:
@@ -70,8 +75,10 @@ def diagnose(comparison: Comparison, seconds: float = 60.0, keep_evidence: bool 
     if mismatch.hints:  # what strides or other calls change does not come from rounding
         hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
     more = (*mismatch.hints, *_left_out(case.time))
-    kept = evidence if keep_evidence else None
-    return replace(comparison, mismatch=Mismatch(mismatch.row, location, (*hints, *more), kept))
+    explained = Mismatch(mismatch.row, location, (*hints, *more), evidence if keep_evidence else None)
+    if sharding is not None:
+        explained = with_ranks(explained, evidence, sharding)
+    return replace(comparison, mismatch=explained)
 
 
 def _left_out(time: TimeBudget) -> Iterator[Hint]:

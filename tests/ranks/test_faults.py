@@ -10,8 +10,9 @@ from rings import HONEST, AllGather, Ring
 
 from pytest_attn import Document, Workload
 from pytest_attn.correctness.reference_cache import ReferenceCache
+from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.ranks import faults_of_ranks
 from pytest_attn.messages.mismatch import describe
-from pytest_attn.ranks.located import located
 from pytest_attn.workloads.sharding import SHARDS, Sharding
 
 REFERENCES = ReferenceCache()
@@ -50,21 +51,21 @@ def test_tensors_may_have_rows_before_heads():
 
 @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
 def test_a_fault_is_found_and_named(faulty):
-    kernel, fault, words, workload, ranks, shard = faulty
+    kernel, fault, named, workload, ranks, shard = faulty
     comparison = judged_over_ranks(kernel, workload, ranks, shard, fault, REFERENCES)
     assert not comparison.passed
-    text = describe(located(comparison, Sharding(workload, shard, ranks)))
-    assert "  ranks  " in text
-    assert words in text
-    if not words:
-        assert " ranks is " not in text
-        assert "of rank" not in text.partition("  ranks  ")[2].partition("suggests")[2]
+    assert "ranks" in [hint.label for hint in comparison.mismatch.hints]
+    if named:
+        assert named in comparison.faults
+    else:
+        hypotheses = faults_of_ranks(comparison.mismatch.row.name, Sharding(workload, shard, ranks))
+        assert not {one.fault for one in hypotheses}.intersection(comparison.faults)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
 def test_a_fault_is_named_where_results_and_references_are_on_a_gpu(faulty):
-    kernel, fault, words, workload, ranks, shard = faulty
+    kernel, fault, named, workload, ranks, shard = faulty
     comparison = judged_over_ranks(kernel, workload, ranks, shard, fault, REFERENCES)
     mismatch, device = comparison.mismatch, torch.device("cuda")
     spec = replace(spec_of(workload, backward=True), device=device)
@@ -72,15 +73,29 @@ def test_a_fault_is_named_where_results_and_references_are_on_a_gpu(faulty):
         reference=REFERENCES.reference_of(spec, mismatch.row.distribution),
         tensors={name: t.to(device) for name, t in mismatch.evidence.failed.tensors.items()},
     )
-    there = replace(comparison, mismatch=replace(mismatch, evidence=mismatch.evidence._replace(failed=failed)))
-    assert words in describe(located(there, Sharding(workload, shard, ranks)))
+    evidence = mismatch.evidence._replace(failed=failed, returned=[failed])
+    there = replace(comparison, mismatch=replace(mismatch, hints=(), evidence=evidence))
+    assert not named or named in diagnose(there, sharding=Sharding(workload, shard, ranks)).faults
 
 
 def test_the_rank_that_is_wrong_is_named_with_its_rows():
     comparison = judged_over_ranks(Ring, FULL, 4, fault="rank 1 never receives", references=REFERENCES)
-    text = describe(located(comparison, Sharding(FULL, "contiguous", 4)))
+    text = describe(comparison)
     assert "rank 1 (of 4): all 16 rows, 16 to 31\n" in text
+    assert "suggests   out of rank 1 is attention to its own keys only" in text
     assert "rank 2" not in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("stale keys", "out of all ranks is attention to its own keys only"),
+        ("last chunk skipped", "out of rank 1 is attention without the keys of rank 2"),
+        ("dk and dv stay with the last rank", "dk of rank 1 is that of rank 2: sent to the wrong rank"),
+    ],
+)
+def test_a_hint_says_of_which_ranks_it_is(fault, words):
+    assert words in describe(judged_over_ranks(Ring, FULL, 4, fault=fault, references=REFERENCES))
 
 
 class Misbehaving(AllGather):
