@@ -125,6 +125,12 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Take the first message, which may be longer than what a channel holds, before a conftest may keep its sender waiting."""
+    Worker.of_this_process()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
     """Override options before any plugin, xdist's included, acts upon them."""

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from pytest_attn.latency.work import StaleError
 from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
+from pytest_attn.processes.worker import FINISHED
 from pytest_attn.ranks.post_mortem import OUTPUT, RankPostMortem, describe_ended, describe_hang, describe_wrong
 from pytest_attn.ranks.rank import LATE_IMPORTS
 from pytest_attn.ranks.rank_group import RankGroup, RankRaisedError, RanksLostError, Tensors, read_tensors, write_tensors
@@ -188,7 +190,7 @@ class Pool(RankGroup):
                 if not ready:
                     self._give_up(answers, waited, limit)
                 for rank in ready:
-                    answer = self._processes[rank].channel.recv()
+                    answer = self._said(rank)
                     if answer is None:
                         self._give_up_on(rank)
                     if "ended" in answer:
@@ -214,6 +216,13 @@ class Pool(RankGroup):
             if time.monotonic() >= end:
                 return []
         return [channels[one] for one in ready]
+
+    def _said(self, rank: int) -> Message | None:
+        """Return what a rank has said, None where it has ended, or its pytest has."""
+        with suppress(TimeoutError):
+            message = self._processes[rank].channel.recv(0)
+            return None if message == FINISHED else message
+        return None
 
     # -- what went wrong -----------------------------------------------------------------------------------------------------
 

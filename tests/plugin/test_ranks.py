@@ -80,6 +80,12 @@ def test_ends_early(attn):
         raise KeyError("before the check")
     attn.check(kernel(attn, Ring))
 
+@pytest.mark.attention(W, ranks=2)
+def test_leaves(attn):
+    if attn.rank == 1:
+        pytest.exit("enough", returncode=7)
+    attn.check(lambda q, k, v: q)
+
 @pytest.mark.attention(W, W.replace(q_len=66, kv_len=66), ranks=2, shard="head-tail")
 def test_after_all_this(attn):
     attn.check(kernel(attn, AllGather))
@@ -98,7 +104,7 @@ def _kernels_are_found(monkeypatch):
 def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
     pytester.makepyfile(KERNELS + ENDS)
     result = pytester.runpytest("--attn-rank-timeout=4", "-W", "error", "--attn-save-failures=saved")
-    result.assert_outcomes(passed=4, failed=5, errors=2)
+    result.assert_outcomes(passed=4, failed=6, errors=2)
     for wanted in (
         "*rank 1 of 2 raised ValueError:*",
         "*no such head*",
@@ -114,6 +120,7 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
         "*rank 1 of 2: its test failed before the judgment was made:*",
         "*before the check*",
         "*rank 1 of 2: its test failed:*",
+        "*rank 1 has left the interpreter with exit code 7 while the case ran*",
         "*after the check*",
     ):
         result.stdout.fnmatch_lines([wanted])

@@ -502,6 +502,17 @@ def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
         process.kill()
 
 
+def test_a_long_first_message_waits_for_no_conftest(ask):
+    """It is longer than what a channel holds; whoever sends it has no limit of time yet."""
+    command = ask("import pytest\ndef test_it():\n    pass\n")
+    (command.folder / "conftest.py").write_text("import time\ntime.sleep(60)\n")
+    long = {**command.told, "options": {}, "modes": {str(number): "events" for number in range(100_000)}}
+    begun = time.monotonic()
+    process = StartedProcess(command._replace(told=long, arguments=["-p", "pytest_attn.processes.worker", *command.arguments]))
+    assert time.monotonic() - begun < 30
+    process.kill()
+
+
 def test_a_worker_that_waits_for_nobody_ends(ask):
     process = StartedProcess(ask("", tests=0)._replace(told={"is_gated": True}))
     (ask(PREPARED.format(planted="")).folder / "test_it.py").write_text(PREPARED.format(planted=""))
