@@ -281,7 +281,14 @@ class Declaration:
 
     def given(self, tensor: Tensor, w: Workload, is_kv: bool = False) -> Tensor:
         """View q, k, v or one of their gradients, in `inner_layout`, as the callable takes it; pools stay as they are."""
-        return tensor if self.has_batch or w.is_packed or (is_kv and w.kv_pages) else tensor[0]
+        return tensor[0] if self._drops_batch(w, is_kv) else tensor
+
+    def taken(self, tensor: Tensor, w: Workload, is_kv: bool = False) -> Tensor:
+        """View q, k, v or one of their gradients, as the callable takes it, in `inner_layout`."""
+        return tensor.unsqueeze(0) if self._drops_batch(w, is_kv) else tensor
+
+    def _drops_batch(self, w: Workload, is_kv: bool) -> bool:
+        return not (self.has_batch or w.is_packed or (is_kv and w.kv_pages))
 
     def declared(self, name: str, tensor: Tensor, is_packed: bool) -> Tensor:
         """Return a result as the callable returns it. tensor: as the judgment takes it."""

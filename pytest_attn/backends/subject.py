@@ -212,14 +212,19 @@ class CallableSubject(Subject):
         """Return what the test says that the callable makes of q, k and v. Raises ValueError for other than three tensors."""
         if self._dequantizer is None:
             return inputs
-        w = inputs.workload
-        swaps = [self.layout == "bshd" and not w.is_packed, *[self.layout == "bshd" and not (w.is_packed or w.kv_pages)] * 2]
-        given = (t.transpose(1, 2) if swap else t for t, swap in zip((inputs.q, inputs.k, inputs.v), swaps, strict=True))
-        made = self._dequantizer(*(t.contiguous() for t in given))
+        w, declared = inputs.workload, self.declared
+        given = [declared.given(self._swapped(getattr(inputs, name), name, w).contiguous(), w, name != "q") for name in "qkv"]
+        made = self._dequantizer(*given)
         if not isinstance(made, tuple | list) or [hasattr(t, "shape") for t in made] != [True] * 3:
             raise ValueError(f"dequantized must return three tensors (q, k, v), it returned {describe(made)}")
-        q, k, v = (t.detach().transpose(1, 2) if swap else t.detach() for t, swap in zip(made, swaps, strict=True))
+        whole = (declared.taken(t.detach(), w, name != "q") for name, t in zip("qkv", made, strict=True))
+        q, k, v = (self._swapped(t, name, w) for name, t in zip("qkv", whole, strict=True))
         return dataclasses.replace(inputs, q=q, k=k, v=v, descales=None)
+
+    def _swapped(self, tensor: torch.Tensor, name: str, w: Workload) -> torch.Tensor:
+        """Swap rows and heads of q, k or v for "bshd", there and back; pools stay as they are."""
+        is_as_it_is = self.layout != "bshd" or w.is_packed or (name != "q" and w.kv_pages is not None)
+        return tensor if is_as_it_is else tensor.transpose(1, 2)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same callable, declared the same."""

@@ -24,7 +24,7 @@ class AdaptedCallable(CallableSubject):
     def __init__(self, plain: CallableSubject) -> None:
         """plain: the callable as it is."""
         super().__init__(plain.user_function, plain.name, plain.declared)
-        self.given_name = plain.given_name
+        self.given_name, self._dequantizer, self.is_approximate = plain.given_name, plain._dequantizer, plain.is_approximate
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return the callable, adapted."""

@@ -246,7 +246,8 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
     if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
     if values.get("parameters"):
-        raise ValueError("ranks have gradients of q, k and v; leave out sinks, bias and alibi in backward")
+        *others, last = PARAMETERS
+        raise ValueError(f"ranks have gradients of q, k and v; leave out {', '.join(others)} and {last} in backward")
     return tuple(dict.fromkeys(found))
 
 

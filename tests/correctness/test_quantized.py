@@ -261,6 +261,24 @@ def test_a_callable_that_quantizes_is_held_to_what_it_makes_of_its_inputs():
     pytest_attn.check(turned, w, device="cpu", layout="bshd", dequantized=what_int8_attention_makes)
 
 
+@pytest.mark.parametrize("declared", [{"layout": "hsd"}, {"out_layout": "bshd"}, {"returns": ("ignored", "out")}])
+def test_so_is_one_that_takes_or_returns_something_else(declared):
+    dims = set()
+
+    def attention(q, k, v):
+        out = int8_attention(q, k, v)
+        out = out.transpose(1, 2) if "out_layout" in declared else out
+        return (None, out) if "returns" in declared else out
+
+    def made(q, k, v):
+        dims.add(q.dim())
+        return what_int8_attention_makes(q, k, v)
+
+    comparison = pytest_attn.check(attention, Workload(64, heads=2), device="cpu", dequantized=made, **declared)
+    assert comparison.is_approximate
+    assert dims == {3 if "layout" in declared else 4}
+
+
 def test_what_goes_wrong_after_quantizing_is_found():
     w = Workload(64, heads=2)
     half = lambda q, k, v: int8_attention(1.01 * q, k, v)  # noqa: E731
