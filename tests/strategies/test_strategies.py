@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from hypothesis import find, given, settings
-from traits import features, layout, mask_kind
 
 from pytest_attn import Document, Pages, Window, Workload, check
 from pytest_attn.backends.precision import precision_named
@@ -13,6 +12,7 @@ from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.strategies import FEATURES, LAYOUT_KINDS, MASK_KINDS, workloads
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import sequence_lengths
 
 MANY = settings(max_examples=3000, deadline=None, database=None, derandomize=True)
@@ -45,9 +45,10 @@ def test_every_draw_is_legal_small_and_has_a_reference():
 
 def test_everything_that_may_be_drawn_is():
     seen = drawn(workloads(layouts=LAYOUT_KINDS), 600)
-    assert {mask_kind(w) for w in seen} == set(MASK_KINDS)
-    assert {layout(w) for w in seen} == set(LAYOUT_KINDS)
-    assert set.union(*map(features, seen)) == set(FEATURES)
+    had = frozenset().union(*map(traits_of, seen))
+    assert {*MASK_KINDS, *FEATURES} - {None} <= had
+    assert any(w.mask is None for w in seen)
+    assert {layout_of(w) for w in seen} == set(LAYOUT_KINDS)
     assert {w.dtype for w in seen} == {"bfloat16", "float16", "float32"}
     assert sum(w.kv_len > 16 for w in seen) > 200, "most draws are trivial"
     assert sum(w.kv_len in (63, 64, 65, 127, 128, 129) for w in seen) > 30, "few draws lie at the ends of tiles"
@@ -75,15 +76,16 @@ def test_nothing_is_drawn_that_may_not_be():
         )
     )
     assert {w.mask for w in seen} == {None, Window(9, 0)}
-    assert {layout(w) for w in seen} == {"plain", "packed"}
-    assert set.union(*map(features, seen)) == {"grouped heads", "softcap", "v_head_dim"}
+    assert {layout_of(w) for w in seen} == {"plain", "packed"}
+    had = frozenset().union(*map(traits_of, seen))
+    assert had == {"plain", "packed", "window", "grouped heads", "softcap", "v_head_dim"}
     assert {(w.dtype, w.head_dim, w.v_head_dim, w.softcap) for w in seen} == {("float16", 32, 16, 20.0)}
     assert max(max(w.q_len, w.kv_len) for w in seen) <= 40
     assert max(w.heads for w in seen) == 8
 
 
 def test_backward_draws_no_pages():
-    assert "paged" not in {layout(w) for w in drawn(workloads(backward=True))}
+    assert "paged" not in {layout_of(w) for w in drawn(workloads(backward=True))}
 
 
 @pytest.mark.parametrize(

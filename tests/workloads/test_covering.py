@@ -4,13 +4,13 @@ from itertools import combinations, product
 
 import pytest
 from covering import covering_pairs, pairwise_workloads
-from traits import features, layout, mask_kind
 
 from pytest_attn import check
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.traits import layout_of, traits_of
 
 FACTORS = {"a": range(6), "b": "xyzuv", "c": (True, False), "d": [[1], [2], [3]], "e": range(4), "f": range(4)}
 
@@ -61,13 +61,13 @@ def test_pairwise_workloads_are_few_named_and_distinct():
 def test_pairwise_workloads_cover_what_they_promise():
     has = [
         {
-            "mask": mask_kind(w),
-            "layout": layout(w),
+            "mask": w.mask and w.mask.kind,
+            "layout": layout_of(w),
             "dtype": w.dtype,
             "group": w.group,
             "lengths": (w.q_len > w.kv_len) - (w.q_len < w.kv_len),
             "option": next(
-                (name for name in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod") if name in features(w)), None
+                (name for name in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod") if name in traits_of(w)), None
             ),
             "v": w.v_head_dim != w.head_dim,
         }

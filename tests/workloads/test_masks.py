@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 
 from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.dense import boolean_mask
-from pytest_attn.workloads.masks import as_mask, interval, visible_pairs
+from pytest_attn.diagnosis.faults import FAULTS
+from pytest_attn.strategies import workloads
+from pytest_attn.workloads.masks import NearMiss, as_mask, interval, visible_pairs
+from pytest_attn.workloads.masks.registry import mask_kinds
+from pytest_attn.workloads.workload import sequences_of
 
 
 def visible(workload):
@@ -131,3 +136,22 @@ def test_a_boolean_mask_of_the_wrong_kind_is_refused(factory, message):
     with pytest.raises(ValueError, match=r".*") as error:
         visible(Workload(4, mask=BooleanMask(factory)))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [word for kind in mask_kinds() for word in kind.kinds])
+def test_near_misses_have_identities_and_words_of_their_own_and_show_something_else(kind):
+    named, seen = set(), set()
+
+    @settings(max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(workloads(masks=(kind,), max_rows=40))
+    def collect(workload):
+        over, mask = sequences_of(workload, torch.device("cpu")), workload.plain_mask
+        misses = [NearMiss(fault, words, as_mask(other)) for fault, words, other in mask.near_misses(over)]
+        assert len({miss.words for miss in misses}) == len(misses)
+        right = mask.bind(over)(*over.index())
+        seen.update(fault for fault, _, other in misses if bool((other.bind(over)(*over.index()) != right).any()))
+        named.update(miss.fault for miss in misses)
+
+    collect()
+    assert named <= set(FAULTS)
+    assert named - seen <= {"mask-of-key-head"}  # a mask_mod that is drawn is the same for all heads

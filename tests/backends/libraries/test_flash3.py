@@ -10,6 +10,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
@@ -163,8 +164,7 @@ def test_fp8_comes_with_descales_for_each_key_head(flash3, workload):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_descale_that_does_not_arrive_is_found(flash3, name):
     wrong = flash3(source=faulty(f"{name}_descale, ", "None, ") if name != "v" else faulty("v_descale))", "None))"))
-    comparison = judged(wrong, FP8)
-    assert f"without the descale of {name}" in describe(comparison)
+    assert f"without the descale of {name}" in describe(diagnose(judged(wrong, FP8)))
 
 
 def test_fp8_that_is_not_documented_is_refused(flash3):
