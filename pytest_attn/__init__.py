@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytest_attn.api import check, check_invariants, measure
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.capabilities import Capabilities
-    from pytest_attn.backends.known_defect import KnownDefect
+    from pytest_attn.backends.defects import KnownDefect
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.case import AttentionCase
@@ -86,7 +86,7 @@ _HOMES = {
     "Failure": "pytest_attn.failures.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
-    "KnownDefect": "pytest_attn.backends.known_defect",
+    "KnownDefect": "pytest_attn.backends.defects",
     "Latency": "pytest_attn.latency.result",
     "Machine": "pytest_attn.backends.machine",
     "ModelComparison": "pytest_attn.models.comparison",

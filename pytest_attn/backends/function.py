@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import Declared, Options, expanded, out_of_resources
-from pytest_attn.backends.declining import declined_because
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.subject import AttentionFn, declined_because
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 

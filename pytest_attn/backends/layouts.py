@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.capabilities import QUANTIZED
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
@@ -135,3 +136,25 @@ def not_decoding_because(w: Workload) -> list[str]:
     if w.q_len > MOST_DECODING_STEPS:
         reasons.append(f"decodes token by token: at most {MOST_DECODING_STEPS}, not {w.q_len}")
     return reasons
+
+
+# -- quantized tensors for kernels that take none ----------------------------------------------------------------------------
+
+
+#: what a kernel takes that dequantizes first
+ALL_QUANTIZED = frozenset(QUANTIZED)
+
+
+def on_values(kernel: AttentionFn, inputs: Inputs) -> AttentionFn:
+    """Return the kernel where nothing is quantized, else one that dequantizes q, k and v before it is called."""
+    import torch
+
+    if inputs.descales is None:
+        return kernel
+    dtype = getattr(torch, inputs.workload.out_dtype)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        values = dataclasses.replace(inputs, q=q, k=k, v=v).dequantized()
+        return kernel(*(t.to(dtype) for t in (values.q, values.k, values.v)))
+
+    return call

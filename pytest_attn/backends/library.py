@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import hashlib
 import importlib
 import importlib.machinery
+import json
 import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
-from pytest_attn.backends.contexts import environment
-from pytest_attn.backends.import_trial import import_failure, try_import
+from pytest_attn.backends.contexts import environment, quiet
 from pytest_attn.backends.versions import installed_version
 
 
@@ -100,3 +109,184 @@ def try_imports(libraries: Sequence[Library]) -> None:
     needed = {name: value for one in untried for name, value in one.environment().items()}
     with environment(needed), ThreadPoolExecutor() as threads:
         list(threads.map(try_import, {one.module for one in untried}))
+
+
+# -- tried out in a process of its own ---------------------------------------------------------------------------------------
+
+
+_IMPORT_SECONDS = 120
+_DAY = 86_400
+
+
+@functools.cache
+def import_failure(module: str) -> str | None:
+    """Import a module, first in a child process; say in its own words why it cannot be, or None."""
+    if module in sys.modules:
+        return None
+    reason = try_import(module)
+    if reason is None:
+        tried = _mark_of(module)
+        _unmark(tried)  # should the import end this process after all, the next one tries it in a child again
+        try:
+            with quiet():
+                importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
+            reason = describe_error(error)
+        else:
+            _mark(_mark_of(module))
+    return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
+
+
+def try_import(module: str) -> str | None:
+    """Say why a module cannot be imported, or None: what is known of it, or what it says in a child process."""
+    if _mark_of(module).exists():
+        return None
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return _tried_and_marked(module)
+    answer = _folder() / f"{module}-{run}"
+    with _alone_with(answer):
+        said = _read(answer)
+        if said is None:
+            said = _tried_and_marked(module) or ""
+            _write(answer, said)
+    return said or None
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and text in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# -- what is known of a library -------------------------------------------------------------------------------------------
+
+
+def _mark_of(module: str) -> Path:
+    """Return the empty file that stands for "imported without harm", by this interpreter from this place with these packages.
+
+    To be asked for anew after an import: a first one may put __pycache__ into the package, which is another state of it. Not
+    of sys.path, which has the folder of each test: an import that it spoils once takes the mark away again.
+    """
+    spec = find_spec(module.partition(".")[0])
+    folders = [*(spec.submodule_search_locations or [])] if spec else []
+    states = [(folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)]
+    known = repr((module, sys.executable, os.environ.get("LD_LIBRARY_PATH"), states, installed_packages()))
+    return _folder() / hashlib.sha256(known.encode()).hexdigest()[:32]
+
+
+def _folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
+    return base / "pytest-attn" / "imports"
+
+
+@functools.cache
+def installed_packages() -> list[str]:
+    """List the names and versions of all installed distributions."""
+    found = []
+    for distribution in metadata.distributions():
+        with contextlib.suppress(Exception):  # a folder that an uninstallation left has no name
+            found.append(f"{distribution.name} {distribution.version}")
+    return sorted(found)
+
+
+def _mark(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written to: it is tried in a child every time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def _unmark(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+# -- what the first worker of a run found out, for the others ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _alone_with(answer: Path) -> Iterator[None]:
+    """Wait until no other worker of the run tries the same library; where no file can be written, each worker tries it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            answer.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(answer.with_name(f"{answer.name}.lock"), "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(answer: Path) -> str | None:
+    try:
+        said = json.loads(answer.read_text())
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, str) else None
+
+
+def _write(answer: Path, said: str) -> None:
+    with contextlib.suppress(OSError):
+        for old in answer.parent.glob("*-*"):
+            if old.stat().st_mtime < time.time() - _DAY:
+                old.unlink(missing_ok=True)
+        answer.write_text(json.dumps(said))
+
+
+# -- the child process ------------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import importlib, json, os, sys
+result, module = int(sys.argv[1]), sys.argv[2]
+sys.path[:] = json.loads(sys.argv[3])
+try:
+    importlib.import_module(module)
+    reason = ""
+except BaseException as error:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+os.write(result, json.dumps(reason).encode())
+os._exit(0)
+"""
+
+
+def _tried_and_marked(module: str) -> str | None:
+    reason = try_in_child(module)
+    if reason is None:
+        _mark(_mark_of(module))
+    return reason
+
+
+def try_in_child(module: str) -> str | None:
+    """Import `module` in a new interpreter; return why it failed, also where it took the interpreter down."""
+    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
+        command = [sys.executable, "-c", _CHILD, str(result.fileno()), module, json.dumps(sys.path)]
+        code = _exit_code(command, result.fileno(), errors.fileno())
+        if code is None:
+            return f"its import took longer than {_IMPORT_SECONDS} s"
+        result.seek(0)
+        errors.seek(0)
+        said, last = result.read(), errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if said:
+        return json.loads(said) or None
+    return f"its import ends the process with {_exit_name(code)}: {last[0].strip()[:300] if last else 'it said nothing'}"
+
+
+def _exit_code(command: list[str], result: int, errors: int) -> int | None:
+    """Run a command in a process group of its own, which is killed, with None returned, where it does not end in time."""
+    child = subprocess.Popen(
+        command,
+        pass_fds=(result,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        return child.wait(_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _exit_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.functions import function_label

@@ -8,14 +8,13 @@ from typing import Any
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES, OVER_RANKS
-from pytest_attn.backends.compiled import Compiled
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.function import FunctionBackend
-from pytest_attn.backends.graphed import Graphed
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
+from pytest_attn.backends.variants import Compiled, Graphed
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.workload import Workload

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import platform
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.nvml import opened_nvml, text_of
 from pytest_attn.backends.versions import installed_version
 from pytest_attn.version import __version__
 
@@ -43,3 +46,24 @@ def _driver_by_nvml() -> str | None:
             return text_of(nvml.nvmlSystemGetDriverVersion())
     except Exception:  # no package, no driver, no permission
         return None
+
+
+# -- NVML, for a few questions about the whole machine, without torch; latency/nvml.py watches one GPU -----------------------
+
+
+@contextmanager
+def opened_nvml() -> Iterator[Any]:
+    """Hand out the module pynvml, initialized; raises whatever is raised without a package, a driver or a permission."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package pynvml, which has the same module, warns that it is deprecated
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def text_of(said: str | bytes) -> str:
+    """Return what NVML says as text; old versions of pynvml return bytes."""
+    return said.decode() if isinstance(said, bytes) else str(said)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import functools
+import inspect
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet, untraced
 from pytest_attn.backends.declaration import Declaration
-from pytest_attn.backends.declining import declined_because
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
-from pytest_attn.backends.naming import called_name
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.catalog import is_for_gpu
@@ -281,3 +284,108 @@ def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: 
         return None
     there = machine.memory / 2**30
     return f"{workload.id} needs about {needed / 2**30:,.0f} GiB, {machine.name} has {there:,.0f} GiB"
+
+
+# -- what reports call a callable --------------------------------------------------------------------------------------------
+
+
+#: characters of what a callable closes over, beyond which a name says no more
+_LONGEST = 60
+
+
+def called_name(fn: Callable[..., Any], within: str = "") -> str:
+    """Return the name that a callable's author knows: qualified, and with what it closes over in brackets.
+
+    within: the qualified name of the test that hands it over, which goes without saying.
+    Examples: "my_attention", "Attention.forward", "my_attention[causal=True]" of a partial, "make.fn[window=128]" of a local
+    function, "lambda[my_attention]" of a lambda that calls it, "test_mine.lambda" of one that calls nothing.
+    """
+    fn = _undecorated(fn)
+    if not isinstance(fn, types.FunctionType):
+        return function_name(fn)
+    name = fn.__qualname__.replace(".<locals>", "").replace("<lambda>", "lambda")
+    inside = list(_closed_over(fn))
+    if fn.__name__ == "<lambda>" and (called := _first_called(fn)):
+        inside.insert(0, called)
+    name = f"{name}[{_shortened(inside)}]" if inside else name
+    shorter = name.removeprefix(f"{within}.") if within else name
+    return name if shorter == "lambda" else shorter
+
+
+def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what decorators that say so were put around, as torch.compile is around a function."""
+    try:
+        inner: Callable[..., Any] = inspect.unwrap(fn)
+    except ValueError:  # a circle
+        return fn
+    return inner
+
+
+def _closed_over(fn: types.FunctionType) -> Iterator[str]:
+    """Yield what a function keeps beside its code: closed-over variables and defaults, where they can be written."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        yield from _setting(name, value)
+    code, defaults, keywords = fn.__code__, fn.__defaults__ or (), fn.__kwdefaults__ or {}
+    positional = code.co_varnames[: code.co_argcount]
+    with_defaults = [*zip(positional[len(positional) - len(defaults) :], defaults, strict=True), *keywords.items()]
+    for name, value in with_defaults:
+        yield from _setting(name, value)
+
+
+def _setting(name: str, value: object) -> Iterator[str]:
+    if value is None or isinstance(value, bool | int | float | str):
+        yield f"{name}={value}"
+    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | functools.partial):
+        yield f"{name}={function_name(value)}"
+
+
+def _first_called(fn: types.FunctionType) -> str:
+    """Return the first callable of its module that a function names, "" where it names none."""
+    names = iter(fn.__code__.co_names)
+    for name in names:
+        value, path = fn.__globals__.get(name), name
+        while isinstance(value, types.ModuleType) and (attribute := next(names, None)):
+            value, path = getattr(value, attribute, None), attribute
+        if callable(value):
+            return path
+    return ""
+
+
+def _shortened(parts: list[str]) -> str:
+    text = ",".join(parts)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# -- how a function declines a case: `raise NotImplementedError("no softcap")`, a statement of Python with a text ------------
+
+
+#: libraries whose own NotImplementedError is a missing kernel or a missing gradient, which is a fault of who calls them
+_FAULTS_OF = ("torch", "triton")
+
+
+def declined_because(error: BaseException) -> str | None:
+    """Return the text with which a function declines a case, None where the exception is a fault.
+
+    A fault is what torch or Triton raise ("Could not run 'aten::...'", a missing backward), and an exception without text,
+    as a stub raises it.
+    """
+    text = str(error).strip()
+    if not isinstance(error, NotImplementedError) or not text or not _is_raised_by_its_author(error.__traceback__):
+        return None
+    return text.splitlines()[0]
+
+
+def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:
+    """Whether the innermost frame is a `raise` statement, and none of torch or Triton: operators in C++ raise without one."""
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    operation = dis.opname[frame.f_code.co_code[traceback.tb_lasti]]
+    return operation == "RAISE_VARARGS" and home not in _FAULTS_OF

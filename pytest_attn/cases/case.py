@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.isolated import divided, findings_isolated, judge_isolated

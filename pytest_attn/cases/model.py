@@ -21,9 +21,8 @@ from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.result import Latency
 from pytest_attn.messages import invariants
 from pytest_attn.models.check import Target, judge_model, module_step
-from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.comparison import CallComparison, ModelComparison, headline
 from pytest_attn.models.compiled import is_compiled
-from pytest_attn.models.message import headline
 from pytest_attn.models.replacement import ModelAttention, replacement
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
 from pytest_attn.models.user_functions import as_functions

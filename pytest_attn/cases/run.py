@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.compiled import Compilation, compilation_of
 from pytest_attn.backends.declaration import IGNORED, Declaration, turned
 from pytest_attn.backends.subject import AttentionFn, CallableSubject
+from pytest_attn.backends.variants import Compilation, compilation_of
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_tensor, is_poison, native_shape, poisoned
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs

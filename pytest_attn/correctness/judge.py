@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.adapted import as_out
 from pytest_attn.correctness.call import (
     CONTIGUOUS,

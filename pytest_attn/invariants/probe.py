@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.compiled import compilation_of
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import late_refusals_of
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract

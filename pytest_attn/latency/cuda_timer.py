@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.backends.graphed import capturing
+from pytest_attn.backends.variants import capturing
 from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
 from pytest_attn.latency.work import StaleError, TimedCall, Work, called, verified

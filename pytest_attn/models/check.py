@@ -17,11 +17,10 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.models.capture import AttentionCall, Recorder
-from pytest_attn.models.comparison import CallComparison, ModelComparison
+from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
 from pytest_attn.models.compiled import judge_compiled, runs_compiled
 from pytest_attn.models.interception import InterceptedCall, Tracker, intercept_attention, is_of_transformers, never_called
 from pytest_attn.models.judge import judge_call, known_defect_of
-from pytest_attn.models.message import describe
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.replacement import Replacer, replacement

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision

@@ -7,19 +7,19 @@ import pytest
 from fakes import forget, install, uninstall
 
 from pytest_attn import Machine
-from pytest_attn.backends import import_trial, library
+from pytest_attn.backends import library
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
 
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-TRY_IN_CHILD = import_trial.try_in_child
+TRY_IN_CHILD = library.try_in_child
 BROKEN = Library(("planted-broken",), "planted_broken.kernels", "pip install planted-broken")
 SOUND = Library(("planted-sound",), "planted_sound", "pip install planted-sound")
 
 
 def put_on_path(monkeypatch, *installed):
     install(monkeypatch, *installed)
-    monkeypatch.setattr(import_trial, "try_in_child", TRY_IN_CHILD)  # other tests leave it out
+    monkeypatch.setattr(library, "try_in_child", TRY_IN_CHILD)  # other tests leave it out
     monkeypatch.delenv("PYTEST_XDIST_TESTRUNUID", raising=False)
 
 
@@ -95,7 +95,7 @@ def test_a_broken_library_is_refused_in_its_own_words(plant, sound, capfd, sourc
 def test_an_import_that_hangs_is_given_up(plant, sound, monkeypatch, source):
     broken = plant(source)
     with monkeypatch.context() as patch:
-        patch.setattr(import_trial, "_IMPORT_SECONDS", 1)
+        patch.setattr(library, "_IMPORT_SECONDS", 1)
         reason = broken.broken_because()
     assert reason == "planted_broken.kernels is installed but cannot be imported: its import took longer than 1 s"
     assert sound.load().answer == 42
@@ -240,7 +240,7 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     first, second = Library(("first",), "first", ""), Library(("first",), "second", "")
     tried = []
     monkeypatch.setattr(
-        import_trial, "try_in_child", lambda module: tried.append(module) or ("broken" if module == "second" else None)
+        library, "try_in_child", lambda module: tried.append(module) or ("broken" if module == "second" else None)
     )
     library.try_imports([first, second, first, Library(("absent",), "absent", "")])
     assert sorted(tried) == ["first", "second"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pytest_attn.backends.naming import called_name
+from pytest_attn.backends.subject import called_name
 
 
 def my_attention(q, k, v, causal=None):

@@ -7,9 +7,8 @@ import torch
 
 from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.compiled import Compiled, compilation_of, compile_kernel
-from pytest_attn.backends.graphed import Graphed, capturing
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.variants import Compiled, Graphed, capturing, compilation_of, compile_kernel
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec

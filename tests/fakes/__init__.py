@@ -8,7 +8,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from pytest_attn.backends import import_trial, library
+from pytest_attn.backends import library
 
 HERE = Path(__file__).parent
 
@@ -85,7 +85,7 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
 
     They are imported without being tried in a child process first, which tests/backends/test_library.py is about.
     """
-    monkeypatch.setattr(import_trial, "try_in_child", lambda module: None)
+    monkeypatch.setattr(library, "try_in_child", lambda module: None)
     for path, source in files.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,5 +131,5 @@ def uninstall(files):
 def forget():
     """Forget what was found of installed libraries."""
     library._is_installed.cache_clear()
-    import_trial.import_failure.cache_clear()
-    import_trial.installed_packages.cache_clear()
+    library.import_failure.cache_clear()
+    library.installed_packages.cache_clear()

@@ -5,7 +5,7 @@ import torch
 from judging import asked
 
 from pytest_attn import Backend, Workload
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.libraries.flash_attention import Flash3
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals

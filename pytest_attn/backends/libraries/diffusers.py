@@ -11,13 +11,11 @@ import torch
 
 from pytest_attn.backends.backend import needs_cuda
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUDNN_NAN_OF_A_RANK
+from pytest_attn.backends.defects import CUDNN_NAN_OF_A_RANK, KnownDefect
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
-from pytest_attn.backends.import_trial import describe_error
-from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
 from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.library import Library, describe_error
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
 from pytest_attn.workloads.dtypes import DTYPES

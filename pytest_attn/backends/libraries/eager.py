@@ -9,7 +9,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import FEATURES, Capabilities
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
-from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
+from pytest_attn.backends.layouts import ALL_QUANTIZED, on_values
 from pytest_attn.backends.sizes import scores_bytes
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.heads import repeated

@@ -26,8 +26,7 @@ from pytest_attn.backends.attention_args import (
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
-from pytest_attn.backends.defects import FLASH4_DQ
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.layouts import (
     as_packed,
     bottom_right_window,

@@ -19,9 +19,8 @@ from pytest_attn.backends.attention_args import (
 )
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import in_fully_masked_rows, sees_nothing
+from pytest_attn.backends.defects import KnownDefect, in_fully_masked_rows, sees_nothing
 from pytest_attn.backends.dense import index_tensors
-from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, mask_of_window, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine

@@ -13,9 +13,8 @@ import torch
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.import_trial import describe_error
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.library import Library, refusal_of_build
+from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn

@@ -22,7 +22,7 @@ from pytest_attn.backends.attention_args import (
 )
 from pytest_attn.backends.backend import LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn

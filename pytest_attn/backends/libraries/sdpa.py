@@ -28,6 +28,7 @@ from pytest_attn.backends.defects import (
     CUTLASS_SHARED_HEAD,
     SDPA_FULLY_MASKED_ROWS,
     SDPA_LARGE_SCORES,
+    KnownDefect,
 )
 from pytest_attn.backends.dense import (
     additive_or_boolean_mask,
@@ -37,9 +38,7 @@ from pytest_attn.backends.dense import (
     needs_dense_mask,
     visible_and_bias,
 )
-from pytest_attn.backends.dequantizing import ALL_QUANTIZED, on_values
-from pytest_attn.backends.known_defect import KnownDefect
-from pytest_attn.backends.layouts import not_decoding_because
+from pytest_attn.backends.layouts import ALL_QUANTIZED, not_decoding_because, on_values
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.sizes import scores_bytes

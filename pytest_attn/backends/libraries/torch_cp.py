@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.compiled import unlimited_recompiles
-from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK
-from pytest_attn.backends.known_defect import KnownDefect
+from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
 from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, within
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload

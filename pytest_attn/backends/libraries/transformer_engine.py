@@ -27,9 +27,8 @@ from pytest_attn.backends.attention_args import (
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import environment
-from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, sees_nothing
+from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
-from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import (
     as_packed,
     bottom_right_window,

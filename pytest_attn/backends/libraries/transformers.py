@@ -16,16 +16,15 @@ from pytest_attn.backends.attention_args import (
     first_of,
     swap_rows_and_heads,
 )
-from pytest_attn.backends.compiled import unlimited_recompiles
-from pytest_attn.backends.defects import sees_nothing
+from pytest_attn.backends.defects import KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal, visible_and_bias
-from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import bottom_right_window, is_key, sequence_boundaries
 from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.backends.libraries.flex import read_block_mask
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload

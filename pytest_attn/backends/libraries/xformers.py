@@ -21,9 +21,8 @@ from pytest_attn.backends.attention_args import (
 )
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, sees_nothing
+from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, visible_and_bias
-from pytest_attn.backends.known_defect import KnownDefect
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine

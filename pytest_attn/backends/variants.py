@@ -1,0 +1,219 @@
+"""Backends that wrap another one and compute the same: compiled, or replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.contexts import no_collection, quiet
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Variant(Backend):
+    """All that a backend says about itself, under the name NAME+VARIANT; subclasses implement `prepare`."""
+
+    def __init__(self, inner: Backend, variant: str) -> None:
+        self.inner, self.kind = inner, variant
+        self.name = f"{inner.name}+{variant}"
+        self.library, self.precision = inner.library, inner.precision
+        self.returns_lse, self.known_defects = inner.returns_lse, inner.known_defects
+        self.capabilities, self.needs, self.full_graph = inner.capabilities, inner.needs, inner.full_graph
+        self.is_approximate, self.launches = inner.is_approximate, inner.launches
+
+    def version(self) -> str:
+        """The inner backend's."""
+        return self.inner.version()
+
+    def pads_by_mask(self, workload: Workload) -> bool:
+        """As the inner backend does."""
+        return self.inner.pads_by_mask(workload)
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """Refuse where the inner backend does, or has no such variant."""
+        if self.kind not in self.inner.variants:
+            return f"{self.inner.name} has no variant +{self.kind}"
+        return self.inner.unavailable_because(machine)
+
+    def broken_because(self) -> str | None:
+        """The inner backend's reason."""
+        return self.inner.broken_because()
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """The inner backend's reasons."""
+        return self.inner.unsupported_because(workload, machine, backward)
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """The inner backend's."""
+        return self.inner.refusal_in(error)
+
+    def dequantized(self, inputs: Inputs) -> Inputs:
+        """The inner backend's."""
+        return self.inner.dequantized(inputs)
+
+    def precision_on(self, kind: str) -> str | Precision:
+        """The inner backend's profile."""
+        return self.inner.precision_on(kind)
+
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        """The inner backend's estimate."""
+        return self.inner.workspace(workload, backward)
+
+
+# -- +compile, +max_autotune -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Compilation:
+    """What compiling one callable took: seconds of its first call, which are never part of a latency, and graph breaks."""
+
+    seconds: float = 0.0
+    graph_breaks: int = 0
+
+
+class Compiled(Variant):
+    """A backend's callable under torch.compile(dynamic=False), in one graph where the library allows it."""
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Compile the inner callable; compilation happens at its first call."""
+        kernel = self.inner.prepare(inputs, backward)
+        return compile_kernel(kernel, self.kind == "max_autotune", self.full_graph)
+
+
+def compile_kernel(kernel: AttentionFn, max_autotune: bool = False, full_graph: bool = True) -> AttentionFn:
+    """Return `kernel` compiled without CUDA graphs, whose outputs later calls would overwrite.
+
+    The result carries `compilation`, a `Compilation` that its first call fills in.
+    """
+    import torch
+
+    mode = "max-autotune-no-cudagraphs" if max_autotune else None
+    compiled = torch.compile(kernel, fullgraph=full_graph, dynamic=False, mode=mode)
+    compilation = Compilation()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with unlimited_recompiles():
+            if compilation.seconds:
+                return compiled(q, k, v)
+            start, breaks = time.perf_counter(), _graph_breaks()
+            out = compiled(q, k, v)
+            compilation.graph_breaks = _graph_breaks() - breaks
+            compilation.seconds = time.perf_counter() - start
+            return out
+
+    call.compilation = compilation  # type: ignore[attr-defined]
+    return call
+
+
+def compilation_of(kernel: AttentionFn) -> Compilation | None:
+    """Return what compiling `kernel` took, None where it was not compiled."""
+    return getattr(kernel, "compilation", None)
+
+
+def _graph_breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+@contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """Lift dynamo's limit of eight compilations per function: each workload is a legitimate one."""
+    import torch._dynamo.config as config
+
+    known = [name for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    with config.patch(dict.fromkeys(known, 1 << 30)):
+        yield
+
+
+# -- +graph ------------------------------------------------------------------------------------------------------------------
+
+
+_WARM_UPS = 3
+
+
+class Graphed(Variant):
+    """A backend's forward call, captured on other data than it is judged on and replayed over poisoned outputs.
+
+    A capture leaves out work on another stream, on the host, or with values read back. Such work shows: the result is that of
+    the captured data, or the NaN that every replay must overwrite.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner, "graph")
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """CUDA only."""
+        return super().unavailable_because(machine) or (None if machine.kind == "cuda" else "needs a CUDA device")
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """The forward pass only, and the inner backend's reasons."""
+        return ["replays the forward pass only"] if backward else super().unsupported_because(workload, machine)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Capture at the first call; every call copies its data in, poisons the output, replays and copies it out."""
+        kernel = self.inner.prepare(inputs, backward)
+        captured: list[Capture] = []
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if not captured:
+                captured.append(Capture(kernel, (q, k, v)))
+            return captured[0].replay((q, k, v))
+
+        return call
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Record what is launched meanwhile. A graph that Python's collector frees in between would spoil that.
+
+    The current stream is then what it was, which torch sees to only where the capture succeeds.
+    """
+    import torch
+
+    as_before = torch.cuda.stream(torch.cuda.current_stream())
+    with quiet(), no_collection(), as_before, torch.cuda.graph(graph, stream=stream):
+        yield
+
+
+class Capture:
+    """A graph of one call of a kernel, with tensors of its own for inputs and outputs."""
+
+    #: how often it calls the kernel
+    calls = _WARM_UPS + 1
+
+    def __init__(self, kernel: AttentionFn, like: tuple[torch.Tensor, ...]) -> None:
+        import torch
+
+        self.inputs = [torch.zeros_like(t) for t in like]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                kernel(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with capturing(self.graph):
+            self.output = kernel(*self.inputs)
+
+    def replay(self, data: tuple[torch.Tensor, ...]) -> Any:
+        """Return copies of the outputs for `data`."""
+        for mine, given in zip(self.inputs, data, strict=True):
+            mine.copy_(given)
+        outputs = self.output if isinstance(self.output, tuple | list) else (self.output,)
+        for output in outputs:
+            output.fill_(math.nan)
+        self.graph.replay()
+        copies = tuple(output.clone() for output in outputs)
+        return copies if isinstance(self.output, tuple | list) else copies[0]
