@@ -127,7 +127,9 @@ class Evaluator(ABC, Generic[Result]):
             return Judgment.refused(self.subject, str(error))
         reason = str(error).splitlines()[0].rstrip(":")
         if isinstance(error, ContractError):
-            return Judgment(self.wrong, reason=reason, text=describe_contract(error), evidence=self.evidence)
+            fields = {"faults": (error.fault,)} if error.fault else {}
+            text = describe_contract(error)
+            return Judgment(self.wrong, reason=reason, text=text, fields=fields, evidence=self.evidence)
         if isinstance(error, RankRaisedError):  # as in one process, where it raises: pytest's report leaves the record
             return Judgment(Verdict.RAISED, text=str(error), is_recorded=False)
         assert isinstance(error, DeadlineError)

@@ -317,4 +317,5 @@ def _facts(call: CallComparison) -> dict[str, Any]:
         "tensor": worst.name if worst else "",
         **{name: getattr(worst, name) if worst else None for name in ("z_element", "z_row", "z_head")},
         "reason": call.fault,
+        "faults": call.comparison.faults if call.comparison else (),
     }

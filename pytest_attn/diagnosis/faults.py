@@ -99,10 +99,14 @@ FAULTS = {
     "head-dim-tail-unread": "the last elements of heads are not read",
     "rope-inside-half-split": "q and k are rotated by position once more, in half-split pairs",
     "rope-inside-interleaved": "q and k are rotated by position once more, in interleaved pairs",
-    "descale-ignored": "a descale is ignored",
-    "descale-of-other-tensor": "the descale of another tensor is taken",
-    "descale-of-first-head": "a descale of the first head is taken for all",
-    "descale-of-first-batch-entry": "a descale of the first batch entry is taken for all",
+    **{f"descale-ignored-of-{name}": f"the descale of {name} is ignored" for name in "qkv"},
+    "descale-of-k-for-v": "the descale of k is taken for v",
+    "descale-of-v-for-k": "the descale of v is taken for k",
+    **{f"descale-of-first-head-for-{name}": f"{name}'s descale of the first head is taken for all" for name in "qkv"},
+    **{
+        f"descale-of-first-batch-entry-for-{name}": f"{name}'s descale of the first batch entry is taken for all"
+        for name in "qkv"
+    },
     "strides-misread": "strides of tensors are not what the kernel takes them for",
     "input-changed": "an input is changed in place",
     # options

@@ -333,22 +333,21 @@ def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     names = [name for name in "qkv" if getattr(applied, name) is not None]
     for name in names:
         ones = partial(_with_descale, w, name, name, lambda descale: (descale != 0).float())
-        yield AttentionFault("descale-ignored", f"without the descale of {name}", ones)
+        yield AttentionFault(f"descale-ignored-of-{name}", f"without the descale of {name}", ones)
     if not w.v_in_k:
         for name, other in (("v", "k"), ("k", "v")):
             words = f"with the descale of {other} for {name}"
-            yield AttentionFault("descale-of-other-tensor", words, partial(_with_descale, w, name, other, lambda d: d))
+            yield AttentionFault(f"descale-of-{other}-for-{name}", words, partial(_with_descale, w, name, other, lambda d: d))
     for name in names:
         descale = getattr(applied, name)
         if descale.dim() == 2 and descale.shape[1] > 1:
+            words = f"with {name}'s descale of the first head for all"
             of_first = partial(_with_descale, w, name, name, lambda d: d[:, :1].expand_as(d))
-            yield AttentionFault("descale-of-first-head", f"with {name}'s descale of the first head for all", of_first)
+            yield AttentionFault(f"descale-of-first-head-for-{name}", words, of_first)
         if descale.dim() >= 2 and descale.shape[0] > 1 and not (w.kv_pages and descale.dim() == 3):
-            words, of_first = (
-                f"with {name}'s descale of the first batch entry for all",
-                partial(_with_descale, w, name, name, lambda d: d[:1].expand_as(d)),
-            )
-            yield AttentionFault("descale-of-first-batch-entry", words, of_first)
+            words = f"with {name}'s descale of the first batch entry for all"
+            of_first = partial(_with_descale, w, name, name, lambda d: d[:1].expand_as(d))
+            yield AttentionFault(f"descale-of-first-batch-entry-for-{name}", words, of_first)
 
 
 def _with_descale(

@@ -93,7 +93,7 @@ class Record(TypedDict):
     calls: Annotated[
         Sequence[dict[str, Any]],
         "of a model, for each call: module, function, kernel (what computed it, as far as that is known), workload, passed,"
-        " backward, tensor, z_element, z_row, z_head, reason",
+        " backward, tensor, z_element, z_row, z_head, reason, faults",
     ]
     notes: Annotated[Sequence[str], "of a model: what cannot be seen in it, and layers that were not judged"]
     compiled: Annotated[

@@ -160,6 +160,18 @@ def test_an_identity_is_known_wherever_it_stands():
     assert named <= PRECISIONS.keys()
 
 
+def test_mutants_share_identities_with_hints_and_no_code():
+    """Or what is said of a mutant would not measure the hints. That no hint knows of a mutant is seen in test_layers."""
+    rooms = Path(pytest_attn.__file__).parent
+    imported = {
+        name
+        for path in (rooms / "mutants").glob("*.py")
+        for name in re.findall(r"from (pytest_attn\.\S+) import", path.read_text())
+    }
+    assert [name for name in imported if name.startswith("pytest_attn.diagnosis")] == ["pytest_attn.diagnosis.faults"]
+    assert not re.search(r"^(from|import) (?!__future__|collections)", (rooms / "diagnosis" / "faults.py").read_text(), re.M)
+
+
 def test_every_fault_of_the_list_stands_in_the_code_that_names_it():
     root = Path(pytest_attn.__file__).parent
     sources = [path for room in ("diagnosis", "correctness", "workloads") for path in (root / room).rglob("*.py")]

@@ -110,6 +110,7 @@ def test_it(attn_model, model, step):
     )
     (record,) = read_records(pytester.path / "records.jsonl")
     assert [(call["module"], call["passed"]) for call in record["calls"]] == [("0", True), ("1", False)]
+    assert [list(call["faults"]) for call in record["calls"]] == [[], ["mask-ignored"]]
     assert record["ratios"]["gradient of 0.qkv.weight"] > 2
     assert (record["workload"], record["subject"], record["verdict"]) == ("Sequential", "mine", "mismatch")
 

@@ -17,7 +17,7 @@ TESTS = """
 
     @pytest.mark.attention("smoke-full", backward=True)
     def test_wrong(attn):
-        attn.check(lambda q, k, v: right(q, k, v) * 1.5)
+        attn.check(lambda q, k, v: right(q / 2, k, v))
 
     @pytest.mark.attention("smoke-full")
     def test_raises(attn):
@@ -53,6 +53,7 @@ def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     assert {t["name"] for t in wrong["tensors"]} == {"out", "dq", "dk", "dv"}
     assert wrong["command"].startswith("pytest 'test_a_line_for_each_judgment_with_every_field.py::test_wrong[smoke-full]'")
     assert wrong["line"] == 11
+    assert (list(wrong["faults"]), list(right["faults"])) == (["scale-wrong"], [])
     assert records["test_raises[smoke-full]", "check"]["reason"] == "RuntimeError: no kernel"
     math = records["test_backends[smoke-full-math]", "check"]
     assert math["tags"] == {"family": "torch", "backend": "math", "compile": "none"}
