@@ -162,3 +162,9 @@ def test_few_places_ask_for_the_class_of_a_mask():
                 found += [f"{path.relative_to(root)}:{call.lineno}"] if named & kinds else []
     print(f"isinstance on masks: {len(found)}")
     assert len(found) <= 10, found
+
+
+def test_mutants_know_nothing_of_near_misses():
+    """Else the hints, which are made of near misses, would be measured by themselves."""
+    mutants = (Path(pytest_attn.__file__).parent / "mutants").rglob("*.py")
+    assert [path.name for path in mutants if "near_miss" in path.read_text() or "NearMiss" in path.read_text()] == []
