@@ -23,7 +23,7 @@ from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import stopwatch_of, threads
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, work_of
-from pytest_attn.messages import invariants, mismatch
+from pytest_attn.messages import mismatch
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import did_you_mean
@@ -162,7 +162,7 @@ def check_invariants(
     subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
     if not report.passed:
-        raise AssertionError(invariants.describe(report))
+        raise AssertionError(mismatch.describe_invariants(report))
     return report
 
 

@@ -119,7 +119,7 @@ def attn_benchmark(request: pytest.FixtureRequest) -> Callable[..., None]:
         def test_mine(attn_benchmark):
             attn_benchmark([0.00041, 0.00040, 0.00042], clock="my profiler")
     """
-    from pytest_attn.timing.pytest_benchmark import attn_benchmark_recorder
+    from pytest_attn.cases.pytest_benchmark import attn_benchmark_recorder
 
     return attn_benchmark_recorder(request)
 

@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         take_own_gpu(config)
     if settings.fuzz:
-        from pytest_attn.cases.fuzz.fuzzing import require_hypothesis
+        from pytest_attn.cases.fuzz import require_hypothesis
 
         require_hypothesis()
     if settings.report:
@@ -140,14 +140,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("loadgroup", False):
             group_by_workload(items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
-        from pytest_attn.timing.pytest_benchmark import mark_measured
+        from pytest_attn.cases.pytest_benchmark import mark_measured
 
         mark_measured(config, items)
     if session.manifest is not None:
         session.manifest.note_collected(items)
     result = yield
     if session.has_attention_tests:
-        from pytest_attn.session.missing import keep_one_of_each_missing
+        from pytest_attn.session.collection import keep_one_of_each_missing
 
         surplus = keep_one_of_each_missing(config, session, items)
         if session.manifest is not None:
@@ -208,7 +208,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Say in pytest-benchmark's files which GPU and software times belong to."""
-    from pytest_attn.timing.pytest_benchmark import machine_info as add_facts
+    from pytest_attn.cases.pytest_benchmark import machine_info as add_facts
 
     add_facts(config, machine_info)
 
@@ -224,7 +224,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose attention_requires does not hold, before pytest looks at its marks."""
     if item.get_closest_marker("attention_requires"):
-        from pytest_attn.session.requirements import skip_unless_met
+        from pytest_attn.session.collection import skip_unless_met
 
         skip_unless_met(item, _session(item.config))
 
@@ -236,7 +236,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     draws = _session(pyfuncitem.config).settings.fuzz
     if not draws:
         return None
-    from pytest_attn.cases.fuzz.fuzzing import run_fuzz
+    from pytest_attn.cases.fuzz import run_fuzz
 
     return run_fuzz(pyfuncitem, draws)
 
@@ -263,7 +263,7 @@ def pytest_runtest_makereport(
     report = yield
     session = _session(item.config)
     if session.has_attention_tests:
-        from pytest_attn.cases.reporting import attach_records
+        from pytest_attn.cases.records import attach_records
 
         attach_records(item, call, report)
         session.kernels.settle(item, report)

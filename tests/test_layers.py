@@ -22,7 +22,6 @@ LAYERS = (
     "fixtures",
     "hooks",
     "cases",
-    "timing",
     "ranks",
     "session",
     "reports",
@@ -62,7 +61,7 @@ BEFORE_A_CASE = (
 )
 #: modules of theirs that a case loads
 AT_A_CASE = ("suite/library_models.py", "suite/torch_models.py", "backends/libraries/")
-PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "timing", "ranks", "session", "suite", "processes")
+PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "ranks", "session", "suite", "processes")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 

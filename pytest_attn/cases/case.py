@@ -12,14 +12,13 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.executor import Executor, OnRanks
 from pytest_attn.cases.isolated import divided, findings_isolated, judge_isolated
 from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
 from pytest_attn.cases.latency import Measuring
-from pytest_attn.cases.launches import LaunchEvaluator, profiles_of
+from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.model import ModelEvaluator
 from pytest_attn.cases.on_rank import RankCase
-from pytest_attn.cases.on_ranks import OnRanks
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.tensors import CaseTensors
@@ -31,21 +30,20 @@ from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.latency.peak import measured_peak
-from pytest_attn.latency.profiler import Profile
+from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of
-from pytest_attn.messages import invariants, mismatch
+from pytest_attn.messages import mismatch
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.rank import rank_of
 from pytest_attn.session.items import CaseParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
-from pytest_attn.timing.measurement import Measurement
 from pytest_attn.verdict import Cause, Verdict
 from pytest_attn.workloads.sharding import Sharding
 
-if TYPE_CHECKING:  # not every torch has them
+if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -409,10 +407,10 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         return Judgment(
             Verdict.BROKEN,
             reason=", ".join(broken),
-            text=invariants.describe(report),
+            text=mismatch.describe_invariants(report),
             known_defects=_described(_breaking(self._run.defects_of(self.subject), report.broken)),
             evidence=replace(self.evidence, broken=broken),
-            width=invariants.LABEL_WIDTH,
+            width=mismatch.INVARIANT_WIDTH,
         )
 
     def _tried(self, names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:
@@ -449,3 +447,35 @@ def _breaking(defects: Sequence[KnownDefect], broken: Iterable[Finding]) -> list
 
 def _described(defects: Iterable[KnownDefect]) -> str:
     return "; ".join(f"{defect.issue}: {defect.summary}" for defect in defects)
+
+
+# -- which kernels are launched: --attn-profile and `attn.assert_launched` ---------------------------------------------
+
+
+class LaunchEvaluator(Evaluator[list[Profile]]):
+    """Whether each direction of a subject launches a kernel that answers to all of some words."""
+
+    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, words: tuple[str, ...]) -> None:
+        self.subject: Subject = subject
+        self._run, self._spec, self._words, self.workload = run, spec, words, run.workload
+        self.doing, self.on = f"profiling {subject.name}", run.workload.id
+
+    def judge(self) -> Judgment[list[Profile]]:
+        """Profile it, and look through what was launched."""
+        __tracebackhide__ = True
+        profiles = profiles_of(self._run, self.subject, self._spec, with_ceilings=False)
+        for profile in profiles:
+            if not any(answers_to(self._words, symbol) for symbol in profile.symbols):
+                wanted = ", ".join(map(repr, self._words))
+                missed = f"no kernel that answers to {wanted} was launched in the {profile.direction} pass"
+                ran = [f"  {x.words}: {x.symbol[:120]}" for x in profile.launches if may_answer(x.symbol)]
+                text = "\n".join([f"{missed}; these were:", *ran] if ran else [f"{missed}, and none at all"])
+                return Judgment(Verdict.MISMATCH, reason=missed, text=text)
+        return Judgment(Verdict.PASSED, profiles, is_recorded=False)
+
+
+def profiles_of(run: CaseRun, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:
+    """Return the profiles of a subject, each direction of which must end in time."""
+    __tracebackhide__ = True
+    with run.deadline(subject)():
+        return profile_subject(subject, spec, with_ceilings)

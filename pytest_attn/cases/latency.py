@@ -10,6 +10,9 @@ import torch
 
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.judgment import Evaluator, Judgment
+from pytest_attn.cases.latency_modes import LatencyMode, latency_mode_of
+from pytest_attn.cases.measurement import Measurement
+from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.profiler import profile_subject
@@ -19,9 +22,6 @@ from pytest_attn.messages import latency as messages
 from pytest_attn.messages.lines import labeled
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.timing.measurement import Measurement
-from pytest_attn.timing.modes import LatencyMode, latency_mode_of
-from pytest_attn.timing.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.verdict import Verdict
 
 #: what fails under --attn-latency=require, as nothing can be said

@@ -1,22 +1,30 @@
-"""The records that cases leave behind: a judgment, with the workload in numbers, whose kernel it was, on which machine."""
+"""The records of a test: what a judgment leaves behind, as builtin types, and how it gets on pytest's report."""
 
 from __future__ import annotations
 
+import datetime
 import platform
+import shlex
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_attn.backends.subject import CallableSubject
-from pytest_attn.reports.records import Record, changed
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.cases.unjudged import REFUSED
+from pytest_attn.reports.records import Record, changed, new_record
+from pytest_attn.session.items import CaseParameter, parameter_of
+from pytest_attn.session.kinds import device_of, kind_of
+from pytest_attn.session.machines import NoTorchError
+from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.verdict import Verdict
 from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
     from pytest_attn.backends.subject import Subject
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.workloads.workload import Workload
+
 
 #: the records of an item whose test is not done yet
 RECORDS = pytest.StashKey[list[Record]]()
@@ -121,3 +129,64 @@ def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "pytest_attn": __version__,
     }
+
+
+# -- on pytest's report of the test ------------------------------------------------------------------------------------
+
+
+#: what a test may await, with pytest.raises or an xfail mark
+_AWAITED = (Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT)
+
+
+def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Move the item's records to its report; a test that raised without a judgment gets one."""
+    records, parameter = item.stash.get(RECORDS, []), parameter_of(item)
+    if report.failed:
+        session_of(item.config).cuda.look_after(item.nodeid)
+    is_stage = report.when in ("setup", "call")
+    is_kernels = REFUSED not in item.stash
+    if is_stage and is_kernels and report.failed and not records and call.excinfo is not None and parameter is not None:
+        reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
+        records = [_raised(item, parameter, reason)]
+    if not records:
+        return
+    item.stash[RECORDS] = []
+    report.attn = [_finished(record, item, report) for record in records]  # type: ignore[attr-defined]
+    doubts = [record["reason"] for record in records if record["verdict"] == Verdict.INCONCLUSIVE]
+    if doubts and report.when == "call" and report.passed:
+        path, line, _ = item.location
+        report.outcome = "skipped"  # what could not be decided must not look like a pass
+        report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
+
+
+def _finished(record: Record, item: pytest.Item, report: pytest.TestReport) -> Record:
+    """Add what is known at the end: when and where, how long it took, and whether what is wrong was expected to be."""
+    is_awaited = report.outcome == "passed" or hasattr(report, "wasxfail")
+    verdict = Verdict.EXPECTED.value if is_awaited and record["verdict"] in _AWAITED else record["verdict"]
+    date = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds")
+    line = (item.location[1] or 0) + 1
+    return {**record, "verdict": verdict, "date": date, "seconds": round(report.duration, 4), "line": line}
+
+
+def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
+    """Return the record of a test that raised without a judgment."""
+    case = getattr(item, "funcargs", {}).get("attn")
+    run = getattr(case, "_run", None)
+    subject = (run and (run.asked or run.backend)) or parameter.backend or "-"
+    command = run.command if run else f"pytest {shlex.quote(item.nodeid)}"
+    try:
+        facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
+    except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
+        name = subject if isinstance(subject, str) else subject.name
+        facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": name}
+    if unknown := kind_of(item).unknown:
+        facts |= {"workload": unknown, "shape": {}}
+    return new_record(
+        **facts,
+        test=item.nodeid,
+        question="check",
+        verdict=Verdict.RAISED.value,
+        reason=reason,
+        command=command,
+        direction="forward",
+    )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import json
+import keyword
 import math
+import os
+import re
 import shlex
-from dataclasses import asdict
+import shutil
+import sys
+import sysconfig
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +28,17 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.records import change_last_record
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.failures.data import FailureData, tensors_of
-from pytest_attn.failures.encoding import encode_declaration, encode_precision, encode_workload
-from pytest_attn.failures.failure import ENVIRONMENT, FORMAT, SCRIPT, TENSORS, write_tensors
-from pytest_attn.failures.folder import NoSpaceError, require_space, safe_name, write_folder
-from pytest_attn.failures.script import (
-    KernelSource,
-    conftest_backend,
-    import_root,
-    kernel_of,
-    named_backend,
-    relative_to,
-    script,
+from pytest_attn.failures.failure import (
+    ENVIRONMENT,
+    FORMAT,
+    SCRIPT,
+    TENSORS,
+    FailureData,
+    encode_declaration,
+    encode_precision,
+    encode_workload,
+    tensors_of,
+    write_tensors,
 )
 from pytest_attn.messages.lines import LABEL_WIDTH, labeled
 from pytest_attn.session.items import id_from_root
@@ -196,3 +205,189 @@ def _shown(path: Path) -> str:
         return path.relative_to(Path.cwd()).as_posix()
     except ValueError:
         return str(path)
+
+
+# -- a folder per failed case: its name, and how it is written whole or not at all -------------------------------------
+
+
+_LONGEST = 100  # characters of a name, beside its checksum: with any DIR, paths stay below Windows' 260
+_ATTEMPTS = 5
+
+
+class NoSpaceError(Exception):
+    """The disk has less room than a failure takes."""
+
+
+def safe_name(case: str) -> str:
+    """Return a folder's name for a test's node id: safe on every file system, different for different ids.
+
+    The checksum keeps ids apart that differ in nothing but case, length, or characters that file systems refuse.
+    """
+    readable = re.sub(r"\.py(?=::)", "", case)
+    words = re.sub(r"[^A-Za-z0-9._+=]+", "-", readable).strip("-.")
+    return f"{words[:_LONGEST].rstrip('-.')}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raise NoSpaceError where the folder's disk has less than `needed` bytes, and a little for the small files."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + (1 << 20):
+        raise NoSpaceError(f"{_size(needed)} are needed in {folder}, {_size(free)} are free")
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder beside `target`, then put it in the place of `target`, whole. Raises OSError."""
+    unfinished = _beside(target)
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        _put_in_place(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _put_in_place(unfinished: Path, target: Path) -> None:
+    """Rename the new folder; where an older one is there, or another process puts one there, move that away first."""
+    for attempt in range(_ATTEMPTS):
+        older = _beside(target)
+        with contextlib.suppress(FileNotFoundError):
+            target.replace(older)
+        try:
+            unfinished.rename(target)
+            return
+        except OSError:
+            if attempt + 1 == _ATTEMPTS or not target.exists():
+                raise
+        finally:
+            shutil.rmtree(older, ignore_errors=True)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:,.1f} MiB"
+
+
+# -- repro.py: the kernel by its name, and one line that judges it again -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
+
+    called: the name that its test gave it, "" where it gave none.
+    """
+
+    expression: str
+    lines: tuple[str, ...] = ()
+    missing: str = ""
+    called: str = ""
+
+    @property
+    def arguments(self) -> str:
+        """What `Failure.check` is given."""
+        return f"{self.expression}, name={self.called!r}" if self.called else self.expression
+
+
+def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
+    """Return the text of repro.py. title: comment lines; paths: folders of imports, from the script's own folder."""
+    return "\n".join(
+        [
+            *(f"# {line}" for line in title.splitlines()),
+            "# Judges the kernel again, on the tensors beside this file: status 1, with the diagnosis, while it is wrong.",
+            "import sys",
+            "from pathlib import Path",
+            "",
+            "import pytest_attn",
+            "",
+            "HERE = Path(__file__).resolve().parent",
+            *[f"sys.path.insert(0, str((HERE / {path!r}).resolve()))" for path in reversed(paths)],
+            *kernel.lines,
+            *_placeholder(kernel),
+            f"judged = pytest_attn.load_failure(HERE).check({kernel.arguments})",
+            'print(f"right now: {judged.subject} on {judged.workload}")',
+            "",
+        ]
+    )
+
+
+def _placeholder(kernel: KernelSource) -> list[str]:
+    """Return the lines that a user fills in, and that end the script with status 2 until then."""
+    if not kernel.missing:
+        return []
+    return [
+        f"{kernel.expression} = None  # put your kernel here: {kernel.missing}",
+        f"if {kernel.expression} is None:",
+        f'    print(f"{{__file__}}: in place of {kernel.expression} = None, put", {kernel.missing!r}, file=sys.stderr)',
+        "    sys.exit(2)",
+    ]
+
+
+def named_backend(name: str) -> KernelSource:
+    """Return a backend that every process knows."""
+    return KernelSource(repr(name))
+
+
+def conftest_backend(name: str, path: str) -> KernelSource:
+    """Return a backend that the hook of a conftest registers. path: of the conftest, from the script's own folder."""
+    lines = (
+        "import runpy",
+        "from pytest_attn.backends.registry import Registry",
+        "",
+        f"conftest = (HERE / {path!r}).resolve()",
+        "sys.path.insert(0, str(conftest.parent))",
+        "registry = Registry()",
+        'runpy.run_path(str(conftest))["pytest_attn_backends"](registry)',
+    )
+    return KernelSource(f"registry[{name!r}]", lines)
+
+
+def kernel_of(fn: Callable[..., Any], label: str, test: str, called: str = "", start: str = "") -> KernelSource:
+    """Return a user's callable: imported where a module has it by its name, else as what the user is to put in its place.
+
+    label: what messages call it. called: the name that its test gave it. start: the folder that its file is relative to.
+    """
+    module, name = _address(fn)
+    if module:
+        return KernelSource(name, (f"from {module} import {name.partition('.')[0]}", ""), called=called)
+    code = getattr(fn, "__code__", None)
+    where = f", {relative_to(start, code.co_filename)}:{code.co_firstlineno}" if code else ""
+    return KernelSource("my_kernel", missing=f"the callable of (q, k, v) that {test} checked ({label}{where})", called=called)
+
+
+def relative_to(start: str, path: str) -> str:
+    """Return a path from a folder, with forward slashes; unchanged on another drive, or where no folder is named."""
+    try:
+        return Path(os.path.relpath(path, start)).as_posix() if start else path
+    except ValueError:
+        return path
+
+
+def import_root(fn: object) -> str | None:
+    """Return the folder from which a function's module is imported, None for an installed one or one without a file."""
+    module, _ = _address(fn)
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if not module or not path:
+        return None
+    parts = Path(path).with_suffix("").parts
+    names = module.split(".")
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    if list(parts[-len(names) :]) != names or any(Path(place) in Path(path).parents for place in installed):
+        return None
+    return str(Path(*parts[: -len(names)]))
+
+
+def _address(fn: object) -> tuple[str, str]:
+    """Return module and name under which any process can import a function; two empty texts where none can."""
+    module, name = str(getattr(fn, "__module__", None) or ""), str(getattr(fn, "__qualname__", None) or "")
+    words = [*module.split("."), *name.split(".")]
+    if module == "__main__" or not all(word.isidentifier() and not keyword.iskeyword(word) for word in words):
+        return "", ""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name) if found is fn else ("", "")

@@ -1,4 +1,4 @@
-"""The lines of a failure: a headline, then indented lines that each begin with a label."""
+"""The lines of a failure, each after its label; numbers and times as they are read."""
 
 from __future__ import annotations
 
@@ -25,3 +25,21 @@ def figure(value: float, plain: str) -> str:
 def labeled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
     """Return one indented line, such as "  where      all 4 heads"."""
     return f"  {label:<{width}} {text}"
+
+
+def duration(seconds: float, milliseconds_from: float = 1e-4) -> str:
+    """Return a time with four digits and its unit: "6.81 us", "0.398 ms", "1.21 s".
+
+    milliseconds_from: the seconds below which it is in microseconds.
+    """
+    for limit, factor, unit in ((milliseconds_from, 1e6, "us"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds:.4g} s"
+
+
+def duration_in_column(seconds: float) -> str:
+    """Return a time with its unit, aligned by the decimal point within a unit."""
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.2f} us"
+    return f"{seconds * 1e3:.4f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.2f} ms"

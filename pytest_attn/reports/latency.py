@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.messages.durations import duration, duration_in_column
-from pytest_attn.messages.ranks import describe_ranks
+from pytest_attn.messages.latency import describe_ranks
+from pytest_attn.messages.lines import duration, duration_in_column
 from pytest_attn.reports.columns import aligned, narrowed
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, count

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 
+from pytest_attn.backends.configured import split
+from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.session.items import (
@@ -18,10 +22,9 @@ from pytest_attn.session.items import (
     parameter_of,
     workload_group,
 )
-from pytest_attn.session.kinds import ATTENTION, PARAMETER, Kind, fixtures, kind_of
+from pytest_attn.session.kinds import ATTENTION, PARAMETER, Kind, device_of, fixtures, kind_of
 from pytest_attn.session.machines import NoTorchError, require_torch
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
-from pytest_attn.session.requirements import too_few_gpus_because
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -178,3 +181,100 @@ def group_by_workload(items: list[pytest.Item]) -> None:
 def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:
     """Count the cases that are left."""
     session.collected.select(sum(map(is_case, items)))
+
+
+# -- backends that this machine lacks: one skipped item of each says so ------------------------------------------------
+
+
+def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Deselect, and return, the items of backends that cannot run here at all, but the first of each backend and reason.
+
+    What is left is skipped with that reason when it runs. Nothing is deselected where no test runs: under --attn-list and
+    --collect-only, which count and show every case.
+    """
+    if session.settings.list_only or config.option.collectonly or not session.kernels.are_tested:
+        return []
+    told: set[tuple[str, str]] = set()
+    surplus: list[pytest.Item] = []
+    for item in items:
+        reason = _missing_because(session, item)
+        if reason in told:
+            surplus.append(item)
+        elif reason:
+            told.add(reason)
+    if surplus:
+        left_out = set(surplus)
+        config.hook.pytest_deselected(items=surplus)
+        items[:] = [item for item in items if item not in left_out]
+    return surplus
+
+
+def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str, str] | None:
+    """Return the backend of an item and why this machine cannot run it at all; None where it can, or nobody can say."""
+    parameter = parameter_of(item)
+    if parameter is None or parameter.backend is None:
+        return None
+    try:
+        machine = session.machines.machine(device_of(item))
+        reason = session.kernels.backend_named(parameter.backend).unavailable_because(machine)
+    except Exception:  # of a device that is not there, or of a conftest's backend: told when the item runs
+        return None
+    return (split(parameter.backend)[0], reason) if reason else None
+
+
+# -- attention_requires, and GPUs for ranks ----------------------------------------------------------------------------
+
+
+def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
+    """Have pytest skip an item whose requirements are not met; fail one whose requirements cannot be asked about."""
+    try:
+        reason = unmet_because(item, session)
+    except (ValueError, NoTorchError) as error:
+        pytest.fail(str(error), pytrace=False)
+    if reason:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
+    """Say which requirement of an item is not met, or None. Raises ValueError or NoTorchError where that cannot be said."""
+    registry = session.registrations.registry
+    device = device_of(item)
+    marks = (RequiresMark.from_marker(mark, registry) for mark in item.iter_markers("attention_requires"))
+    reasons = (mark.unmet_because(session.machines.machine(device), registry) for mark in marks)
+    return next(filter(None, reasons), None)
+
+
+#: the first NCCL that takes several ranks on one GPU
+_SHARES_GPUS = (2, 30)
+#: where a process has NCCL: before all others what LD_PRELOAD brings, then torch's own library and what that needs
+_HAVE_NCCL = (None, "libtorch_cuda.so", "libnccl.so.2")
+
+
+def too_few_gpus_because(ranks: int, machine: Machine) -> str:
+    """Say that there are fewer GPUs than ranks, and which NCCL lets ranks share one; "" where there are enough, or it does."""
+    if machine.kind != "cuda" or machine.device_count >= ranks:
+        return ""
+    import torch
+
+    found, short = loaded_nccl(), f"needs {ranks} GPUs, this machine has {machine.device_count}"
+    if found >= _SHARES_GPUS:
+        return ""
+    if torch.version.hip:
+        return short
+    there = f"NCCL {'.'.join(map(str, found))} is loaded" if found else "no NCCL is loaded"
+    package = f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}>=2.30"
+    return f"{short}; ranks share one over NCCL 2.30 or newer, and {there}: pip install '{package}'"
+
+
+def loaded_nccl() -> tuple[int, ...]:
+    """Return the release of the NCCL in this process, () where there is none; torch says only with which it was built."""
+    for name in _HAVE_NCCL:
+        try:
+            ask = ctypes.CDLL(name, mode=os.RTLD_NOLOAD).ncclGetVersion
+        except (OSError, AttributeError):  # not loaded, or without NCCL in it
+            continue
+        code = ctypes.c_int()
+        if ask(ctypes.byref(code)) == 0:
+            step = 10_000 if code.value >= 10_000 else 1_000  # 2.8.4 was 2804, 2.30.7 is 23007
+            return code.value // step, code.value % step // 100, code.value % 100
+    return ()

@@ -19,7 +19,7 @@ PLACEHOLDER = Workload(1, name="fuzz")
 
 
 #: what makes the case of an item of --attn-fuzz
-_FUZZ_MAKER = "pytest_attn.cases.fuzz.case:make_fuzz_case"
+_FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import pytest
 from pytest_attn.backends.listing import tables
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import listing
+from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.items import parameter_of
 from pytest_attn.session.kinds import kind_of, marker_of
 from pytest_attn.session.machines import NoTorchError
-from pytest_attn.session.requirements import unmet_because
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.session.summary import print_section
 

@@ -2,7 +2,7 @@
 
 CONFTEST = """
 import pytest
-from pytest_attn.timing import pytest_benchmark
+from pytest_attn.cases import pytest_benchmark
 
 
 class Case:

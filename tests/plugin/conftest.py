@@ -19,12 +19,12 @@ from fakes.timed import CLOCK, KERNEL
 import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
+from pytest_attn.cases import latency_modes as recording
 from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
 from pytest_attn.session import tuning, worker_pool
-from pytest_attn.timing import recording
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
 # Workload class would not be an instance of the first: so everything is loaded here, once.

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from fakes.benchmark import CONFTEST, MEASURING
 
-from pytest_attn.timing import pytest_benchmark
+from pytest_attn.cases import pytest_benchmark
 
 #: no decimal fraction is exact; subnormal, zero and large; the same twice; a whole number
 SAMPLES = [0.1 + 0.2, 1e-6 / 3, math.nextafter(2e-5, 1), 5e-324, 0.0, 12345.678, 12345.678, 3]
@@ -60,7 +60,7 @@ def test_samples_of_numpy_and_zeros_are_samples_like_others(report):
 def test_facts_are_a_copy(report):
     found = report(
         """
-        from pytest_attn.timing import pytest_benchmark
+        from pytest_attn.cases import pytest_benchmark
 
         def test_measures(request):
             facts = {"p50": 1}

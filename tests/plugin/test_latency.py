@@ -295,7 +295,7 @@ def test_require_fails_where_workers_share_the_device(recorded):
 
 
 def test_a_kernel_that_hangs_later_has_no_result(project, pytester, monkeypatch):
-    monkeypatch.setattr("pytest_attn.timing.measurement.WAITING_SECONDS", 1.0)
+    monkeypatch.setattr("pytest_attn.cases.measurement.WAITING_SECONDS", 1.0)
     (pytester.path / "conftest.py").unlink()
     late = "    CALLS.append(1)\n    if len(CALLS) > 4:\n        time.sleep(60)\n    return sdpa(q, k, v)"
     kernel = KERNEL.replace("    return sdpa(q, k, v)", late).replace("def mine", "CALLS = []\ndef mine")

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from fakes.benchmark import CONFTEST, MEASURING
 
-from pytest_attn.timing import pytest_benchmark
+from pytest_attn.cases import pytest_benchmark
 
 
 class Nvml(ModuleType):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from fakes.timed import CLOCK
 
+from pytest_attn.cases import measurement as ranked_measurement
 from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.ranks import communication_share, worker_timing
 from pytest_attn.ranks.pool import PoolRegistry
 from pytest_attn.reports.records import read_records
-from pytest_attn.timing import ranked_measurement
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 

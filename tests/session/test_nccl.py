@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from pytest_attn import Machine
-from pytest_attn.session import requirements
-from pytest_attn.session.requirements import loaded_nccl, too_few_gpus_because
+from pytest_attn.session import collection as requirements
+from pytest_attn.session.collection import loaded_nccl, too_few_gpus_because
 
 ONE = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-SHOW = "from pytest_attn.session.requirements import loaded_nccl; print(loaded_nccl())"
+SHOW = "from pytest_attn.session.collection import loaded_nccl; print(loaded_nccl())"
 
 
 @pytest.fixture

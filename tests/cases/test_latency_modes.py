@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_attn.cases import latency_modes as modes
+from pytest_attn.cases.latency_modes import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.latency.gate import POLICIES, Decision
 from pytest_attn.latency.judge import DeviceBaselines, DisturbedError, FreshError, Measured
 from pytest_attn.latency.result import Latency
@@ -17,8 +19,6 @@ from pytest_attn.processes.worker import Worker
 from pytest_attn.session import devices
 from pytest_attn.session.devices import device_lock
 from pytest_attn.session.worker_context import WorkerContext
-from pytest_attn.timing import modes
-from pytest_attn.timing.modes import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.verdict import Verdict
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_attn import Workload
-from pytest_attn.timing.ranked_measurement import TimedOnRanks
+from pytest_attn.cases.measurement import TimedOnRanks
 from pytest_attn.workloads.sharding import Sharding
 
 

@@ -9,24 +9,208 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from pytest_attn.cases.fuzz.case import DrawEndsError, FuzzCase
-from pytest_attn.cases.fuzz.scope import scope_of
-from pytest_attn.cases.fuzz.source import write_test, write_workload
+from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
+from pytest_attn.cases.executor import Executor
+from pytest_attn.cases.fuzz_source import write_test, write_workload
 from pytest_attn.cases.records import RECORDS
+from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
-from pytest_attn.session.kinds import ATTENTION
-from pytest_attn.session.session import session_of
+from pytest_attn.session.items import CaseParameter
+from pytest_attn.session.kinds import ATTENTION, PARAMETER, fixtures
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.verdict import Verdict
+from pytest_attn.workloads.masks.registry import kind_of_words
+from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import hypothesis
     from hypothesis.strategies import SearchStrategy
+
+    from pytest_attn.backends.backend import Backend
+    from pytest_attn.latency.result import Latency
+
+
+# -- what is drawn for a test: what its backend can do, or what is common to the workloads that its marker names -------
+
+
+def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None) -> dict[str, Any]:
+    """Return the arguments of `strategies.workloads` for a test.
+
+    A backend says itself what it can do, so all of that is drawn. A test of one kernel says so by the workloads that its
+    marker names: what they have in common stays. One that names none, and so runs the catalog, takes all.
+    """
+    if backend is not None:
+        scope = _within(backend.capabilities) if backend.capabilities else {}
+    else:
+        scope = like(mark.workloads) if mark.workloads else {}
+    if mark.dtypes or dtypes:
+        scope["dtypes"] = [d for d in mark.dtypes if not dtypes or d in dtypes] if mark.dtypes else list(dtypes)
+    if mark.declared.layout == "thd":
+        scope["layouts"] = [layout for layout in scope.get("layouts", ("packed",)) if "packed" in layout]
+    return {**scope, "backward": mark.backward}
+
+
+def like(named: Sequence[Workload]) -> dict[str, Any]:
+    """Return the scope of workloads like these: what all of them have in common stays, as the test may rely on it.
+
+    Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
+    """
+    scope: dict[str, Any] = {}
+    traits = frozenset[str]().union(*map(traits_of, named))
+    features: list[str] = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
+    for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
+        values = {getattr(w, field) for w in named}
+        features += [field] if len(values) > 1 else []
+        if len(values) == 1 and values.isdisjoint((None, False)):
+            scope[field] = values.pop()
+    said = {"head_groups": "interleaved", "bias_before_softcap": True}
+    scope |= {field: value for field, value in said.items() if all(getattr(w, field) == value for w in named)}
+    if len(rates := {w.dropout for w in named}) == 1:
+        scope |= {"dropout": rates.pop()} if any(rates) else {}
+    if all(w.q_len == 1 for w in named):
+        scope["q_len"] = 1  # a kernel for decoding
+    masks: dict[object, list[object]] = {}
+    for w in named:
+        masks.setdefault(_kind(w), []).append(w.mask)
+    scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
+    scope["features"] = features
+    scope["layouts"] = list(dict.fromkeys(map(layout_of, named)))
+    scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
+    scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
+    if pages := {w.kv_pages for w in named if w.kv_pages}:
+        drawn = {dataclasses.replace(one, pool=None) for one in pages}  # as many as are needed
+        in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
+        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
+    if all(w.cached for w in named):
+        scope["cached"] = True
+    if all(w.pad == "left" for w in named):
+        scope["pad"] = "left"
+    return scope
+
+
+def _kind(workload: Workload) -> object:
+    """Return the mask's kind; a mask of the user's own is a kind for itself."""
+    mask = workload.plain_mask
+    return mask if mask is None or mask.function is not None else mask.kind
+
+
+def _within(limits: Capabilities) -> dict[str, Any]:
+    """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
+    from pytest_attn.strategies import FEATURES, HEAD_DIMS, LAYOUT_KINDS
+
+    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & limits.masks]
+    always = {"fewer queries", "fewer keys", "empty sequences"}
+    able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
+    probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
+    return {
+        "masks": [None, *masks],
+        "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
+        "features": [feature for feature in FEATURES if feature in able],
+        "dtypes": limits.dtypes,
+        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not limits.refusals(p))) or HEAD_DIMS,
+    }
+
+
+# -- the case of an item: the fixture `attn` as the test of each draw sees it, and what stands for all draws until then
+
+
+def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
+    """Make the case that stands for the draws until the test is called; skips the test where nothing can be drawn for it."""
+    from pytest_attn.backends.contexts import quiet
+
+    item = request.node
+    session = session_of(item.config)
+    case = FuzzCase(_run_of(request, parameter, _mark_of(item, session), session))
+    if late := _fixtures_made_once(item):
+        pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
+    if _is_hypothesis_test(item.obj):
+        pytest.skip("not fuzzed: the test already draws with Hypothesis")
+    if any(w.is_quantized or w.v_in_k for w in [parameter.workload, *case.mark.workloads]):
+        pytest.skip("not fuzzed: drawn workloads have neither descales nor values in their keys")
+    if case.backend is not None:
+        with quiet():
+            reason = (
+                case.backend.unavailable_because(session.machines.machine(case.mark.device)) or case.backend.broken_because()
+            )
+        if reason:
+            case.skip(reason)
+    return case
+
+
+class FuzzCase(AttentionCase):
+    """One drawn workload, or, as the fixture makes it, what stands for all of them."""
+
+    @property
+    def mark(self) -> AttentionMark:
+        """The test's marker."""
+        return self._mark
+
+    def on(self, workload: Workload, session: AttentionSession) -> FuzzCase:
+        """Return the same case on another workload."""
+        backend = self.backend.name if self.backend else None
+        return FuzzCase(_run_of(self._run.request, CaseParameter(workload, backend), self._mark, session))
+
+    def measure(
+        self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
+    ) -> Latency:
+        """Check `fn` and end the draw: its latency is of no interest."""
+        __tracebackhide__ = True
+        subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
+        spec = spec_with(self._spec, self._mark.backward or bool(backward))
+        self._run.conclude(KernelEvaluator(self._run, subject, spec))
+        raise DrawEndsError
+
+    def skip(self, reason: str) -> NoReturn:
+        """Skip the test of a backend that cannot run at all."""
+        assert self.backend is not None
+        self._run.skip(self.backend, reason)
+
+    def skip_unless_runnable(self) -> None:
+        """Refuse a draw that the device or the backend cannot take."""
+        self._run.skip_unless_runnable(self.backend)
+
+
+class DrawEndsError(BaseException):
+    """The rest of the test is not for drawn workloads; no `except Exception` of the test can swallow this."""
+
+
+def _run_of(
+    request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
+) -> CaseRun:
+    """Return a run of one process; draws are not divided over ranks."""
+    return CaseRun(request, parameter, mark, session, Executor.in_process(parameter.workload))
+
+
+def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
+    marker = item.get_closest_marker("attention")
+    assert marker is not None
+    return AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+
+
+def _fixtures_made_once(item: pytest.Function) -> str | None:
+    """Return the name of a fixture of the user's that asks for one of the plugin's."""
+    own = {*fixtures(), PARAMETER}
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+        if name not in own and any(own.intersection(definition.argnames) for definition in definitions):
+            return name
+    return None
+
+
+def _is_hypothesis_test(function: object) -> bool:
+    from hypothesis import is_hypothesis_test
+
+    return bool(is_hypothesis_test(function))
+
+
+# -- the draws ---------------------------------------------------------------------------------------------------------
 
 
 #: references are looked at while a failure shrinks, and by several `check`s of one test
