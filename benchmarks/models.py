@@ -280,8 +280,8 @@ class Training:
     def share(self, backend: Backend) -> str:
         """Return what attention takes of an eager step."""
         model, step = self.case()
-        planned = substitutes_of(BackendSubstitute(backend, True), lambda: step().backward(), model, ())
-        found = attention_share(model, step, "forward+backward", by=planned)
+        substitutes = substitutes_of(BackendSubstitute(backend, True), lambda: step().backward(), model, ())
+        found = attention_share(model, step, "forward+backward", by=substitutes)
         if not isinstance(found, AttentionShare):
             return f"share unknown: {found}"
         if not found.is_seen:

@@ -385,7 +385,7 @@ class ModelMeasurement(Measurement):
             stack.enter_context(optimizer_untouched(self.optimizer))
             case = f"timing {self.name}, {self.item.nodeid}"
             with self.session.deadline.around(case):
-                plan, work = self._prepared(stack)
+                substitutes, work = self._prepared(stack)
                 with work.context():
                     for _ in range(_WARM_UP):
                         work.stage()()
@@ -395,42 +395,42 @@ class ModelMeasurement(Measurement):
                 latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
             self._refuse_recompiled(compilations().since(before).graphs)
         if self.session.worker is None:
-            self.found["attention"] = self._attention(plan)
+            self.found["attention"] = self._attention(substitutes)
         return latency
 
     def _prepared(self, stack: ExitStack) -> tuple[list[Substitute] | None, StepWork]:
         """Return what computes the calls, None for the model itself, and the step as it is timed."""
         before = compilations()
-        plan: list[Substitute] | None = None
+        substitutes: list[Substitute] | None = None
         if isinstance(self.subject, ModelAttention):
             work = StepWork(self.model, self.step, self.direction, self.optimizer)
         else:
-            plan, work = self._swapped(stack)
+            substitutes, work = self._with_substitutes(stack)
         graphs, breaks = compilations().since(before)
         self.found.update(first_call=work.first_seconds, graphs=graphs, graph_breaks=breaks)
-        return plan, work
+        return substitutes, work
 
-    def _swapped(self, stack: ExitStack) -> tuple[list[Substitute], StepWork]:
+    def _with_substitutes(self, stack: ExitStack) -> tuple[list[Substitute], StepWork]:
         try:
             first = StepWork(self.model, self.step, self.direction)
             with first.context():
-                plan = substitutes_of(
+                substitutes = substitutes_of(
                     BackendSubstitute(self.subject, self.direction != "forward"), first.stage(), self.model, self.functions
                 )
-            swap = Substitution(plan)
-            stack.enter_context(swap.applied(self.model, self.functions))
-            work = StepWork(self.model, self.step, self.direction, self.optimizer, swap.reset)
+            substitution = Substitution(substitutes)
+            stack.enter_context(substitution.applied(self.model, self.functions))
+            work = StepWork(self.model, self.step, self.direction, self.optimizer, substitution.reset)
             with work.context():
-                swap.require_complete(work.stage())
-            return plan, work
+                substitution.require_complete(work.stage())
+            return substitutes, work
         except SubstitutionError as error:
             raise StaleError(f"{self.subject.name} cannot take the place of the model's attention: {error}") from None
 
-    def _attention(self, plan: list[Substitute] | None) -> dict[str, Any]:
+    def _attention(self, substitutes: list[Substitute] | None) -> dict[str, Any]:
         if is_compiled(self.model) or self.found["graphs"]:
             return {"unknown": "torch.compile may join attention with what is around it; measure the model as it is, eagerly"}
         with untouched(self.model), optimizer_untouched(self.optimizer):
-            share = attention_share(self.model, self.step, self.direction, self.functions, self.optimizer, plan)
+            share = attention_share(self.model, self.step, self.direction, self.functions, self.optimizer, substitutes)
         return {"unknown": share} if isinstance(share, str) else share.to_dict()
 
     def _refuse_recompiled(self, graphs: int) -> None:

@@ -1,4 +1,4 @@
-"""flash-attention's entry points beside the plain ones: packed tensors and caches; and Transformer Engine's module."""
+"""flash-attention's functions beside the plain ones: packed tensors and caches; and Transformer Engine's module."""
 
 import importlib
 import sys

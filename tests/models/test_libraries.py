@@ -1,4 +1,7 @@
-"""The entry points of libraries, which stand here as modules of the same names and signatures."""
+"""Functions of libraries in a model, which stand here as modules of the same names and signatures.
+
+How each library's arguments are read: tests/backends/libraries/test_round_trip.py.
+"""
 
 import sys
 from types import ModuleType
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from models.zoo import case_of, stack
 
 import pytest_attn
-from pytest_attn import Causal, Neighborhood, Window
+from pytest_attn import Causal, Window
 
 
 def swapped(*tensors):
@@ -30,26 +33,6 @@ def flash_attn_func(
     left = None if window_size[0] < 0 else window_size[0]
     mask = Window(left, 0) if causal else None
     (out,) = swapped(F.scaled_dot_product_attention(q, k, v, attn_mask=dense(mask, q, k), scale=softmax_scale))
-    return out
-
-
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, causal=False):
-    ids = torch.repeat_interleave(cu_seqlens_q.diff().long())
-    seen = (ids[:, None] == ids) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)[0].transpose(0, 1)
-
-
-def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, op=None):
-    q, k, v = swapped(query, key, value)
-    (out,) = swapped(F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, scale=scale))
-    return out
-
-
-def na1d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None):
-    q, k, v = swapped(query, key, value)
-    mask = Neighborhood((q.shape[2],), (kernel_size,), causal=bool(is_causal))
-    (out,) = swapped(F.scaled_dot_product_attention(q, k, v, attn_mask=dense(mask, q, k)))
     return out
 
 
@@ -93,48 +76,6 @@ def test_flash_attention(library):
 
     call = checked(attend)
     assert (call.function, call.workload.mask, call.workload.scale) == ("flash_attn.flash_attn_func", Window(9, 0), 0.2)
-
-
-def test_packed_sequences_of_flash_attention(library):
-    module = library("flash_attn", flash_attn_varlen_func)
-    ends = torch.tensor([0, 45, 90], dtype=torch.int32)
-
-    def attend(q, k, v):
-        packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-        out = module.flash_attn_varlen_func(*packed, ends, ends, 45, 45, causal=True)
-        return out.unflatten(0, (2, 45)).transpose(1, 2)
-
-    call = checked_observed(attend)
-    assert (call.workload.q_lens, call.workload.mask) == ((45, 45), Causal(bottom_right=True))
-
-
-def checked_observed(attend):
-    """Check a model's own attention; return its first call."""
-    model, step = case_of(stack(attend))
-    found = pytest_attn.check_model(model, step)
-    assert len(found.calls) == 2
-    return found.calls[0]
-
-
-def test_xformers(library):
-    module = library("xformers.ops", memory_efficient_attention)
-    bias = torch.randn(1, 1, 45, 45)
-
-    def attend(q, k, v):
-        (out,) = swapped(module.memory_efficient_attention(*swapped(q, k, v), attn_bias=bias))
-        return out
-
-    assert checked(attend).workload.bias == "qk"
-
-
-def test_natten(library):
-    module = library("natten", na1d)
-
-    def attend(q, k, v):
-        (out,) = swapped(module.na1d(*swapped(q, k, v), kernel_size=7))
-        return out
-
-    assert checked(attend).workload.mask == Neighborhood((45,), (7,))
 
 
 def test_flashinfer(library):

@@ -92,11 +92,11 @@ def test_attention_at_no_cost_changes_no_value(name):
     work = StepWork(model, step, "forward+backward")
     work.stage()()
     expected = gradients(model)
-    planned = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
-    swap = Substitution(planned)
-    with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
-        swap.require_complete(swapped.stage())
+    substitutes = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
+    substitution = Substitution(substitutes)
+    with substitution.applied(model, ()):
+        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
+        substitution.require_complete(substituted.stage())
         found = gradients(model)
 
     for gradient, other in zip(expected.values(), found.values(), strict=True):
@@ -109,12 +109,12 @@ def test_attention_at_no_cost_computes_no_attention(case):
     work = StepWork(model, step, "forward")
     with torch.no_grad():
         expected = work.stage()()
-        planned = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
-        swap = Substitution(planned)
+        substitutes = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
+        substitution = Substitution(substitutes)
         for block in model.blocks:
             block.attn.q.weight.fill_(9.0)
-        with swap.applied(model, ()):
-            swap.reset()
+        with substitution.applied(model, ()):
+            substitution.reset()
             found = step()
 
     assert torch.equal(expected, found)
@@ -133,12 +133,12 @@ def test_a_backend_computes_every_call_of_a_timed_step(case):
     work = StepWork(model, step, "forward+backward")
     work.stage()()
     expected = gradients(model)
-    swap = Substitution(substitutes_of(BackendSubstitute(registry["mine"], True), work.stage(), model, ()))
+    substitution = Substitution(substitutes_of(BackendSubstitute(registry["mine"], True), work.stage(), model, ()))
     seen.clear()
-    with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
+    with substitution.applied(model, ()):
+        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
         seen.clear()
-        swap.require_complete(swapped.stage())
+        substitution.require_complete(substituted.stage())
 
     assert len(seen) == 2
     assert isinstance(seen[0], Workload)
@@ -161,14 +161,14 @@ class LooksUp:
 def test_a_backend_is_prepared_once_for_each_call_and_not_as_it_is_timed(case):
     backend = LooksUp()
     work = StepWork(case.model, case.step, "forward+backward")
-    planned = substitutes_of(BackendSubstitute(backend, True), work.stage(), case.model, ())
-    swap = Substitution(planned)
-    with swap.applied(case.model, ()):
-        swapped = StepWork(case.model, case.step, "forward+backward", before_each=swap.reset)
+    substitutes = substitutes_of(BackendSubstitute(backend, True), work.stage(), case.model, ())
+    substitution = Substitution(substitutes)
+    with substitution.applied(case.model, ()):
+        substituted = StepWork(case.model, case.step, "forward+backward", before_each=substitution.reset)
         for _ in range(3):
-            swap.require_complete(swapped.stage())
+            substitution.require_complete(substituted.stage())
 
-    assert (backend.prepared, len(planned)) == (2, 2)
+    assert (backend.prepared, len(substitutes)) == (2, 2)
 
 
 def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
@@ -179,11 +179,11 @@ def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
 
     model, step = case_of(stack(attend))
     work = StepWork(model, step, "forward+backward")
-    swap = Substitution(substitutes_of(RecordedSubstitute(), work.stage(), model, ()))
-    with swap.applied(model, ()):
-        swapped = StepWork(model, step, "forward+backward", before_each=swap.reset)
+    substitution = Substitution(substitutes_of(RecordedSubstitute(), work.stage(), model, ()))
+    with substitution.applied(model, ()):
+        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
         with pytest.raises(SubstitutionError, match="2 of 2 attention calls are made through no name that can be replaced"):
-            swap.require_complete(swapped.stage())
+            substitution.require_complete(substituted.stage())
     assert "through no name" in attention_share(model, step, "forward")
 
 

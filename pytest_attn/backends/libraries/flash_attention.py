@@ -616,7 +616,7 @@ _VARLEN4 = (*("q", "k", "v", "qv"), *_LENGTHS, "min_seqlen_k", *_USED, "gather_k
 
 
 def _packed(module: str, name: str, parameters: tuple[str, ...], profile: str) -> AttentionFunction:
-    """Return an entry point that takes qkv, or q and kv, in one tensor."""
+    """Return a function that takes qkv, or q and kv, in one tensor."""
     tensor, names = ("qkv", _QKV) if "qkv" in parameters else ("kv", _KV)
     read = partial(_read, is_varlen="varlen" in name)
     return AttentionFunction(
