@@ -44,7 +44,7 @@ OF_FLOAT32 = Tolerance(element=1.0)
 class View(NamedTuple):
     """The part of a tensor that is looked at, heads-first, on one distribution of inputs.
 
-    got, exact: as returned and as it should be, (..., rows, dim). std: how far a fault-free kernel's is from the exact one. bad:
+    got, exact: as returned and as it should be, (..., rows, dim). std: how far a fault-free one is from exact. bad:
     (..., rows), True where rows are wrong; None where they may as well be right.
     """
 
