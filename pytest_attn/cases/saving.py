@@ -207,7 +207,7 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-# -- a folder per failed case: its name, and how it is written whole or not at all -------------------------------------
+# -- a folder per failed case: its name, and how it is written atomically ----------------------------------------------
 
 
 _LONGEST = 100  # characters of a name, beside its checksum: with any DIR, paths stay below Windows' 260
