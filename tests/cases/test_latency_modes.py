@@ -18,6 +18,7 @@ from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker
 from pytest_attn.session import devices
 from pytest_attn.session.devices import device_lock
+from pytest_attn.session.session import SESSION
 from pytest_attn.session.worker_context import WorkerContext
 from pytest_attn.verdict import Verdict
 
@@ -253,3 +254,43 @@ def test_the_server_of_fresh_processes_starts_before_what_may_be_a_suspect_is_ch
     monkeypatch.setattr(modes, "prepare_fresh_runs", started.append)
     CompareToBaseline(session(fresh=fresh), baselines, "the config").prepare(torch.device(kind))
     assert started == (["the config"] if starts else [])
+
+
+# -- which mode a run has ------------------------------------------------------------------------------------------------
+
+
+class Halved(modes.LatencyMode):
+    """A mode of its own: half the time, and no baseline."""
+
+    @classmethod
+    def of_run(cls, session, baselines, config):
+        return cls(session, baselines) if session.settings.fresh == "halved" else None
+
+    def prepare(self, device):
+        pass
+
+    def measure(self, measurement):
+        latency = measurement.time(None)
+        return replace(latency, p50=latency.p50 / 2, decision=Decision(Verdict.MEASURED))
+
+
+@pytest.mark.parametrize(
+    ("settings", "worker", "mode"),
+    [
+        ({"fresh": "halved"}, None, Halved),
+        ({}, None, CompareToBaseline),
+        ({}, "told", ReportToParent),
+        ({"fresh": "halved"}, "told", Halved),
+    ],
+)
+def test_a_mode_is_a_class_and_a_line_and_the_first_that_a_run_asks_for_is_its_mode(monkeypatch, settings, worker, mode):
+    monkeypatch.setattr(modes, "LATENCY_MODES", [Halved, *modes.LATENCY_MODES])
+    run = session(update_baselines=None, **settings)
+    run.worker = worker
+    config = SimpleNamespace(stash=pytest.Stash())
+    config.stash[SESSION] = run
+    made = modes.latency_mode_of(config)
+    assert type(made) is mode
+    assert modes.latency_mode_of(config) is made
+    if mode is Halved:
+        assert made.measure(Measurement()).p50 == LATENCY.p50 / 2
