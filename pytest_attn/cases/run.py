@@ -80,17 +80,17 @@ class CaseRun:
             found = evaluator.ended(error)
         if found.is_recorded:
             self._leave_record(evaluator, found)
+        if found.passed:
+            return cast(Result, found.result)
         if found.skip:
             pytest.skip(found.skip)
         if found.known_defects:
             pytest.xfail(f"known defect {found.known_defects}")
         if found.error is not None:
             raise found.error
-        if found.text:
-            reproduce = [labeled("reproduce", self.command, found.width)] if found.says_command else []
-            text = "\n".join([found.text, *reproduce, *found.remedies])
-            raise AssertionError("\n".join([text, *self._saved(text, found)]))
-        return cast(Result, found.result)
+        reproduce = [labeled("reproduce", self.command, found.width)] if found.says_command else []
+        text = "\n".join([found.text, *reproduce, *found.remedies])
+        raise AssertionError("\n".join([text, *self._saved(text, found)]))
 
     def _leave_record(self, evaluator: Evaluator[Any], found: Judgment[Any]) -> None:
         subject, backward = evaluator.subject, self.mark.backward
