@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from pytest_attn.diagnosis.hypothesis import AttentionFault, of_workload
-from pytest_attn.diagnosis.masks import near_misses
-from pytest_attn.diagnosis.options import ignored_options, misplaced_options, misread_options
-from pytest_attn.diagnosis.reading import misread_tensors, wrong_descales
+import torch
+import torch.nn.functional as F
+
+from pytest_attn.correctness.exact import slopes_of
+from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
+from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.masks import Band, MaskMod, NearMiss, ScoreMod, Sequences
+from pytest_attn.workloads.masks.band import in_band
+from pytest_attn.workloads.quantization import dequantized, factors_of
+from pytest_attn.workloads.workload import Workload, sequence_lengths, sequences_of
 
 
 def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
@@ -24,3 +33,660 @@ def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from misread_tensors(w, drawn)
     yield from misread_options(w, drawn)
     yield from misplaced_options(w, drawn)
+
+
+#: sizes of tiles that kernels have, the largest first
+TILES = (256, 128, 64, 32, 16)
+
+
+def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
+    """Yield the near misses of a workload's mask: of its kind, then with its tiles, then with the ends of sequences."""
+    mask, over = w.plain_mask, sequences_of(w, drawn.device)
+    if mask is not None:
+        yield from mask.near_misses(over)
+        if mask.band is not None:
+            yield from _tiles(mask.band, w, over)
+    yield from _ends(seen_by(drawn, w), over)
+
+
+def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
+    """Return the workload's mask, without padding, as a predicate of (b, h, q_idx, kv_idx) that packed sequences share."""
+    if w.plain_mask is None:
+        return lambda b, h, q, kv: kv >= 0
+    return w.plain_mask.bind(sequences_of(w, inputs.device))
+
+
+def _tiles(band: Band, w: Workload, over: Sequences) -> Iterator[NearMiss]:
+    """Yield tiles that are not masked, or left out, at an edge."""
+    inside, q_lens, kv_lens = in_band(band, over), over.q_lens, over.kv_lens
+    assert q_lens is not None
+    assert kv_lens is not None
+
+    def span(b: torch.Tensor, q: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and the last key that any row of q's tile sees, if it sees any."""
+        first = q // tile * tile
+        last = (first + tile - 1).minimum(q_lens[b] - 1)
+        before = q_lens[b] * 0 if band.top_left else kv_lens[b] - q_lens[b]
+        start = first * 0 if band.left is None else (first + before - band.left).clamp(min=0)
+        end = kv_lens[b] - 1
+        return start, end if band.right is None else end.minimum(last + before + band.right)
+
+    def tiled(tile: int, seen: Callable[..., torch.Tensor]) -> MaskMod:
+        """Return a mask that knows of each key whether it is seen, and its tile's place among those that are visited."""
+
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            start, end = span(b, q, tile)
+            return seen((b, h, q, kv), kv // tile - start // tile, kv // tile - end // tile, kv // tile * tile >= start)
+
+        return mask_mod
+
+    for tile in TILES:
+        if w.q_len > tile:
+            text, local = f"whose mask counts rows within tiles of {tile}", _with_local_rows(inside, tile)
+            yield NearMiss("mask-rows-within-tile", text, local)
+            yield NearMiss(
+                "mask-rows-within-tile",
+                text,
+                tiled(tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0)),
+            )
+    for tile in TILES[1:]:
+        if w.kv_len > tile:
+            text = f"that masks the last tile of {tile} keys only, though an edge runs through earlier ones"
+            yield NearMiss(
+                "mask-on-last-tile-only", text, tiled(tile, lambda at, first, last, _: inside(*at) | (first >= 0) & (last < 0))
+            )
+            text = f"that masks nothing within the tiles of {tile} keys that it visits"
+            yield NearMiss(
+                "mask-ignored-within-tiles",
+                text,
+                tiled(tile, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < kv_lens[at[0]])),
+            )
+            text = f"without the last tile of {tile} keys that a row sees"
+            yield NearMiss("last-visible-tile-missing", text, tiled(tile, lambda at, first, last, _: inside(*at) & (last < 0)))
+            if band.left is not None:
+                text = f"without the tile of {tile} keys in which the window begins"
+                yield NearMiss(
+                    "first-window-tile-missing", text, tiled(tile, lambda at, first, last, is_whole: inside(*at) & is_whole)
+                )
+
+
+def _with_local_rows(seen: MaskMod, tile: int) -> MaskMod:
+    return lambda b, h, q, kv: seen(b, h, q % tile, kv)
+
+
+def _ends(visible: MaskMod, over: Sequences) -> Iterator[NearMiss]:
+    """Yield keys at the beginning or end of sequences that are left out."""
+    q_lens, kv_lens = over.q_lens, over.kv_lens
+    assert q_lens is not None
+    assert kv_lens is not None
+
+    def without(hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> MaskMod:
+        return lambda b, h, q, kv: visible(b, h, q, kv) & ~hidden(b, kv)
+
+    yield NearMiss("last-key-missing", "without the last key", without(lambda b, kv: kv >= kv_lens[b] - 1))
+    yield NearMiss("first-key-missing", "without the first key", without(lambda b, kv: kv == 0))
+    tails: set[tuple[int, ...]] = set()
+    for tile in TILES:
+        tail = tuple(kv_len // tile * tile for _, kv_len in over.lengths)
+        if tail in tails or all(end in (0, kv_len) for end, (_, kv_len) in zip(tail, over.lengths, strict=True)):
+            continue
+        tails.add(tail)
+        where = f"from {tail[0]}" if len(set(tail)) == 1 else f"of {tile}"
+        text = f"without the keys of the last part-filled tile ({where})"
+        yield NearMiss("tail-tile-missing", text, without(partial(_is_in_last_tile, kv_lens, tile, 0)))
+    for tile in TILES[1:]:
+        if any(kv_len > tile and kv_len % tile == 0 for _, kv_len in over.lengths):
+            yield NearMiss(
+                "last-tile-missing",
+                f"without the last tile of {tile} keys",
+                without(partial(_is_in_last_tile, kv_lens, tile, 1)),
+            )
+    if any(q_len < kv_len for q_len, kv_len in over.lengths):
+        text = "that does not read the keys before the new tokens: only the last q_len keys count"
+        yield NearMiss("cached-keys-unread", text, without(lambda b, kv: kv < kv_lens[b] - q_lens[b]))
+
+
+def _is_in_last_tile(kv_lens: torch.Tensor, tile: int, full: int, b: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """Whether keys lie in the last tile. full: 1 where that may be a full one, 0 where it is none if it is."""
+    return kv >= (kv_lens[b] - full) // tile * tile
+
+
+_ROPE_BASE = 10000.0
+
+
+def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield faults with what is read. drawn: as that of `attention_faults`."""
+    yield from _lengths(w, drawn)
+    yield from _heads(w)
+    yield from _batch_entries(w)
+    yield from _packed_keys(w)
+    yield from _pages(w)
+    yield from _contents(w)
+    yield from _rotated(w)
+
+
+# -- how far a sequence goes -----------------------------------------------------------------------------------------------
+
+
+def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    if drawn.kv_lens is not None:
+        if len(set(w.kv_lens or ())) > 1:
+            words = "that ignores kv_lens and sees padding"
+            yield AttentionFault("kv-lens-ignored", words, of_tensors(w, lambda i: {"kv_lens": None}))
+            words, of_first = "with the length of the first batch entry for all", _lens(lambda lens: lens[:1].expand_as(lens))
+            yield AttentionFault("kv-len-of-first-batch-entry", words, of_tensors(w, of_first))
+        words = "with kv_lens one too short: the newest key is not seen"
+        one_less = of_tensors(w, _lens(lambda lens: (lens - 1).clamp(min=0)))
+        yield AttentionFault("newest-key-missing", words, one_less)
+    if w.is_packed or w.kv_pages or w.band is None:
+        return
+    ends = [kv_len for _, kv_len in sequence_lengths(w)]
+    tried: set[tuple[int, ...]] = set()
+    for tile in reversed(TILES):
+        filled = tuple(-(-end // tile) * tile for end in ends)
+        if filled not in tried and filled != tuple(ends):
+            tried.add(filled)
+            words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
+            yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+
+
+def _lens(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], dict[str, torch.Tensor]]:
+    """Return what changes the lengths of the keys."""
+
+    def lens(inputs: Inputs) -> dict[str, torch.Tensor]:
+        assert inputs.kv_lens is not None
+        return {"kv_lens": changed(inputs.kv_lens)}
+
+    return lens
+
+
+def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> Other:
+    """Lengthen the keys by zeros, up to the end of each batch entry's last tile, and show these."""
+    inside, longest = seen_by(inputs, w), max(w.kv_len, *filled)
+    ends = torch.tensor([kv_len for _, kv_len in sequence_lengths(w)], device=inputs.device)
+    stops = ends.new_tensor(filled)
+    beyond = (ends.new_tensor(range(longest)) >= ends[:, None])[:, None, :, None]
+    k, v = (F.pad(t, (0, 0, 0, longest - w.kv_len)).masked_fill(beyond, 0) for t in (inputs.k, inputs.v))
+    bias = inputs.bias
+    if bias is not None and bias.shape[-1] == w.kv_len:
+        bias = F.pad(bias, (0, longest - w.kv_len))
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return inside(b, h, q, kv) & (kv < stops[b])
+
+    longer = dataclasses.replace(inputs, k=k, v=v, bias=bias, kv_lens=None)
+    seen: MaskMod = mask_mod
+    return longer, w.replace(kv_len=longest, kv_lens=None, mask=seen)
+
+
+# -- heads and batch entries -------------------------------------------------------------------------------------------------
+
+
+def _heads(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other key heads for the query heads."""
+    own, keys = tuple(key_heads(w)), w.kv_heads
+    tried: set[tuple[int, ...]] = set()
+    for fault, words, head_of in (
+        (
+            "heads-interleaved",
+            "in which query head h uses key head h % kv_heads (interleaved groups)",
+            lambda h: h % keys,
+        ),
+        (
+            "heads-in-neighboring-groups",
+            "in which query head h uses key head h // group (groups of neighbors)",
+            lambda h: h // w.group,
+        ),
+        (
+            "group-taken-for-kv-heads",
+            "in which query head h uses key head h // kv_heads, not h // group",
+            lambda h: min(h // keys, keys - 1),
+        ),
+        (
+            "group-rounded-to-power-of-two",
+            "in which groups are rounded up to a power of two",
+            lambda h: h >> (w.group - 1).bit_length(),
+        ),
+        (
+            "groups-ignored",
+            "in which query head h uses key head h, as far as there are any",
+            lambda h: min(h, keys - 1),
+        ),
+        ("first-key-head-for-all", "in which all query heads use the first key head", lambda h: 0),
+        ("next-key-head", "in which query heads use the next key head", lambda h: (own[h] + 1) % keys),
+    ):
+        order = tuple(map(head_of, range(w.heads)))
+        if order != own and order not in tried:
+            tried.add(order)
+            yield AttentionFault(fault, words, partial(_with_key_heads, w, order))
+
+
+def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Other:
+    index = torch.tensor(order, device=inputs.device)
+    k, v = (t.index_select(2 if w.kv_pages else 1, index) for t in (inputs.k, inputs.v))
+    return dataclasses.replace(inputs, k=k, v=v), w.replace(kv_heads=w.heads)
+
+
+def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
+    """Yield keys and values of other batch entries."""
+    if w.batch == 1 or w.is_packed or w.kv_pages:
+        return
+
+    def fault(name: str, words: str, tensors: str, move: Callable[[torch.Tensor], torch.Tensor]) -> AttentionFault:
+        return AttentionFault(name, words, of_tensors(w, lambda i: {one: move(getattr(i, one)) for one in tensors}))
+
+    def first(t: torch.Tensor) -> torch.Tensor:
+        return t[:1].expand_as(t)
+
+    yield fault("keys-of-first-batch-entry", "with the keys of the first batch entry for all", "k", first)
+    yield fault("values-of-first-batch-entry", "with the values of the first batch entry for all", "v", first)
+    yield fault("kv-of-first-batch-entry", "with k and v of the first batch entry for all", "kv", first)
+    yield fault("kv-of-next-batch-entry", "with k and v of the next batch entry", "kv", lambda t: t.roll(-1, 0))
+    if w.batch > 2:
+        yield fault("kv-of-previous-batch-entry", "with k and v of the batch entry before", "kv", lambda t: t.roll(1, 0))
+        yield fault("batch-reversed", "with the batch in reverse", "kv", lambda t: t.flip(0))
+
+
+# -- packed keys, and pages ------------------------------------------------------------------------------------------------
+
+
+def _packed_keys(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other places at which the keys of packed sequences are taken to be."""
+    if w.q_lens is None or w.kv_lens is None or w.batch == 1 or not w.packs_keys:
+        return
+    starts = [0, *itertools.accumulate(w.kv_lens)][:-1]
+    q_starts = [0, *itertools.accumulate(w.q_lens)][:-1]
+    total = sum(w.kv_lens)
+    if w.mask is None or w.q_lens == w.kv_lens:
+        whole = of_workload(w, batch=1, q_lens=(sum(w.q_lens),), kv_lens=(total,), q_len=None, kv_len=None)
+        yield AttentionFault("sequences-see-each-other", "whose packed sequences see each other", whole)
+    if w.q_lens != w.kv_lens:
+        words = "that finds packed keys by the cumulated lengths of the queries"
+        yield AttentionFault("keys-at-offsets-of-queries", words, partial(_with_extents, w, q_starts, w.q_lens))
+    words = "whose packed sequences read from their second key to the first of the next"
+    late = [start + 1 for start in starts[:-1]] + starts[-1:]
+    yield AttentionFault("keys-begin-late", words, partial(_with_extents, w, late, w.kv_lens))
+    if w.group > 1:
+        words = "that finds packed keys with the stride of the queries, which have more heads"
+        far = [start * w.group for start in starts]
+        yield AttentionFault("keys-with-stride-of-queries", words, partial(_with_extents, w, far, w.kv_lens))
+    for tile in reversed(TILES):
+        filled = [min(-(-n // tile) * tile, total - start) for n, start in zip(w.kv_lens, starts, strict=True)]
+        if filled != list(w.kv_lens):
+            words = f"whose packed sequences see the next one's keys, up to a multiple of {tile}"
+            yield AttentionFault("tail-reads-next-sequence", words, partial(_with_extents, w, starts, filled))
+    if 0 in w.q_lens:
+        extents = iter(zip(starts, w.kv_lens, strict=True))
+        taken = [next(extents) if q_len else (0, 0) for q_len in w.q_lens]
+        words = "that leaves sequences without queries out of the queries' list but not out of the keys'"
+        fewer = partial(_with_extents, w, [start for start, _ in taken], [length for _, length in taken])
+        yield AttentionFault("sequence-without-queries-left-out", words, fewer)
+
+
+def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], inputs: Inputs) -> Other:
+    """Read each packed sequence's keys from another place, and as many as said; what lies past the end wraps round."""
+    where = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    index = (torch.cat(where) % len(inputs.k)).to(inputs.k.device)
+    return dataclasses.replace(inputs, k=inputs.k[index], v=inputs.v[index]), w.replace(kv_lens=tuple(lengths), kv_len=None)
+
+
+def _pages(w: Workload) -> Iterator[AttentionFault]:
+    """Yield other pages, or fewer."""
+    if w.kv_pages is None:
+        return
+    size = w.kv_pages.size
+
+    def table(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:
+        def other(inputs: Inputs) -> dict[str, torch.Tensor]:
+            assert inputs.page_table is not None
+            return {"page_table": changed(inputs.page_table)}
+
+        return of_tensors(w, other)
+
+    def numbers(table: torch.Tensor) -> torch.Tensor:
+        return torch.arange(table.shape[1], device=table.device)
+
+    if any(n % size for n in w.kv_lens or ()):
+        whole = of_tensors(w, _lens(lambda lens: lens // size * size))
+        yield AttentionFault("last-page-skipped", "without the last page where it is not full", whole)
+    if w.batch > 1:
+        of_first = table(lambda t: t[:1].expand_as(t))
+        yield AttentionFault("pages-of-first-sequence", "with the pages of the first sequence for all", of_first)
+    words = "that takes a sequence's pages to follow each other: only the first is looked up"
+    yield AttentionFault("pages-taken-in-order", words, partial(_with_pages_in_order, w))
+    words = "that finds a row of the page table by the pages in use, not by its stride"
+    yield AttentionFault("page-table-stride-ignored", words, partial(_without_stride, w, size))
+    words = "that takes pages to be twice as long as they are"
+    yield AttentionFault("page-of-another-size", words, table(lambda t: t[:, numbers(t) // 2]))
+
+
+def _with_pages_in_order(w: Workload, inputs: Inputs) -> Other:
+    table = inputs.page_table
+    assert table is not None
+    in_order = (table[:, :1] + torch.arange(table.shape[1], device=table.device)) % len(inputs.k)
+    return dataclasses.replace(inputs, page_table=in_order), w
+
+
+def _without_stride(w: Workload, size: int, inputs: Inputs) -> Other:
+    table, lens = inputs.page_table, inputs.kv_lens
+    assert table is not None
+    assert lens is not None
+    rows, columns = (torch.arange(n, device=table.device) for n in table.shape)
+    used = -(-lens[:, None] // size)
+    taken = table.flatten()[(rows[:, None] * used + columns).clamp(max=table.numel() - 1)]
+    return dataclasses.replace(inputs, page_table=taken), w
+
+
+# -- q, k and v ------------------------------------------------------------------------------------------------------------
+
+
+def _contents(w: Workload) -> Iterator[AttentionFault]:
+    words = "with uniform probabilities: the scores have no effect"
+    yield AttentionFault("scores-without-effect", words, of_tensors(w, lambda i: {"q": i.q * 0}))
+    if w.head_dim == w.v_head_dim:
+        yield AttentionFault("k-for-v", "with k in place of v", of_tensors(w, lambda i: {"v": i.k}))
+        yield AttentionFault("v-for-k", "with v in place of k", of_tensors(w, lambda i: {"k": i.v}))
+    if w.v_in_k and w.head_dim > w.v_head_dim:
+        words = "with the last elements of k for v, not the first"
+        yield AttentionFault("v-from-end-of-k", words, of_tensors(w, lambda i: {"v": i.k[..., -w.v_head_dim :]}))
+    for step in (64, 32, 16):
+        whole = w.head_dim // step * step
+        if 0 < whole < w.head_dim:
+            words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
+            yield AttentionFault("head-dim-tail-unread", words, partial(_with_short_queries, w, whole))
+    if w.v_head_dim != w.head_dim and not w.kv_pages and not w.is_packed:
+        words = "that reads rows of v head_dim apart, as those of k"
+        yield AttentionFault("v-with-head-dim-of-k", words, of_tensors(w, lambda i: {"v": _far_rows(i.v, w)}))
+    if w.kv_heads == w.kv_len > 1 and not w.is_packed and not w.kv_pages:
+        words, swapped = "with heads and rows of k swapped", of_tensors(w, lambda i: {"k": i.k.transpose(1, 2).contiguous()})
+        yield AttentionFault("k-heads-and-rows-swapped", words, swapped)
+    for bits in (8, 15, 16):
+        if w.kv_len > 1 << bits and not w.is_packed and not w.kv_pages:
+            words = f"whose key positions wrap round at {1 << bits}"
+            yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
+
+
+def _with_short_queries(w: Workload, whole: int, inputs: Inputs) -> Other:
+    q = inputs.q.clone()
+    q[..., whole:] = 0
+    return dataclasses.replace(inputs, q=q), w
+
+
+def _far_rows(v: torch.Tensor, w: Workload) -> torch.Tensor:
+    """Read v with the strides that it would have, were its rows head_dim long; what lies past the end wraps round."""
+    *rows, dim = v.shape
+    at = torch.arange(math.prod(rows), device=v.device).view(*rows, 1) * w.head_dim + torch.arange(dim, device=v.device)
+    return v.flatten()[at % v.numel()]
+
+
+def _wrapped(w: Workload, reach: int, inputs: Inputs) -> Other:
+    at = torch.arange(w.kv_len, device=inputs.k.device) % reach
+    return dataclasses.replace(inputs, k=inputs.k[:, :, at], v=inputs.v[:, :, at]), w
+
+
+def _rotated(w: Workload) -> Iterator[AttentionFault]:
+    """Yield q and k rotated by their positions: what a model does before attention, and a kernel must not do again."""
+    if w.head_dim % 2 or w.is_packed or w.kv_pages:
+        return
+    for style in ("half-split", "interleaved"):
+        for shift in sorted({0, max(w.kv_len - w.q_len, 0)}):
+            for is_rounded in (False, True):
+                at = f" and q from position {shift}" if shift else ""
+                words = f"with RoPE inside: q and k rotated by position ({style} pairs, base 10000{at})"
+                yield AttentionFault(f"rope-inside-{style}", words, partial(_with_rope, w, shift, style, is_rounded))
+
+
+def _with_rope(w: Workload, shift: int, style: str, is_rounded: bool, inputs: Inputs) -> Other:
+    q, k = _rope(inputs.q, shift, style), _rope(inputs.k, 0, style)
+    if is_rounded:
+        q, k = q.to(inputs.q.dtype), k.to(inputs.k.dtype)
+    return dataclasses.replace(inputs, q=q, k=k), w
+
+
+def _rope(x: torch.Tensor, shift: int, style: str) -> torch.Tensor:
+    """Rotate (..., rows, head_dim) by position."""
+    *_, rows, dim = x.shape
+    frequency = _ROPE_BASE ** -(torch.arange(0, dim, 2, device=x.device, dtype=torch.float64) / dim)
+    angle = torch.arange(shift, shift + rows, device=x.device)[:, None] * frequency
+    x = x.double()
+    one, other = x.chunk(2, -1) if style == "half-split" else (x[..., 0::2], x[..., 1::2])
+    turned = (one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin())
+    return torch.cat(turned, -1) if style == "half-split" else torch.stack(turned, -1).flatten(-2)
+
+
+# -- descales --------------------------------------------------------------------------------------------------------------
+
+
+def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield other descales for q, k and v: forgotten ones, those of another tensor, one for all heads or batch entries."""
+    if drawn.applied is None or not w.is_quantized:
+        return
+    applied = drawn.applied
+    names = [name for name in "qkv" if getattr(applied, name) is not None]
+    for name in names:
+        ones = partial(_with_descale, w, name, name, lambda descale: (descale != 0).float())
+        yield AttentionFault(f"descale-ignored-of-{name}", f"without the descale of {name}", ones)
+    if not w.v_in_k:
+        for name, other in (("v", "k"), ("k", "v")):
+            words = f"with the descale of {other} for {name}"
+            yield AttentionFault(f"descale-of-{other}-for-{name}", words, partial(_with_descale, w, name, other, lambda d: d))
+    for name in names:
+        descale = getattr(applied, name)
+        if descale.dim() == 2 and descale.shape[1] > 1:
+            words = f"with {name}'s descale of the first head for all"
+            of_first = partial(_with_descale, w, name, name, lambda d: d[:, :1].expand_as(d))
+            yield AttentionFault(f"descale-of-first-head-for-{name}", words, of_first)
+        if descale.dim() >= 2 and descale.shape[0] > 1 and not (w.kv_pages and descale.dim() == 3):
+            words = f"with {name}'s descale of the first batch entry for all"
+            of_first = partial(_with_descale, w, name, name, lambda d: d[:1].expand_as(d))
+            yield AttentionFault(f"descale-of-first-batch-entry-for-{name}", words, of_first)
+
+
+def _with_descale(
+    w: Workload, name: str, other: str, changed: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs
+) -> Other:
+    """Multiply q, k or v by another descale in place of its own: by what is changed of that of `other`."""
+    assert inputs.applied is not None
+    taken = inputs.applied._replace(**{name: changed(getattr(inputs.applied, other))})
+    own, instead = (factors_of(name, d, w, inputs.page_table) for d in (inputs.applied, taken))
+    values: torch.Tensor = getattr(inputs, name)
+    value = dequantized(values / own.where(own != 0, 1).to(values.dtype), instead)
+    if w.v_in_k and name == "k":
+        return dataclasses.replace(inputs, k=value, v=value[..., : w.v_head_dim]), w
+    return dataclasses.replace(inputs, **{name: value}), w  # type: ignore[arg-type]
+
+
+def ignored_options(w: Workload) -> Iterator[AttentionFault]:
+    """Yield options that are ignored, and other scales."""
+    for fault, words, changes in _ignored(w):
+        yield AttentionFault(fault, words, of_workload(w, **changes))
+
+
+def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
+    scale = w.softmax_scale
+    yield "scale-missing", "with scale 1: the softmax scale is missing", {"scale": 1.0}
+    yield "scale-applied-twice", "with the softmax scale applied twice", {"scale": scale * scale}
+    yield "log2e-missing", "with scale * ln 2: exp2 without its factor log2 e", {"scale": scale * math.log(2)}
+    yield "log2e-not-meant", "with scale * log2 e: exp where exp2 was meant", {"scale": scale / math.log(2)}
+    if w.scale is not None:
+        words = "with scale 1 / sqrt(head_dim): the option scale is ignored"
+        yield "scale-option-ignored", words, {"scale": None}
+    if w.softcap is not None:
+        yield "softcap-ignored", "without softcap", {"softcap": None}
+    if w.alibi:
+        yield "alibi-ignored", "without ALiBi", {"alibi": False}
+    if w.sinks:
+        yield "sinks-ignored", "without sinks", {"sinks": False}
+    if w.bias:
+        yield "bias-ignored", "without the bias", {"bias": None}
+    if w.score_mod:
+        yield "score-mod-ignored", "without score_mod", {"score_mod": None}
+    if w.mask is not None:
+        yield "mask-ignored", "without the mask", {"mask": None}
+    if w.mask is None:
+        yield "causal-not-asked-for", "with a causal mask that nobody asked for", {"mask": "causal"}
+
+
+# -- their values ----------------------------------------------------------------------------------------------------------
+
+
+def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield other values of dropout's mask, the bias, sinks and ALiBi's slopes. drawn: as that of `attention_faults`."""
+    if w.dropout and drawn.keep is not None:
+        yield AttentionFault("dropout-ignored", "without dropout", of_tensors(w, lambda i: {"keep": None}))
+        words = "whose dropout takes True in the keep mask for dropped"
+        yield AttentionFault("keep-mask-inverted", words, _with(w, "keep", lambda keep: ~keep))
+        words = "whose dropout does not divide what is left by 1 - dropout"
+        yield AttentionFault("dropout-not-rescaled", words, _with(w, "v", lambda v: v.double() * (1 - w.dropout)))
+        words = "whose dropout divides twice by 1 - dropout"
+        yield AttentionFault("dropout-rescaled-twice", words, _with(w, "v", lambda v: v.double() / (1 - w.dropout)))
+    if w.bias:
+        words = "whose bias is scaled like the scores"
+        yield AttentionFault("bias-scaled", words, _with(w, "bias", lambda bias: bias.double() * w.softmax_scale))
+    if w.bias and "h" in w.bias and w.heads > 1:
+        words = "with the bias of the first head for all"
+        yield AttentionFault("bias-of-first-head", words, _with(w, "bias", lambda bias: bias[:, :1]))
+    if w.bias and "b" in w.bias and w.batch > 1:
+        words = "with the bias of the first batch entry for all"
+        yield AttentionFault("bias-of-first-batch-entry", words, _with(w, "bias", lambda bias: bias[:1]))
+    yield from _misread_sinks(w)
+    yield from _misread_slopes(w)
+
+
+def _with(w: Workload, name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:
+    return of_tensors(w, lambda inputs: {name: changed(getattr(inputs, name))})
+
+
+def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
+    if not w.sinks:
+        return
+    words = "whose sinks are scaled like the scores"
+    yield AttentionFault("sinks-scaled", words, _with(w, "sinks", lambda sinks: sinks.double() * w.softmax_scale))
+    for times in (2, 3, 4, 8):
+        words = f"that counts each sink {times} times, as if once for every split of the keys"
+        yield AttentionFault("sink-in-every-split", words, _with(w, "sinks", partial(_counted, times)))
+    for dtype in ("bfloat16", "float16"):
+        if dtype != (w.out_dtype if w.sinks is True else w.sinks):
+            words = f"with sinks rounded to {dtype}"
+            yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
+    if w.group > 1:
+        of_key_head = key_heads(w)
+        words = "with the sink of the key head, not of the query head"
+        yield AttentionFault("sink-of-key-head", words, _with(w, "sinks", lambda sinks: sinks[of_key_head]))
+
+
+def _counted(times: int, sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.double() + math.log(times)
+
+
+def _rounded(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype)
+
+
+def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
+    if not w.alibi:
+        return
+    if w.alibi == "batch":
+        words = "with ALiBi's slopes of the first batch entry for all"
+        of_first = _with(w, "alibi_slopes", lambda slopes: slopes[:1].expand_as(slopes))
+        yield AttentionFault("alibi-slopes-of-first-batch-entry", words, of_first)
+    words = "whose ALiBi has the wrong sign"
+    yield AttentionFault("alibi-sign-flipped", words, _with(w, "alibi_slopes", lambda slopes: -slopes))
+    words = "whose ALiBi slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)"
+    of_next = _with(w, "alibi_slopes", lambda slopes: slopes * 2 ** (8 / w.heads))
+    yield AttentionFault("alibi-slope-of-next-power", words, of_next)
+    if w.group > 1:
+        of_key_head = key_heads(w)
+        words = "with ALiBi's slope of the key head, not of the query head"
+        yield AttentionFault("alibi-slope-of-key-head", words, _with(w, "alibi_slopes", lambda s: s[..., of_key_head]))
+
+
+# -- their places ----------------------------------------------------------------------------------------------------------
+
+
+def misplaced_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield another order in which scores are modified, and rows that are counted from elsewhere."""
+    yield from _misplaced_softcap(w, drawn)
+    if w.alibi:
+        lengths = [kv_len - q_len for q_len, kv_len in sequence_lengths(w)]
+        if any(lengths):
+            words = "whose ALiBi counts rows from the first key, not up to the last"
+            yield AttentionFault("alibi-from-first-key", words, partial(_with_alibi, w, _from_first_key))
+        words = "whose ALiBi is that of causal attention, which rewards the keys of the future"
+        yield AttentionFault("alibi-one-sided", words, partial(_with_alibi, w, partial(_one_sided, lengths)))
+    if w.score_mod is not None:
+        for tile in (128, 64, 32, 16):
+            if w.q_len > tile:
+                words = f"whose score_mod counts rows within tiles of {tile}"
+                local = of_workload(w, score_mod=_score_mod_within_tile(w.score_mod, tile))
+                yield AttentionFault("score-mod-rows-within-tile", words, local)
+
+
+def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    cap = w.softcap
+    if cap is None:
+        return
+    words = "whose softcap is not multiplied back: tanh(s / cap)"
+    yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
+    if w.bias and w.bias_before_softcap:
+        words = "with the softcap before the bias, not after"
+        yield AttentionFault("softcap-before-bias", words, of_workload(w, bias_before_softcap=False))
+    elif w.bias:
+        words = "with the softcap after the bias, not before"
+        yield AttentionFault("softcap-after-bias", words, of_workload(w, bias_before_softcap=True))
+    if w.mask is not None:
+        visible = seen_by(drawn, w)
+        words = "with the softcap after the mask: hidden scores are -cap, not -inf"
+        after = _first(w, lambda s, *index: s.where(visible(*index), -cap))
+        yield AttentionFault("softcap-after-mask", words, of_workload(w, mask=None, score_mod=after))
+
+
+def _first(w: Workload, step: ScoreMod) -> ScoreMod:
+    """Return what modifies scores by a step, after softcap, bias and ALiBi, and then by the workload's score_mod."""
+    mod = w.score_mod
+
+    def both(s: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        s = step(s, *index)
+        return s if mod is None else mod(s, *index)
+
+    return both
+
+
+def _with_softcap_as_factor_1(w: Workload, inputs: Inputs) -> Other:
+    cap = w.softcap
+    assert cap is not None
+
+    def bias(index: tuple[torch.Tensor, ...]) -> torch.Tensor | float:
+        if inputs.bias is None or not w.bias:
+            return 0.0
+        return inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)[index].double()
+
+    def capped(s: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        if w.bias_before_softcap:
+            return ((s + bias(index)) / cap).tanh()
+        return (s / cap).tanh() + bias(index)
+
+    return inputs, w.replace(score_mod=_first(w, capped), softcap=None, bias=None)
+
+
+def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
+    """Return attention whose ALiBi takes other distances, of (b, q, kv)."""
+    slopes = inputs.alibi_slopes
+    assert slopes is not None
+
+    def biased(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return s - slopes_of(slopes.to(h.device).double(), b, h) * distance(b, q, kv)
+
+    return inputs, w.replace(score_mod=_first(w, biased), alibi=False)
+
+
+def _from_first_key(b: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return (q - kv).abs()
+
+
+def _one_sided(lengths: list[int], b: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return q + b.new_tensor(lengths)[b] - kv
+
+
+def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
+    return lambda s, b, h, q, kv: mod(s, b, h, q % tile, kv)

@@ -11,7 +11,7 @@ import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.diagnosis import precision
+from pytest_attn.diagnosis import diagnose
 from pytest_attn.messages.mismatch import describe
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
@@ -163,5 +163,5 @@ def test_what_takes_too_long_to_confirm_is_not_suggested(monkeypatch):
 
     workload = Workload(128, heads=2, head_dim=64)
     assert faults(eager, workload) == ("precision-eager",)
-    monkeypatch.setattr(precision, "_AGAIN_ELEMENTS", 128)
+    monkeypatch.setattr(diagnose, "_AGAIN_ELEMENTS", 128)
     assert faults(eager, workload) == ()

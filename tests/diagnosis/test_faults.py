@@ -19,9 +19,8 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.diagnosis.attention import attention_faults
+from pytest_attn.diagnosis.attention import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
-from pytest_attn.diagnosis.masks import near_misses
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.faults import FAULTS_OF
 from pytest_attn.mutants.kernel import Kernel, KernelBackend

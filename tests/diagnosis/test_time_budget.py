@@ -9,8 +9,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.diagnosis import diagnose as diagnosing
-from pytest_attn.diagnosis.case import TimeBudget
-from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.diagnose import TimeBudget, diagnose
 from pytest_attn.messages.mismatch import describe
 
 CAUSAL = Workload(64, heads=2, head_dim=32, mask="causal")

@@ -1,0 +1,528 @@
+"""The faults that forward passes are known for: of out, of the online softmax, of lse, weights and maxima."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from pytest_attn.backends.precision import Precision
+from pytest_attn.correctness.comparison import Limits
+from pytest_attn.correctness.exact import Block, Chunk, modify, over_keys, scaled_scores
+from pytest_attn.correctness.judge import LSE_TOLERANCE
+from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
+from pytest_attn.diagnosis.attention import TILES, attention_faults
+from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
+from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
+from pytest_attn.workloads.heads import ungrouped
+from pytest_attn.workloads.workload import Workload
+
+#: wrong rows, and as many right ones, on which a fault is tried: a few first, and these if it fits them
+FEW_ROWS, MANY_ROWS = 4, 32
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfOut:
+    """Some rows of out, heads-first, and where they are; None for all. precision: that a kernel is taken to have."""
+
+    view: View
+    reference: Reference
+    rows: torch.Tensor | None
+    precision: Precision
+
+    @classmethod
+    def of(cls, got: torch.Tensor, reference: Reference, chosen: torch.Tensor | None) -> RowsOfOut:
+        """Return these rows of those that the reference has, which `got` holds; all where None are chosen."""
+        expected = reference.tensors["out"]
+        if chosen is None:
+            return cls(View(got, expected.value, expected.tau), reference, None, reference.precision)
+        at = chosen.to(expected.value.device)
+        view = View(got[:, :, chosen.to(got.device)], expected.value[:, :, at], expected.tau[:, :, at])
+        return cls(view, reference, at if expected.rows is None else expected.rows[at], reference.precision)
+
+
+def on_rows(fault: AttentionFault, limits: Limits) -> FaultHypothesis[RowsOfOut]:
+    """Return what predicts rows of out: another attention has a budget of its own, so the limits are those of a check."""
+
+    def predict(seen: RowsOfOut) -> Prediction:
+        inputs, w = fault.attention(seen.reference.inputs)
+        expected = compute_reference(inputs, seen.precision, rows=seen.rows, workload=w).tensors["out"]
+        return Prediction(expected.value, lambda: expected.tau)
+
+    words = f"it equals attention {fault.words}"
+    return FaultHypothesis(fault.fault, words, predict, Tolerance(element=limits.element, row=limits.row))
+
+
+def worst_rows(got: torch.Tensor, bad: torch.Tensor, reference: Reference, number: int) -> RowsOfOut:
+    """Choose some wrong and some right rows; packed sequences are small, all their rows are taken.
+
+    got: out, heads-first, where the reference looked. bad: (batch, heads, rows), True where it is wrong.
+    """
+    if reference.workload.is_packed:
+        return RowsOfOut.of(got, reference, None)
+    faulty = bad.any(0).any(0)
+    some = [evenly_spread(rows.nonzero().flatten(), number) for rows in (faulty, ~faulty)]
+    return RowsOfOut.of(got, reference, torch.cat(some).sort().values)
+
+
+def evenly_spread(positions: torch.Tensor, number: int) -> torch.Tensor:
+    """Return at most so many of the positions, evenly spread, the first and the last among them."""
+    last = len(positions) - 1
+    return positions if last < number else positions[[i * last // (number - 1) for i in range(number)]]
+
+
+# -- other places ----------------------------------------------------------------------------------------------------------
+
+
+def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
+    """Yield right rows in the wrong place, of all rows of an out of this shape."""
+    batch, heads, rows, _ = shape
+
+    def fault(name: str, words: str, move: Callable[[torch.Tensor], torch.Tensor]) -> FaultHypothesis[RowsOfOut]:
+        return FaultHypothesis(name, words, partial(_moved, move), Tolerance(element=limits.element))
+
+    for shift in range(1, heads):
+        words = f"head h holds what belongs to head h - {shift}: heads are swapped"
+        yield fault("heads-shifted", words, partial(_rolled, 1, shift))
+    for shift in range(1, min(batch, 8)):
+        words = f"batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped"
+        yield fault("batch-entries-shifted", words, partial(_rolled, 0, shift))
+    if not is_sampled and heads == rows > 1:
+        words = "out has its heads and rows swapped, which no shape shows where these are equal"
+        yield fault("heads-and-rows-swapped", words, lambda t: t.transpose(1, 2))
+    if not is_sampled and batch == heads > 1:
+        words = "out has its batch entries and heads swapped, which no shape shows where these are equal"
+        yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
+
+
+def _moved(move: Callable[[torch.Tensor], torch.Tensor], seen: RowsOfOut) -> Prediction:
+    return Prediction(move(seen.view.exact), lambda: move(seen.view.std))
+
+
+def _rolled(dim: int, shift: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.roll(shift, dim)
+
+
+_SPLITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True, eq=False)
+class OnlineRows:
+    """Rows of out of one batch entry. by_tile, by_split: what was computed of them, for several hypotheses."""
+
+    view: View
+    scores: RegionScores
+    by_tile: dict[int, _Sums] = field(default_factory=dict)
+    by_split: dict[tuple[int, int], _Splits] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, got: torch.Tensor, reference: Reference, region: Region, bad: torch.Tensor | None) -> OnlineRows:
+        """Return what is seen of out, heads-first, in a region."""
+        scores = RegionScores(reference.inputs, reference.inputs.workload, region)
+        expected = reference.tensors["out"]
+        mine, exact, std = (scores.of_rows(t) for t in (got, expected.value, expected.tau))
+        return cls(View(mine, exact, std, None if bad is None else scores.of_rows(bad)), scores)
+
+    def sums(self, tile: int) -> _Sums:
+        """Return the sums of an online softmax over tiles of keys."""
+        if tile not in self.by_tile:
+            self.by_tile[tile] = _tile_by_tile(self.scores, tile)
+        return self.by_tile[tile]
+
+    def splits(self, tile: int, number: int) -> _Splits:
+        """Return the results of splits of the keys, alone."""
+        if (tile, number) not in self.by_split:
+            self.by_split[tile, number] = _split_by_split(self.scores, _split_of_keys(self.scores, tile, number), number)
+        return self.by_split[tile, number]
+
+    def prediction(self, out: torch.Tensor, variance: torch.Tensor) -> Prediction:
+        """Return out with what is rounded on the way to it. variance: of P v, in units squared."""
+        unit = UNIT[self.scores.workload.out_dtype]
+        return Prediction(out, lambda: (self.view.std.double().square() + (variance + out.square()) * unit**2).sqrt())
+
+
+OnlineFault: TypeAlias = FaultHypothesis[OnlineRows]
+
+
+def faults_of_running_sums(seen: OnlineRows) -> Iterator[OnlineFault]:
+    """Yield the faults of an online softmax. seen: those rows which are looked at first."""
+    found: list[torch.Tensor] = []
+    for tile in TILES:
+        if seen.scores.scores.shape[-1] > tile:
+            yield from _of_tiles(tile)
+        for number in _SPLITS:
+            splits = _split_of_keys(seen.scores, tile, number)
+            if int(splits.max()) == number - 1 and not any(splits.equal(other) for other in found):
+                found.append(splits)
+                yield from _of_splits(tile, number)
+
+
+def _of_tiles(tile: int) -> Iterator[OnlineFault]:
+    where = f"(tiles of {tile} keys)"
+    for fault, words, of_tiles in (
+        ("sum-not-rescaled", "whose sum of P v is not brought to a new maximum", _with_plain_sum),
+        ("denominator-not-rescaled", "whose denominator is not brought to a new maximum", _with_plain_denominator),
+        (
+            "rescaled-inversely",
+            "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum",
+            _rescaled_inversely,
+        ),
+    ):
+        words = f"out is that of an online softmax {words} {where}"
+        yield FaultHypothesis(fault, words, partial(of_tiles, tile), OF_STEPS)
+
+
+def _of_splits(tile: int, number: int) -> Iterator[OnlineFault]:
+    for fault, words, merged in (
+        ("splits-averaged", "that averages the results of {n} splits of the keys, whatever their denominators", _averaged),
+        (
+            "splits-merged-in-base-2",
+            "that merges the results of {n} splits of the keys by a natural lse as if it were one of base 2",
+            _merged_in_base_2,
+        ),
+    ):
+        words = f"out is that of an online softmax {words.format(n=number)}"
+        yield FaultHypothesis(fault, words, partial(merged, tile, number), OF_STEPS)
+
+
+# -- tile by tile ------------------------------------------------------------------------------------------------------------
+
+
+class _Sums(NamedTuple):
+    """P v and the denominator of an online softmax, right and wrong, with variances in units squared."""
+
+    acc: torch.Tensor
+    total: torch.Tensor
+    plain_acc: torch.Tensor
+    plain_total: torch.Tensor
+    inverse_acc: torch.Tensor
+    variance: torch.Tensor
+    inverse_variance: torch.Tensor
+
+
+def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
+    """Visit tiles of keys one after the other. Shapes (1, heads, rows, dim), and 1 for dim of denominators."""
+    scores, squares = part.scores, part.v.square()
+    top = scores.new_full((*scores.shape[:3], 1), -math.inf)
+    total = plain_total = scores.new_zeros(top.shape)
+    acc = plain = inverse = scores.new_zeros((*scores.shape[:3], part.v.shape[-1]))
+    variance = of_inverse = acc
+    for start in range(0, scores.shape[-1], tile):
+        keys = slice(start, start + tile)
+        new = top.maximum(scores[..., keys].amax(-1, keepdim=True))
+        shift = new.masked_fill(new == -math.inf, 0)
+        p, factor = (scores[..., keys] - shift).exp(), (top - shift).exp()
+        pv, share = over_keys(p, part.v[:, :, keys]), p.sum(-1, keepdim=True)
+        total, plain_total = total * factor + share, plain_total + share
+        acc, plain = acc * factor + pv, plain + pv
+        back, rounded = (1 / factor).masked_fill(factor == 0, 0), over_keys(p.square(), squares[:, :, keys])
+        inverse, of_inverse = inverse * back + pv, of_inverse * back.square() + rounded
+        variance = variance + rounded
+        top = new
+    sink = _share_of_sink(part, top)
+    total, plain_total = ((t + sink).clamp(min=1e-300) for t in (total, plain_total))
+    return _Sums(acc, total, plain, plain_total, inverse, variance, of_inverse)
+
+
+def _with_plain_sum(tile: int, seen: OnlineRows) -> Prediction:
+    sums = seen.sums(tile)
+    return seen.prediction(sums.plain_acc / sums.total, sums.variance / sums.total.square())
+
+
+def _with_plain_denominator(tile: int, seen: OnlineRows) -> Prediction:
+    sums = seen.sums(tile)
+    return seen.prediction(sums.acc / sums.plain_total, sums.variance / sums.plain_total.square())
+
+
+def _rescaled_inversely(tile: int, seen: OnlineRows) -> Prediction:
+    sums = seen.sums(tile)
+    return seen.prediction(sums.inverse_acc / sums.total, sums.inverse_variance / sums.total.square())
+
+
+def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
+    sinks = part.block.segment.inputs.sinks
+    if sinks is None or not part.workload.sinks:
+        return 0.0
+    return (sinks.to(top.device).double().view(1, -1, 1, 1) - top).exp()
+
+
+# -- split by split -------------------------------------------------------------------------------------------------------
+
+
+class _Splits(NamedTuple):
+    """What splits of the keys give alone: lse (splits, 1, heads, rows, 1), out and the variance of P v (splits, ..., dim).
+
+    of_keys: the share of each row's keys, without its sink, (1, heads, rows, 1).
+    """
+
+    lse: torch.Tensor
+    out: torch.Tensor
+    variance: torch.Tensor
+    of_keys: torch.Tensor
+
+
+def _split_of_keys(part: RegionScores, tile: int, number: int) -> torch.Tensor:
+    """Return which split each key is in, (1, 1, rows, keys): whole tiles of those visited, as many in each but the last."""
+    tiles = part.at // tile
+    first, last = (
+        _visited(part, tile) if part.workload.mask is not None and part.workload.band is not None else (tiles[:1], tiles[-1:])
+    )
+    size = -(-(last - first + 1).clamp(min=1) // number)
+    return ((tiles - first.unsqueeze(-1)) // size.unsqueeze(-1)).clamp(0, number - 1).expand(1, 1, *part.scores.shape[2:])
+
+
+def _visited(part: RegionScores, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the last tile of keys that each row's tile of rows visits, (1, 1, rows)."""
+    seen = (part.scores > -math.inf).any(1, keepdim=True)
+    keys, sees = seen.shape[-1], seen.any(-1)
+    first = seen.int().argmax(-1).masked_fill(~sees, keys)
+    last = (keys - 1 - seen.flip(-1).int().argmax(-1)).masked_fill(~sees, 0)
+    low = torch.cat([rows.amin(-1, keepdim=True).expand_as(rows) for rows in torch.split(first, tile, -1)], -1)
+    high = torch.cat([rows.amax(-1, keepdim=True).expand_as(rows) for rows in torch.split(last, tile, -1)], -1)
+    return low // tile, high // tile
+
+
+def _split_by_split(part: RegionScores, splits: torch.Tensor, number: int) -> _Splits:
+    """Attend to each split of the keys alone."""
+    every = [part.scores.masked_fill(splits != split, -math.inf) for split in range(number)]
+    lses = torch.stack([scores.logsumexp(-1, keepdim=True) for scores in every])
+    outs, variances = [], []
+    for scores, lse in zip(every, lses, strict=True):
+        p = (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
+        outs.append(over_keys(p, part.v))
+        variances.append(over_keys(p.square(), part.v.square()))
+    of_keys = 1 / (1 + _share_of_sink(part, lses.logsumexp(0)))  # the rest is the sink's
+    return _Splits(lses, torch.stack(outs), torch.stack(variances), torch.as_tensor(of_keys))
+
+
+def _averaged(tile: int, number: int, seen: OnlineRows) -> Prediction:
+    return _merged(seen, seen.splits(tile, number), torch.full_like(seen.splits(tile, number).lse, 1 / number))
+
+
+def _merged_in_base_2(tile: int, number: int, seen: OnlineRows) -> Prediction:
+    splits = seen.splits(tile, number)
+    return _merged(seen, splits, (splits.lse * math.log(2)).softmax(0).nan_to_num(0))
+
+
+def _merged(seen: OnlineRows, splits: _Splits, weights: torch.Tensor) -> Prediction:
+    out = (weights * splits.out).sum(0) * splits.of_keys
+    return seen.prediction(out, (weights.square() * splits.variance).sum(0))
+
+
+# -- tiles in which a row sees nothing ---------------------------------------------------------------------------------------
+
+
+def blind_tile(bad: torch.Tensor, reference: Reference) -> int:
+    """Return the size of tiles for which the wrong rows are just those that see no key in the first tile visited; else 0."""
+    regions = list(regions_of(reference, "dq", bad))
+    if not regions or not all(region.is_whole for region in regions) or reference.inputs.workload.is_packed:
+        return 0
+    parts = [RegionScores(reference.inputs, reference.inputs.workload, region) for region in regions]
+    for tile in TILES:
+        if all(bool((_is_blind(part, tile) == part.of_rows(bad)).all()) for part in parts):
+            return tile
+    return 0
+
+
+def _is_blind(part: RegionScores, tile: int) -> torch.Tensor:
+    """Return (1, heads, rows): whether a row sees keys, but none in the first tile that its tile of rows visits."""
+    seen, (first, _) = part.scores > -math.inf, _visited(part, tile)
+    in_first = part.at // tile == first.unsqueeze(-1)
+    return seen.any(-1) & ~(seen & in_first).any(-1)
+
+
+#: how far lse or a maximum, and a weight, may be from the one that explains it, as a part of its size
+_NEAR, _NEAR_WEIGHT = 1e-4, 0.02
+#: scores above which no other lse is computed
+_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class WholeResult:
+    """All of lse, of the weights or of the maxima, (batch, heads, rows, keys), with 1 for the keys of those that have none."""
+
+    view: View
+    reference: Reference
+
+    @classmethod
+    def of(cls, name: str, got: torch.Tensor, reference: Reference) -> WholeResult:
+        """Return what is seen of a heads-first result."""
+        exact = _with_keys(reference.tensors[name].value)
+        return cls(View(_with_keys(got), exact, torch.zeros_like(exact)), reference)
+
+    @cached_property
+    def results(self) -> dict[str, torch.Tensor]:
+        """Exact lse, weights and maxima."""
+        computed = compute_reference(self.reference.inputs, self.reference.precision, extra=("weights", "max"))
+        return {name: computed.tensors[name].value for name in ("lse", "weights", "max")}
+
+
+ResultFault: TypeAlias = FaultHypothesis[WholeResult]
+#: what else a result may be, heads-first
+Value: TypeAlias = Callable[[WholeResult], torch.Tensor]
+
+
+def _with_keys(result: torch.Tensor) -> torch.Tensor:
+    return result if result.dim() == 4 else result.unsqueeze(-1)
+
+
+def _hypothesis(fault: str, words: str, value: Value, near: float = _NEAR, floor: float = 1.0) -> ResultFault:
+    """Return what predicts a value; elements may be off by a part of their size, or of `floor` where they are small."""
+
+    def predict(seen: WholeResult) -> Prediction:
+        found = _with_keys(value(seen)).to(seen.view.got.device)
+        if not found.isfinite().equal(seen.view.got.isfinite()):
+            raise ValueError
+        return Prediction(found, lambda: near * (floor + found.abs()))
+
+    return FaultHypothesis(fault, words, predict, OF_FLOAT32)
+
+
+# -- lse -------------------------------------------------------------------------------------------------------------------
+
+
+def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
+    """Yield what lse may be, the cheapest to find out first."""
+    for fault, factor, words in (
+        ("lse-base-2", 1 / math.log(2), "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"),
+        (
+            "lse-converted-twice",
+            math.log(2),
+            "ln 2: it was converted from base 2 twice, or is natural where lse_base=2 is said",
+        ),
+        ("lse-negative", -1.0, "-1"),
+    ):
+        yield _hypothesis(fault, f"lse is off by a factor of {words}", partial(_multiple, factor))
+    for fault, shift, words in (
+        ("lse-ln-2-too-large", math.log(2), "ln 2 too large"),
+        ("lse-ln-2-too-small", -math.log(2), "ln 2 too small"),
+    ):
+        yield _hypothesis(fault, f"lse is {words} in every row", partial(_shifted, shift))
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        predict = partial(_rounded_to, dtype)
+        yield FaultHypothesis("lse-rounded", f"lse is rounded to {name}; float32 expected", predict, OF_FLOAT32)
+    if not reference.is_sampled:
+        for one, other, words in ((1, 2, "(batch, rows, heads)"), (0, 1, "(heads, batch, rows)")):
+            words = f"lse lies in memory as {words}; (batch, heads, rows) expected"
+            yield _hypothesis("lse-layout", words, partial(_laid_out, one, other), LSE_TOLERANCE)
+    if score_elements(w) > _ELEMENTS:
+        return
+    words = "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added"
+    for with_sinks in (False, True) if w.sinks else (False,):
+        yield _hypothesis("lse-without-maximum", words, partial(_without_maximum, with_sinks))
+    words = "lse is the row's maximum: the logarithm of the sum is not added"
+    yield _hypothesis("lse-is-maximum", words, lambda seen: _row_maxima(seen.reference))
+    for likely in attention_faults(w, reference.inputs):
+        yield _hypothesis(likely.fault, f"lse is that of attention {likely.words}", partial(_of_attention, likely))
+
+
+def _exact(seen: WholeResult) -> torch.Tensor:
+    return seen.reference.tensors["lse"].value
+
+
+def _multiple(factor: float, seen: WholeResult) -> torch.Tensor:
+    return _exact(seen) * factor
+
+
+def _shifted(shift: float, seen: WholeResult) -> torch.Tensor:
+    return _exact(seen) + shift
+
+
+def _rounded_to(dtype: torch.dtype, seen: WholeResult) -> Prediction:
+    """Predict the numbers of a smaller dtype which are nearest to the exact ones; there is none for others."""
+    exact, rounded = seen.view.exact, seen.view.got.to(dtype)
+    if not bool(((rounded.to(seen.view.got.dtype) == seen.view.got) | ~seen.view.got.isfinite()).all()):
+        raise ValueError
+    return Prediction(exact, lambda: exact.abs() * torch.finfo(dtype).eps)
+
+
+def _laid_out(one: int, other: int, seen: WholeResult) -> torch.Tensor:
+    """Return lse as it lies in memory with two dimensions swapped, which shapes need not show."""
+    exact = _exact(seen)
+    if exact.shape[one] == 1 or exact.shape[other] == 1:
+        raise ValueError
+    return exact.transpose(one, other).reshape(exact.shape)
+
+
+def _without_maximum(with_sinks: bool, seen: WholeResult) -> torch.Tensor:
+    return _exact(seen) - _row_maxima(seen.reference, with_sinks)
+
+
+def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:
+    inputs, w = fault.attention(seen.reference.inputs)
+    return compute_reference(inputs, seen.reference.precision, workload=w).tensors["lse"].value
+
+
+def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:
+    """Return the largest final score of each row, or sink, heads-first; -inf where a row sees no key."""
+    exact = reference.tensors["lse"]
+    maxima = torch.full_like(exact.value, -math.inf)
+    w, device = reference.inputs.workload, exact.value.device
+    for segment in segments_of(reference.inputs, w, device):
+        batch, heads = segment.k.shape[:2]
+        block = Block(segment, slice(0, batch), slice(0, heads))
+        rows = torch.arange(segment.lengths[0], device=device)
+        if not len(rows) or not segment.lengths[1]:
+            continue
+        chunk = Chunk(block, rows)
+        scores, _ = modify(scaled_scores(chunk), chunk)
+        maxima[:, :, segment.q_start : segment.q_start + len(rows)] = scores.amax(-1)
+    maxima, sinks = ungrouped(maxima, w), reference.inputs.sinks
+    if with_sinks and sinks is not None:
+        maxima = maxima.maximum(sinks.to(device).double()[:, None])
+    return maxima if exact.rows is None else maxima[:, :, exact.rows]
+
+
+# -- weights and maxima ----------------------------------------------------------------------------------------------------
+
+
+def faults_of_extra(name: str, reference: Reference) -> Iterator[ResultFault]:
+    """Yield what the "weights" or the "max" may be."""
+    near, floor = (_NEAR_WEIGHT, 1e-4) if name == "weights" else (_NEAR, 1.0)
+    if not reference.is_sampled:
+        for fault, words, value in _other_maxima(reference) if name == "max" else _other_weights(reference):
+            yield _hypothesis(fault, f"{name} is {words}", value, near, floor)
+
+
+def _other_maxima(reference: Reference) -> Iterator[tuple[str, str, Value]]:
+    scale = reference.inputs.workload.softmax_scale
+    words = "in base 2: log2 e times the maximum (say lse_base=2 if that is meant)"
+    yield "max-base-2", words, lambda r: r.results["max"] / math.log(2)
+    yield "max-converted-twice", "converted from base 2 once too often", lambda r: r.results["max"] * math.log(2)
+    yield "max-before-scale", "the maximum before the scale", lambda r: r.results["max"] / scale
+    yield "max-is-lse", "lse, not the maximum", lambda r: r.results["lse"]
+
+
+def _other_weights(reference: Reference) -> Iterator[tuple[str, str, Value]]:
+    w = reference.inputs.workload
+
+    def weights(r: WholeResult) -> torch.Tensor:
+        return r.results["weights"]
+
+    def sums(r: WholeResult) -> torch.Tensor:
+        return _beside_keys((r.results["lse"] - r.results["max"]).exp())
+
+    yield "weights-not-divided", "not divided by the row's sum: exp(score - max)", lambda r: weights(r) * sums(r)
+    words = "exp(score), neither shifted nor divided"
+    yield "weights-not-shifted", words, lambda r: weights(r) * _beside_keys(r.results["lse"].exp())
+    words = "the scores: the softmax is missing"
+    yield "weights-are-scores", words, lambda r: weights(r).log() + _beside_keys(r.results["lse"])
+    yield "weights-are-logarithms", "the logarithms of the weights", lambda r: weights(r).log()
+    if w.sinks:
+        words = "divided by the row's sum without its sink"
+        yield "weights-without-sink", words, lambda r: weights(r) / _beside_keys(weights(r).sum(-1))
+    if w.heads > 1:
+        mean: Value = lambda r: weights(r).mean(1, keepdim=True).expand_as(weights(r))  # noqa: E731
+        yield "weights-averaged-over-heads", "the mean over all heads", mean
+    if w.q_len == w.kv_len:
+        yield "weights-transposed", "transposed: (batch, heads, keys, rows)", lambda r: weights(r).mT
+
+
+def _beside_keys(rows: torch.Tensor) -> torch.Tensor:
+    """Return one number per row, -inf as 0, beside the keys."""
+    return rows.masked_fill(rows == -math.inf, 0).unsqueeze(-1)
