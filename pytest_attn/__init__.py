@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_attn.api import check, check_invariants, measure
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.capabilities import Capabilities
     from pytest_attn.backends.defects import KnownDefect
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.precision import Precision
+    from pytest_attn.cases.api import check, check_invariants, measure
     from pytest_attn.cases.case import AttentionCase
+    from pytest_attn.cases.failure import Failure, load_failure
     from pytest_attn.cases.model import AttentionModel
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.correctness.contract import ContractError
-    from pytest_attn.failures.failure import Failure, load_failure
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
@@ -83,7 +83,7 @@ _HOMES = {
     "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
     "DropoutError": "pytest_attn.models.recognition",
-    "Failure": "pytest_attn.failures.failure",
+    "Failure": "pytest_attn.cases.failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
     "KnownDefect": "pytest_attn.backends.defects",
@@ -98,14 +98,14 @@ _HOMES = {
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
     "capture": "pytest_attn.models.capture",
-    "check": "pytest_attn.api",
-    "check_invariants": "pytest_attn.api",
+    "check": "pytest_attn.cases.api",
+    "check_invariants": "pytest_attn.cases.api",
     "check_model": "pytest_attn.models.check",
     "check_module": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.kv_cache",
-    "load_failure": "pytest_attn.failures.failure",
-    "measure": "pytest_attn.api",
+    "load_failure": "pytest_attn.cases.failure",
+    "measure": "pytest_attn.cases.api",
 }
 
 

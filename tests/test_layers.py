@@ -24,26 +24,21 @@ LAYERS = (
     "cases",
     "ranks",
     "session",
-    "reports",
     "suite",
-    "failures",
-    "api",
     "models",
-    "messages",
     "strategies",
     "invariants",
     "mutants",
     "latency",
     "diagnosis",
     "correctness",
+    "reports",
     "backends",
     "workloads",
     "processes",
-    "files",
-    "verdict",
     "version",
 )
-SIBLINGS = ("reports", "invariants", "latency")
+SIBLINGS = ("invariants", "latency")
 #: layers that may be loaded before a case is made: pytest starts and collects without torch
 BEFORE_A_CASE = (
     "plugin",
@@ -55,8 +50,6 @@ BEFORE_A_CASE = (
     "backends",
     "workloads",
     "processes",
-    "files",
-    "verdict",
     "version",
 )
 #: modules of theirs that a case loads
@@ -194,7 +187,7 @@ def offenses(path, root=ROOT):
     if mine == "suite" and not theirs <= {"__init__", "suite"}:
         yield "the suite is written with the public contract only"
     if mine in SIBLINGS and theirs.intersection(SIBLINGS) - {mine}:
-        yield "reports, invariants and latency know nothing of each other"
+        yield "invariants and latency know nothing of each other"
     inside = path.relative_to(root).as_posix()
     if mine == "backends" and not inside.startswith("backends/libraries/") and any(".libraries" in name for name in names):
         yield "libraries are found by the registry only"
@@ -213,7 +206,7 @@ def test_a_file_imports_what_its_layer_may():
     [
         ("drawer.py", "", "belongs to no layer"),
         ("suite/test_it.py", "from pytest_attn.correctness import judge\n", "the suite is written"),
-        ("latency/gate.py", "def late():\n    from pytest_attn.reports import terminal\n", "know nothing of each other"),
+        ("latency/gate.py", "def late():\n    from pytest_attn.invariants import check\n", "know nothing of each other"),
         ("backends/registry.py", "from pytest_attn.backends.libraries import sage\n", "found by the registry only"),
         ("backends/registry.py", "import torch.nn\n", "imports a heavy library"),
         ("correctness/judge.py", "def late():\n    import pytest\n", "knows of pytest"),
@@ -221,7 +214,7 @@ def test_a_file_imports_what_its_layer_may():
 )
 def test_a_planted_import_is_seen(tmp_path, place, text, offense):
     root = tmp_path / "pytest_attn"
-    for name in (place, "correctness/judge.py", "reports/terminal.py", "backends/libraries/sage.py"):
+    for name in (place, "correctness/judge.py", "invariants/check.py", "backends/libraries/sage.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     (root / place).write_text(text)

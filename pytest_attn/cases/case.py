@@ -22,25 +22,25 @@ from pytest_attn.cases.on_rank import RankCase
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.tensors import CaseTensors
+from pytest_attn.correctness import description
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
-from pytest_attn.invariants.report import Finding, InvariantReport
+from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of
-from pytest_attn.messages import mismatch
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.rank import rank_of
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.items import CaseParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
-from pytest_attn.verdict import Cause, Verdict
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -339,8 +339,8 @@ class KernelEvaluator(Evaluator[Comparison]):
             fields["faults"] = comparison.faults
         return Judgment(
             Verdict.MISMATCH,
-            reason=mismatch.headline(comparison),
-            text=mismatch.describe(comparison),
+            reason=description.headline(comparison),
+            text=description.describe(comparison),
             known_defects=known,
             fields=fields,
             properties=properties,
@@ -370,8 +370,8 @@ class OutputEvaluator(Evaluator[None]):
             return Judgment(Verdict.PASSED, **facts)
         comparison = diagnose(comparison, self._spec.diagnosis_timeout, keep_evidence=self._run.saves_failures)
         facts["fields"] = figures_of(comparison)
-        text, evidence = mismatch.describe(comparison), replace(self.evidence, comparison=comparison)
-        return Judgment(Verdict.MISMATCH, reason=mismatch.headline(comparison), text=text, evidence=evidence, **facts)
+        text, evidence = description.describe(comparison), replace(self.evidence, comparison=comparison)
+        return Judgment(Verdict.MISMATCH, reason=description.headline(comparison), text=text, evidence=evidence, **facts)
 
     @property
     def evidence(self) -> Evidence:
@@ -407,10 +407,10 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         return Judgment(
             Verdict.BROKEN,
             reason=", ".join(broken),
-            text=mismatch.describe_invariants(report),
+            text=describe_invariants(report),
             known_defects=_described(_breaking(self._run.defects_of(self.subject), report.broken)),
             evidence=replace(self.evidence, broken=broken),
-            width=mismatch.INVARIANT_WIDTH,
+            width=INVARIANT_WIDTH,
         )
 
     def _tried(self, names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:

@@ -21,11 +21,11 @@ from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.kinds import ATTENTION, PARAMETER, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.masks.registry import kind_of_words
 from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import Workload

@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.description import describe_contract
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.messages.lines import LABEL_WIDTH
-from pytest_attn.messages.mismatch import describe_contract
 from pytest_attn.ranks.rank_group import RankRaisedError
+from pytest_attn.reports.lines import LABEL_WIDTH
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.workload import Workload
 
 Result = TypeVar("Result")

@@ -14,15 +14,15 @@ from pytest_attn.cases.latency_modes import LatencyMode, latency_mode_of
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.cases.run import CaseRun
+from pytest_attn.latency import description as messages
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import StaleError
-from pytest_attn.messages import latency as messages
-from pytest_attn.messages.lines import labeled
 from pytest_attn.ranks.rank_group import RankRaisedError
+from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.verdict import Verdict
 
 #: what fails under --attn-latency=require, as nothing can be said
 _UNDECIDED = (Verdict.NO_BASELINE, Verdict.INCONCLUSIVE)

@@ -21,11 +21,11 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.session.worker_context import WorkerContext
 from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
-from pytest_attn.verdict import Verdict
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

@@ -19,12 +19,11 @@ from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.latency.baseline import case_key
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
-from pytest_attn.messages import mismatch
 from pytest_attn.models.check import Target, judge_model, module_step
 from pytest_attn.models.comparison import CallComparison, ModelComparison, headline
 from pytest_attn.models.compiled import compilations, is_compiled
@@ -34,8 +33,8 @@ from pytest_attn.models.step_timing import StepWork, attention_share, optimizer_
 from pytest_attn.models.substitution import BackendSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
 from pytest_attn.models.user_functions import as_functions
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.items import CaseParameter, id_from_root
-from pytest_attn.verdict import Verdict
 from pytest_attn.workloads.workload import Workload
 
 __tracebackhide__ = True  # pytest shows a model's own frames, not ours
@@ -304,8 +303,8 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
             reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
             return Judgment.refused(None, f"no invariant that was asked for applies: {reasons}")
         reason = ", ".join(finding.invariant for finding in report.broken)
-        verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, mismatch.INVARIANT_WIDTH
-        return Judgment(verdict, report, reason, text=mismatch.describe_invariants(report), width=width)
+        verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, INVARIANT_WIDTH
+        return Judgment(verdict, report, reason, text=describe_invariants(report), width=width)
 
 
 def _workload_of(name: str, found: ModelComparison | None) -> Workload:

@@ -19,16 +19,16 @@ from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.messages.lines import labeled
 from pytest_attn.ranks.rank_group import RankRaisedError
+from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import new_record
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.items import CaseParameter, typed_name
 from pytest_attn.session.kernels import Target
 from pytest_attn.session.kinds import kind_of, marker_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.verdict import Cause, Verdict
 from pytest_attn.workloads.parameters import parameters_of
 
 

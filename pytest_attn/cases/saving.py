@@ -25,10 +25,7 @@ import pytest
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.software import versions_of
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.records import change_last_record
-from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.failures.failure import (
+from pytest_attn.cases.failure import (
     ENVIRONMENT,
     FORMAT,
     SCRIPT,
@@ -40,10 +37,13 @@ from pytest_attn.failures.failure import (
     tensors_of,
     write_tensors,
 )
-from pytest_attn.messages.lines import LABEL_WIDTH, labeled
+from pytest_attn.cases.records import change_last_record
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.reports.lines import LABEL_WIDTH, labeled
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.items import id_from_root
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.verdict import Verdict
 
 
 class FailureSaver:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pytest_attn.reports.lines import labeled
+
 Outcome: TypeAlias = Literal["passed", "broken", "not applicable"]
 
 
@@ -61,3 +63,17 @@ class InvariantReport:
     def calls(self) -> int:
         """How many calls of the kernel were made, with the plain one that the others are compared with."""
         return 1 + sum(finding.calls for finding in self.findings)
+
+
+#: characters of the labels, which are names of invariants
+INVARIANT_WIDTH = 12
+
+
+def describe_invariants(report: InvariantReport) -> str:
+    """Return the text of a report with broken invariants, "" where none is."""
+    broken = report.broken
+    if not broken:
+        return ""
+    plural = "invariants" if len(broken) > 1 else "invariant"
+    headline = f"{len(broken)} {plural} broken by {report.subject} ({report.workload})"
+    return "\n".join([headline, *(labeled(one.invariant, one.evidence, INVARIANT_WIDTH) for one in broken)])

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from pytest_attn.files import write_atomically
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.statistics import Fit, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
+from pytest_attn.reports.files import write_atomically
 
 
 @dataclass(frozen=True)

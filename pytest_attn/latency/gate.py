@@ -16,7 +16,7 @@ from typing import Any
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
 from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of, t_quantile, t_tail
-from pytest_attn.verdict import Verdict
+from pytest_attn.reports.verdict import Verdict
 
 #: the fewest new processes whose runs make a baseline
 FEWEST_RUNS = 10
@@ -62,7 +62,7 @@ def policy_for(kind: str) -> Policy:
 class Decision:
     """What the gate says of one case.
 
-    verdict: one of those of a latency (verdict.py). change: adjusted change of the p50, as a share;
+    verdict: one of those of a latency (reports/verdict.py). change: adjusted change of the p50, as a share;
     interval: its 95 % bounds. detectable: the smallest slowdown that would be found in four of five suites. recorded: the
     median of the baseline's p50s, runs: p50s of the processes that were decided on, in seconds. anchors: their changes.
     """

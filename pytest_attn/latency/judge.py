@@ -17,7 +17,7 @@ from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Fit, Prior, Run
-from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 
 #: by how much a z may exceed the recorded one, and the peak memory the recorded bytes, before a case is a regression
 _Z_RATIO, _Z_MORE = 1.5, 0.25

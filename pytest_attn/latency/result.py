@@ -10,7 +10,7 @@ from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection
-from pytest_attn.verdict import Verdict
+from pytest_attn.reports.verdict import Verdict
 
 #: fields that records have under another name
 _NAMES_IN_RECORDS = {"launch": "host"}
@@ -72,7 +72,7 @@ class Latency:
 
     @property
     def verdict(self) -> Verdict:
-        """The gate's (verdict.py), "measured" where none was asked."""
+        """The gate's (reports/verdict.py), "measured" where none was asked."""
         return self.decision.verdict if self.decision else Verdict.MEASURED
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_attn.files import write_atomically
 from pytest_attn.reports.columns import room
+from pytest_attn.reports.files import write_atomically
 from pytest_attn.reports.merging import add_merge
 from pytest_attn.reports.records import Record, read_records
 

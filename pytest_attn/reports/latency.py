@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.messages.latency import describe_ranks
-from pytest_attn.messages.lines import duration, duration_in_column
 from pytest_attn.reports.columns import aligned, narrowed
+from pytest_attn.reports.lines import describe_ranks, duration, duration_in_column
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, count
-from pytest_attn.verdict import Cause, Tone, Verdict
+from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from pytest_attn.messages.lines import duration_in_column
 from pytest_attn.reports.latency import closing as closing_of_latencies
+from pytest_attn.reports.lines import duration_in_column
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB
 _MOST_ROWS = 200

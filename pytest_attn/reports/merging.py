@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from pytest_attn.files import write_atomically, written_atomically
+from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.records import read_line

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
-from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pytest_attn.messages.lines import duration
 from pytest_attn.reports.columns import aligned
+from pytest_attn.reports.lines import duration
 from pytest_attn.reports.records import Record, verdict_of
-from pytest_attn.verdict import Tone, Verdict
+from pytest_attn.reports.verdict import Tone, Verdict
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pytest_attn import files
+from pytest_attn.reports import files
 from pytest_attn.reports.github import workflow_commands
 from pytest_attn.reports.markdown import markdown_summary, support_page
 from pytest_attn.reports.records import Record
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.json_lines import JsonLines
 from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.verdict import Verdict
 
 
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:

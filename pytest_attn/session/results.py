@@ -45,7 +45,7 @@ class Results:
         records = getattr(report, "attn", ())
         self.records.extend(records)
         if records and self._lines is not None:
-            from pytest_attn.verdict import Verdict
+            from pytest_attn.reports.verdict import Verdict
 
             self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]
             self._lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)

@@ -16,11 +16,11 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session import devices
 from pytest_attn.session.devices import device_lock
 from pytest_attn.session.session import SESSION
 from pytest_attn.session.worker_context import WorkerContext
-from pytest_attn.verdict import Verdict
 
 CPU = torch.device("cpu")
 LATENCY = Latency(

@@ -7,7 +7,7 @@ import torch
 from judging import FULL, failure
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pytest_attn.messages.lines import figure
+from pytest_attn.reports.lines import figure
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from judging import spec_of
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.diagnosis import diagnose as diagnosing
 from pytest_attn.diagnosis.diagnose import TimeBudget, diagnose
-from pytest_attn.messages.mismatch import describe
 
 CAUSAL = Workload(64, heads=2, head_dim=32, mask="causal")
 

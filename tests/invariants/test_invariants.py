@@ -16,7 +16,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.algebra import _is_merged
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import INVARIANTS
-from pytest_attn.messages.mismatch import describe_invariants as describe
+from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.masks import Document

@@ -5,6 +5,7 @@ from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case,
 
 from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline import BaselineFile
+from pytest_attn.latency.description import RECORD
 from pytest_attn.latency.gate import shared_prior
 from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.judge import (
@@ -15,8 +16,7 @@ from pytest_attn.latency.judge import (
     StartError,
 )
 from pytest_attn.latency.protocol import protocol_of
-from pytest_attn.messages.latency import RECORD
-from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 
 # -- one measurement, and what new processes say of it -----------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.profiler import Category, answers_to, architecture_of, name_of, profile_call, profile_subject
-from pytest_attn.messages.lines import duration
+from pytest_attn.reports.lines import duration
 from pytest_attn.reports.terminal import profile_tables
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from pytest_attn.latency.protocol import Stopwatch, Warmer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Item, Plan
-from pytest_attn.verdict import Verdict
+from pytest_attn.reports.verdict import Verdict
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from honest.variants import HONEST, VARIANTS
 
 from pytest_attn import Window, Workload
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.layout import unaligned
-from pytest_attn.messages.mismatch import describe
 from pytest_attn.mutants.catalog import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.mutants.mutant import Condition

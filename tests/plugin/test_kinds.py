@@ -14,7 +14,7 @@ from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.session.kinds import Kind
-from pytest_attn.verdict import Verdict
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.inputs import draw_inputs
 
 KIND = Kind(

@@ -5,10 +5,10 @@ import pytest
 from pytest_attn.latency.cuda_timer import BacklogError
 from pytest_attn.latency.timer import Item
 from pytest_attn.latency.work import StaleError
-from pytest_attn.messages.latency import describe_ranks, slow_rank
 from pytest_attn.ranks import communication_share, controller_timing
 from pytest_attn.ranks.communication_share import RankTimes, Shared, figures_of, seconds_of
 from pytest_attn.ranks.controller_timing import RankedMonitor, RankedTimer, RankedWork
+from pytest_attn.reports.lines import describe_ranks, slow_rank
 
 FORWARD = RankedWork("forward")
 

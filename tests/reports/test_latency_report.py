@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_attn.messages.lines import duration_in_column
 from pytest_attn.reports.latency import is_notable, latency_summary
+from pytest_attn.reports.lines import duration_in_column
 from pytest_attn.reports.records import new_record
 
 RECORD = '--attn-update-baselines "first recording"'

@@ -17,7 +17,7 @@ from pytest_attn.reports.records import (
     to_line,
     verdict_of,
 )
-from pytest_attn.verdict import Cause, Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 
 RECORD = {
     "date": "2026-11-21T20:00:00+00:00",

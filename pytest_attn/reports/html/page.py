@@ -21,7 +21,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pytest_attn.reports.records import Record, name_of, verdict_of
-from pytest_attn.verdict import Tone, Verdict
+from pytest_attn.reports.verdict import Tone, Verdict
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 

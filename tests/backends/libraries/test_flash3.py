@@ -7,11 +7,11 @@ from pytest_attn.backends.libraries.flash_attention import _refused_by_build
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
 HERE_MACHINE = machine_of(CPU)

@@ -10,10 +10,10 @@ from pytest_attn import Machine, Window, Workload, draw_inputs
 from pytest_attn.backends.libraries.sdpa import _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.messages.mismatch import describe
 
 CPU = torch.device("cpu")
 HERE_MACHINE = dataclasses.replace(machine_of(CPU), torch_version="2.11.0+cu130")

@@ -12,6 +12,7 @@ from pytest_attn.backends.declaration import Declaration, Declared, arguments_of
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject
+from pytest_attn.correctness import description
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
@@ -19,18 +20,17 @@ from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
-from pytest_attn.invariants.report import InvariantReport
+from pytest_attn.invariants.report import InvariantReport, describe_invariants
 from pytest_attn.latency.protocol import stopwatch_of, threads
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, work_of
-from pytest_attn.messages import mismatch
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing from Python 3.11 on
+    from typing_extensions import Unpack
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -162,7 +162,7 @@ def check_invariants(
     subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
     if not report.passed:
-        raise AssertionError(mismatch.describe_invariants(report))
+        raise AssertionError(describe_invariants(report))
     return report
 
 
@@ -220,7 +220,7 @@ def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
     __tracebackhide__ = True
     comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, ReferenceCache()))
     if not comparison.passed:
-        raise AssertionError(mismatch.describe(diagnose(comparison, spec.diagnosis_timeout)))
+        raise AssertionError(description.describe(diagnose(comparison, spec.diagnosis_timeout)))
     return comparison
 
 
@@ -243,7 +243,7 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
         except ContractError as error:
             broken = error
     if broken is not None:
-        raise ContractError("\n".join([mismatch.describe_contract(broken), *lines]))
+        raise ContractError("\n".join([description.describe_contract(broken), *lines]))
     if not subject.is_backend:
         raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")

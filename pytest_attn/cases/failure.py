@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.api import judged_in_words
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import resolve_device
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.cases.api import judged_in_words
+from pytest_attn.correctness import description
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
@@ -24,9 +25,8 @@ from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.invariants.report import InvariantReport
-from pytest_attn.messages import mismatch
-from pytest_attn.messages.lines import LABEL_WIDTH, labeled
+from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
+from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.workloads.functions import UnknownFunctionError, decode_function, encode_function
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
@@ -38,7 +38,6 @@ from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
-
 
 # -- a workload as JSON, and back --------------------------------------------------------------------------------------
 
@@ -267,7 +266,7 @@ class Failure:
         spec, references = self._spec(device or self.environment["machine"]["kind"])
         subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
         if broken := self.environment["invariants"]:
-            reproduce = self._reproduce(mismatch.INVARIANT_WIDTH)
+            reproduce = self._reproduce(INVARIANT_WIDTH)
             report = judged_in_words(
                 subject,
                 spec,
@@ -275,11 +274,11 @@ class Failure:
                 reproduce,
             )
             if not report.passed:
-                raise AssertionError(f"{mismatch.describe_invariants(report)}\n{reproduce}")
+                raise AssertionError(f"{describe_invariants(report)}\n{reproduce}")
             return report
         comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, references), self._reproduce())
         if not comparison.passed:
-            raise AssertionError(f"{mismatch.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}")
+            raise AssertionError(f"{description.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}")
         return comparison
 
     @property

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pytest_attn.reports.records import FIELDS
-from pytest_attn.verdict import Cause, Tone, Verdict
+from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 #: what a report tells apart where JSON has another name, and what no record holds
 NOT_IN_JSON = {Verdict.UNEXPECTED, Verdict.APPROXIMATE, Verdict.FAST, Verdict.MEASURED}

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from pytest_attn import files
-from pytest_attn.files import write_atomically
+from pytest_attn.reports import files
+from pytest_attn.reports.files import write_atomically
 
 not_on_windows = pytest.mark.skipif(os.name == "nt", reason="links and permissions as POSIX has them")
 

@@ -7,8 +7,7 @@ import math
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.invariants.report import InvariantReport
-from pytest_attn.messages.lines import figure, labeled
+from pytest_attn.reports.lines import figure, labeled
 
 
 def describe(comparison: Comparison) -> str:
@@ -102,19 +101,3 @@ def _describe_set(noun: str, members: Members) -> str:
         return f"all {size} {noun}s" if size > 1 else f"the only {noun}"
     shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
     return f"{noun}{'s' if len(found) > 1 else ''} {shown} (of {size})"
-
-
-# -- of invariants: a line each, with the smallest evidence ---------------------------------------------------------------
-
-#: characters of the labels, which are names of invariants
-INVARIANT_WIDTH = 12
-
-
-def describe_invariants(report: InvariantReport) -> str:
-    """Return the text of a report with broken invariants, "" where none is."""
-    broken = report.broken
-    if not broken:
-        return ""
-    plural = "invariants" if len(broken) > 1 else "invariant"
-    headline = f"{len(broken)} {plural} broken by {report.subject} ({report.workload})"
-    return "\n".join([headline, *(labeled(one.invariant, one.evidence, INVARIANT_WIDTH) for one in broken)])

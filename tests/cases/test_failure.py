@@ -16,7 +16,18 @@ import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
+from pytest_attn.cases import failure as failure_module
 from pytest_attn.cases import saving as folder_module
+from pytest_attn.cases.failure import (
+    ENVIRONMENT,
+    TENSORS,
+    FailureData,
+    decode_workload,
+    encode_workload,
+    load_failure,
+    tensors_of,
+    write_tensors,
+)
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import (
     FailureSaver,
@@ -30,21 +41,10 @@ from pytest_attn.cases.saving import (
     write_folder,
 )
 from pytest_attn.correctness import reference_cache as references_module
+from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.failures import failure as failure_module
-from pytest_attn.failures.failure import (
-    ENVIRONMENT,
-    TENSORS,
-    FailureData,
-    decode_workload,
-    encode_workload,
-    load_failure,
-    tensors_of,
-    write_tensors,
-)
-from pytest_attn.messages.mismatch import describe
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.machines import Machines
 from pytest_attn.strategies import workloads
