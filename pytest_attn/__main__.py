@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_attn.backends.software import versions_of
+from pytest_attn.backends.machine import versions_of
 from pytest_attn.models.capture_command import add_capture
 from pytest_attn.reports.commands import add_commands, run_command
 from pytest_attn.version import __version__
@@ -62,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _lines(machine: Machine, closing: str) -> Iterator[str]:
     """Yield versions, tables and the closing sentence."""
-    from pytest_attn.backends.listing import tables
-    from pytest_attn.backends.registry import Registry
+    from pytest_attn.backends.registry import Registry, tables
     from pytest_attn.reports.columns import aligned, room
     from pytest_attn.reports.terminal import listing
     from pytest_attn.workloads.catalog import builtin_catalog

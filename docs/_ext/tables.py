@@ -18,9 +18,8 @@ import field_tables
 import pytest_attn
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
-from pytest_attn.backends.listing import capability_table
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.reports.columns import aligned
 from pytest_attn.reports.records import FIELDS

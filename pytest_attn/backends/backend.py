@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.configured import Options
+from pytest_attn.backends.configured import Declared, Options, expanded, out_of_resources
 from pytest_attn.backends.library import Library
-from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.subject import Subject
-from pytest_attn.backends.versions import installed_version
+from pytest_attn.backends.machine import Machine, installed_version
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.subject import AttentionFn, Subject, declined_because
 from pytest_attn.workloads.dtypes import element_bytes
+from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Backend(Subject):
@@ -42,12 +47,10 @@ class Backend(Subject):
 
         backward: whether the case asks for gradients. `configuration` holds the options when `prepare` is called.
         """
-        del workload, machine, backward
         return ()
 
     def variant(self, name: str) -> Backend | None:
         """Return this backend's own "compile" or "max_autotune" variant; None where compiling its callable will do."""
-        del name
         return None
 
     def __repr__(self) -> str:
@@ -81,7 +84,6 @@ class LibraryBackend(Backend):
 
     def pads_by_mask(self, workload: Workload) -> bool:
         """Most libraries get the lengths."""
-        del workload
         return False
 
     def broken_because(self) -> str | None:
@@ -95,7 +97,6 @@ class LibraryBackend(Backend):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Ask the library, in its own words."""
-        del workload, machine, backward
         return []
 
 
@@ -113,3 +114,60 @@ def needs_cuda(machine: Machine, lowest: tuple[int, int], highest: tuple[int, in
 def half_precision_only(workload: Workload) -> list[str]:
     """Refuse float32, as kernels on tensor cores do."""
     return [] if element_bytes(workload.out_dtype) == 2 else [f"takes float16 and bfloat16 only, not {workload.dtype}"]
+
+
+class FunctionBackend(Backend):
+    """A user's own function `fn(q, k, v, workload=workload)` as a backend; see `Registry.add_function`."""
+
+    library = "own"
+    variants = ("compile", "max_autotune", "graph")
+    full_graph = False
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        layout: str = "bhsd",
+        precision: str | Precision = "flash",
+        unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
+        configurations: Declared = (),
+    ) -> None:
+        self.name, self.precision = name, precision
+        self._function, self._is_bshd = fn, layout == "bshd"
+        self._reasons, self._declared = unsupported_because, configurations
+        if callable(configurations):
+            self.tunable = None
+        else:
+            self.tunable = frozenset(option for options in expanded(configurations) for option in options)
+
+    def version(self) -> str:
+        """Functions have none."""
+        return "-"
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Ask the function given at registration."""
+        reasons = self._reasons(workload) if self._reasons else ()
+        cache = ["is handed no cache: a function of (q, k, v) has no attn.split_cache"] if workload.cached else []
+        return [*([reasons] if isinstance(reasons, str) else reasons), *cache]
+
+    def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
+        """Those given at registration."""
+        return expanded(self._declared(workload) if callable(self._declared) else self._declared)
+
+    def refusal_in(self, error: Exception) -> str | None:
+        """What the function declines is refused; so is a configuration whose tiles do not fit the device."""
+        return declined_because(error) or (out_of_resources(error) if self.configuration else None)
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Close over the workload and turn the layout."""
+        swap = self._is_bshd and not inputs.workload.is_packed
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            __tracebackhide__ = True
+            if not swap:
+                return self._function(q, k, v, workload=inputs.workload, **self.configuration)
+            keys = (k, v) if inputs.workload.kv_pages else (k.transpose(1, 2), v.transpose(1, 2))
+            out = self._function(q.transpose(1, 2), *keys, workload=inputs.workload, **self.configuration)
+            return out.transpose(1, 2) if hasattr(out, "transpose") else out  # the check refuses anything but a tensor
+
+        return call

@@ -10,7 +10,7 @@ BUILTIN = {
     "sdpa_cudnn": ("sdpa", "Cudnn"),
     "sdpa_fa3": ("sdpa", "SdpaFa3"),
     "sdpa_fa4": ("sdpa", "SdpaFa4"),
-    "varlen": ("varlen", "Varlen"),
+    "varlen": ("sdpa", "Varlen"),
     "kv_cache": ("sdpa", "KvCache"),
     "flex": ("flex", "Flex"),
     "flex_flash": ("flex", "FlexFlash"),
@@ -31,7 +31,7 @@ BUILTIN = {
     "sage": ("sage", "Sage"),
     "sage_fp16": ("sage", "SageFp16"),
     "sage_fp8": ("sage", "SageFp8"),
-    "int8_dynamic": ("int8_dynamic", "Int8Dynamic"),
+    "int8_dynamic": ("eager", "Int8Dynamic"),
 }
 #: those that compute over several ranks, for tests with ranks=...
 OVER_RANKS = {

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.capabilities import QUANTIZED
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
 
 
 def in_bshd(kernel: AttentionFn) -> AttentionFn:
@@ -40,8 +39,6 @@ def as_packed(kernel: AttentionFn, w: Workload) -> AttentionFn:
 
 def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return cu_seqlens of queries and keys, int32, and the longest of each: of packed sequences, documents or a batch."""
-    import torch
-
     w = inputs.workload
     if inputs.cu_seqlens is not None and inputs.cu_seqlens_kv is not None:
         return inputs.cu_seqlens, inputs.cu_seqlens_kv, w.q_len, w.kv_len
@@ -54,8 +51,6 @@ def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int
 
 def ends_of(lengths: torch.Tensor | None) -> torch.Tensor:
     """Return the boundaries of sequences of these lengths, (batch + 1,) int32."""
-    import torch
-
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
@@ -87,8 +82,6 @@ def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask 
 
 def is_key(inputs: Inputs) -> torch.Tensor | None:
     """Return which keys there are, (batch, kv_len), None where there is no padding."""
-    import torch
-
     if inputs.kv_lens is None:
         return None
     return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
@@ -99,8 +92,6 @@ def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], Att
 
     Inputs that are not padded come back as they are. Query rows stay as many as they were.
     """
-    import torch
-
     w = inputs.workload
     if w.kv_lens is None or w.is_packed or w.kv_pages:
         return inputs, lambda kernel: kernel
@@ -147,8 +138,6 @@ ALL_QUANTIZED = frozenset(QUANTIZED)
 
 def on_values(kernel: AttentionFn, inputs: Inputs) -> AttentionFn:
     """Return the kernel where nothing is quantized, else one that dequantizes q, k and v before it is called."""
-    import torch
-
     if inputs.descales is None:
         return kernel
     dtype = getattr(torch, inputs.workload.out_dtype)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pytest_attn.backends.contexts import environment, quiet
-from pytest_attn.backends.versions import installed_version
+from pytest_attn.backends.machine import installed_version
 
 
 @dataclass(frozen=True)

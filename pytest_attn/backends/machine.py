@@ -1,17 +1,51 @@
-"""The device under test and the libraries around it, as far as a backend must know them to refuse."""
+"""The device under test and the software around it, as far as a backend must know them to refuse."""
 
 from __future__ import annotations
 
+import operator
 import os
+import platform
 import re
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.versions import release
+from packaging.version import InvalidVersion, Version
+
+from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
     import torch
+
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None where it is not installed."""
+    try:
+        found = metadata.metadata(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+    versions: list[str] = found.get_all("Version") or []
+    return versions[0] if versions else None  # a folder that an uninstallation left has none
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version before any suffix ("2.11.0a1+cu130": 2, 11, 0); none where it cannot be read."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
+
+
+def satisfies(version: str, comparison: str, wanted: str) -> bool:
+    """Whether a version is ">=", "<=", "==", "<" or ">" another, as far as that is written: 2.7.4 is "==" 2.7."""
+    theirs = release(wanted)
+    mine = (*release(version), *(0 for _ in theirs))[: len(theirs)]
+    return bool(_COMPARISONS[comparison](mine, theirs))
 
 
 @dataclass(frozen=True)
@@ -121,8 +155,6 @@ def _processor() -> str:
             names = (line.partition(":")[2].strip() for line in info if line.startswith("model name"))
             return next(names, "CPU")
     except OSError:
-        import platform
-
         return platform.processor() or "CPU"
 
 
@@ -131,3 +163,58 @@ def _system_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 1 << 62  # unknown: never the reason of a refusal
+
+
+def versions_of(machine: Machine) -> dict[str, str]:
+    """Return versions by name, without what is not there: of this package, Python, torch, Triton, CUDA or ROCm, the driver."""
+    import torch
+
+    found = {
+        "pytest-attn": __version__,
+        "python": platform.python_version(),
+        "torch": str(machine.torch_version),
+        "triton": installed_version("triton"),
+    }
+    if machine.kind == "cuda":
+        found |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "driver": _driver()}
+        found["cudnn"] = str(torch.backends.cudnn.version() or "")  # type: ignore[no-untyped-call]
+    return {name: version for name, version in found.items() if version}
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, as its kernel module says it, or NVML; None where neither does."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read())
+    except OSError:
+        found = None
+    return found[1] if found else _driver_by_nvml()
+
+
+def _driver_by_nvml() -> str | None:
+    try:
+        with opened_nvml() as nvml:
+            return text_of(nvml.nvmlSystemGetDriverVersion())
+    except Exception:  # no package, no driver, no permission
+        return None
+
+
+# -- NVML, for a few questions about the whole machine, without torch; latency/nvml.py watches one GPU -----------------------
+
+
+@contextmanager
+def opened_nvml() -> Iterator[Any]:
+    """Hand out the module pynvml, initialized; raises whatever is raised without a package, a driver or a permission."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package pynvml, which has the same module, warns that it is deprecated
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def text_of(said: str | bytes) -> str:
+    """Return what NVML says as text; old versions of pynvml return bytes."""
+    return said.decode() if isinstance(said, bytes) else str(said)

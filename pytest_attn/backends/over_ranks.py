@@ -63,7 +63,6 @@ class RankBackend(LibraryBackend):
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """List what the library refuses of a split that the declarations let through."""
-        del sharding, machine, backward
         return []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -88,7 +87,6 @@ class RankBackend(LibraryBackend):
 
     def obstacle(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
         """Say that one process is not enough."""
-        del workload, machine, backward
         return f"{self.name} computes over several ranks; say ranks=2 in the marker of the test"
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

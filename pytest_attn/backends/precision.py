@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from pytest_attn.backends.versions import release
+from pytest_attn.backends.machine import release
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, QUANTIZED_DTYPES
 
 #: Root-mean-square-like relative rounding error of one rounding.

@@ -19,14 +19,33 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.sizes import tensor_bytes
 from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
+
+#: how many times the tensors of a kernel the check of a long workload may take
+LONG_CHECK = 3
+
+
+def scores_bytes(workload: Workload, backward: bool, copies: int = 2) -> int:
+    """Estimate the bytes of an attention that writes out its scores in float32, `copies` times."""
+    scores = workload.batch * workload.heads * workload.q_len * workload.kv_len
+    return scores * 4 * copies * (2 if backward else 1)
+
+
+def tensor_bytes(workload: Workload, backward: bool) -> int:
+    """Count the bytes of inputs, outputs and gradients, kept twice: once pristine, once for the kernel.
+
+    For a long workload it is what its check may take at its peak, with results of other calls and the reference's chunks.
+    """
+    times = LONG_CHECK if has_long_sequences(workload) else 2
+    return times * (workload.bytes("backward") if backward else workload.bytes())
+
 
 #: says what a kernel that quantizes makes of (q, k, v), in the layout of its callable: float tensors of the same shapes
 Dequantizer: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
@@ -81,7 +100,6 @@ class Subject(ABC):
 
     def precision_on(self, kind: str) -> str | Precision:
         """Return its precision profile on a type of device ("cpu", "cuda", ...)."""
-        del kind
         return self.precision
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
@@ -97,7 +115,6 @@ class Subject(ABC):
 
     def baseline_name(self, test: str) -> str:
         """Return what its baselines are filed under. test: where it was handed over."""
-        del test
         return self.name
 
     def origin(self) -> dict[str, str]:
@@ -108,7 +125,6 @@ class Subject(ABC):
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Say why it cannot run on this machine at all, or None. Imports no optional library."""
-        del machine
         return None
 
     def broken_because(self) -> str | None:
@@ -117,17 +133,14 @@ class Subject(ABC):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """List the reasons why it refuses this workload; empty where it claims it."""
-        del machine
         return self.capabilities.refusals(workload, backward) if self.capabilities else []
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the library's reason where an exception of a kernel is a refusal that only its compiler knew."""
-        del error
         return None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Estimate the bytes that a call needs beyond inputs, outputs and gradients."""
-        del workload, backward
         return 0
 
     def obstacle(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
@@ -163,7 +176,6 @@ class Subject(ABC):
 
     def pads_by_mask(self, workload: Workload) -> bool:
         """Whether it hides padded keys behind a mask: 0 * NaN is NaN by the rules of arithmetic, so padding must be finite."""
-        del workload
         return True
 
     def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:

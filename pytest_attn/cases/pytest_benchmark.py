@@ -132,7 +132,7 @@ def machine_info(config: pytest.Config, info: dict[str, Any]) -> None:
 
     For pytest_benchmark_update_machine_info. It neither initializes CUDA nor imports torch.
     """
-    from pytest_attn.backends.software import opened_nvml, text_of
+    from pytest_attn.backends.machine import opened_nvml, text_of
 
     try:
         with opened_nvml() as nvml:

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
+from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.software import versions_of
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.failure import (
     ENVIRONMENT,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
-from pytest_attn.backends.function import FunctionBackend
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_attn.backends.listing import tables
+from pytest_attn.backends.registry import tables
 from pytest_attn.reports.columns import room
 from pytest_attn.reports.terminal import listing
 from pytest_attn.session.collection import unmet_because

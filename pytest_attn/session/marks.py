@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.backends.declaration import FORM, Argument, Declaration, argument, arguments_of, checked, described, one_of
-from pytest_attn.backends.machine import is_device_name
-from pytest_attn.backends.versions import satisfies
+from pytest_attn.backends.machine import is_device_name, satisfies
 from pytest_attn.session.options import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names

@@ -56,7 +56,7 @@ def place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
 
 def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
     """Write the .support.md file of --attn-output atomically, in the order of registry and catalog."""
-    from pytest_attn.backends.listing import status_of
+    from pytest_attn.backends.registry import status_of
 
     machine = session.machines.machine()
     groups = {str(entry.workload.name): entry.group for entry in session.registrations.catalog}

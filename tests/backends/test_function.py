@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_attn import Workload, draw_inputs
-from pytest_attn.backends.function import FunctionBackend
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.machine import machine_of
 
 CPU = machine_of(torch.device("cpu"))

@@ -9,8 +9,8 @@ from honest.variants import HONEST, VARIANTS
 from judging import asked
 
 from pytest_attn import Window, Workload, check, check_invariants
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
-from pytest_attn.backends.function import FunctionBackend
 from pytest_attn.correctness.reference_cache import ReferenceCache
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.algebra import _is_merged

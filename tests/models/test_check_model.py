@@ -322,7 +322,7 @@ def test_a_refused_call_fails_in_the_backends_words_and_names_its_layer():
     def only_full(workload):
         return ["takes no mask"] if workload.mask else []
 
-    backend = pytest_attn.backends.function.FunctionBackend("mine", honest, unsupported_because=only_full)
+    backend = pytest_attn.backends.backend.FunctionBackend("mine", honest, unsupported_because=only_full)
     with pytest.raises(
         AssertionError, match=r"blocks.1.attn: a call of F.scaled_dot_product_attention was not replaced: mine: "
     ):

@@ -9,7 +9,7 @@ from models.zoo import Attention, Block, Model, case_of, causal, full, stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn import KnownDefect, Machine, Workload, check_model
-from pytest_attn.backends.function import FunctionBackend
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.models.check import judge_model
 from pytest_attn.models.judge import known_defect_of
 

@@ -109,7 +109,7 @@ class _Loud(torch.autograd.Function):
 
 
 def test_what_a_backend_warns_of_in_its_backward_pass_fails_nothing():
-    from pytest_attn.backends.function import FunctionBackend
+    from pytest_attn.backends.backend import FunctionBackend
 
     def loud(q, k, v, workload):
         return _Loud.apply(nn.functional.scaled_dot_product_attention(q, k, v))
@@ -150,7 +150,7 @@ def test_a_mode_is_set_aside_wherever_it_stands_and_put_back(place):
 
 
 def test_what_compiles_is_prepared_once_for_layers_that_ask_the_same():
-    from pytest_attn.backends.function import FunctionBackend
+    from pytest_attn.backends.backend import FunctionBackend
 
     class Counting(FunctionBackend):
         prepared = 0

@@ -8,7 +8,7 @@ import torch
 
 from pytest_attn import __version__
 from pytest_attn.__main__ import main
-from pytest_attn.backends import software
+from pytest_attn.backends import machine
 from pytest_attn.backends.machine import Machine
 
 
@@ -94,8 +94,8 @@ def test_it_runs_as_a_module():
 def test_a_gpu_has_more_versions(monkeypatch, tmp_path):
     gpu = Machine("cuda:0", "H200", (9, 0), "sm90", 1 << 37, 1, "2.11.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(software, "_driver", lambda: "580.95.05")
-    found = software.versions_of(gpu)
+    monkeypatch.setattr(machine, "_driver", lambda: "580.95.05")
+    found = machine.versions_of(gpu)
     assert (found["cuda"], found["driver"], found["torch"]) == ("13.0", "580.95.05", "2.11.0+cu130")
     assert "rocm" not in found
 
@@ -111,4 +111,4 @@ def test_the_driver_is_what_its_kernel_module_says(monkeypatch, tmp_path, text):
     path = tmp_path / "version"
     path.write_text(text)
     monkeypatch.setattr("builtins.open", lambda name, **options: path.open(**options))
-    assert software._driver() == "580.95.05"
+    assert machine._driver() == "580.95.05"

@@ -22,7 +22,7 @@ def mine(q, k, v):
     return sdpa(q, k, v, is_causal=True)
 """
 OWN_BACKEND = """
-from pytest_attn.backends.libraries.int8_dynamic import Int8Dynamic
+from pytest_attn.backends.libraries.eager import Int8Dynamic
 
 class Own(Int8Dynamic):
     name = "own8"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_attn import Pages, Workload
-from pytest_attn.backends.listing import capability_table
-from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.reports.columns import aligned
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,11 +16,10 @@ from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
 from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.backends.library import Library, describe_error
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.backends.versions import release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload

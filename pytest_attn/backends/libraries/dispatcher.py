@@ -73,7 +73,6 @@ class Dispatcher(LibraryBackend):
 
     def pads_by_mask(self, workload: Workload) -> bool:
         """It hands on a mask."""
-        del workload
         return True
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -23,10 +23,9 @@ from pytest_attn.backends.capabilities import FEATURES, Capabilities, refusals_w
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.libraries.flash_attention import FLASH4
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variants import compilation_of, compile_kernel
-from pytest_attn.backends.versions import release
 from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod, MaskModMask, ScoreMod, Sequences

@@ -60,7 +60,6 @@ class HubKernel(LibraryBackend):
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where `kernels` is not installed; for which devices there is a build, the repository says."""
-        del machine
         return self.source.missing_because()
 
     def broken_because(self) -> str | None:
@@ -82,7 +81,6 @@ class HubKernel(LibraryBackend):
 
     def precision_on(self, kind: str) -> str | Precision:
         """FlashAttention 2 is the one that takes dropout_p."""
-        del kind
         function = getattr(self._loaded, _DENSE, None) or getattr(self._loaded, _PACKED, None)
         return "flash2" if function and "dropout_p" in inspect.signature(function).parameters else "flash"
 

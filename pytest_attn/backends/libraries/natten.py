@@ -20,8 +20,7 @@ from pytest_attn.backends.configured import Options
 from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.sizes import scores_bytes
-from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Neighborhood

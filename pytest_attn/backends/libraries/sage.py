@@ -24,9 +24,8 @@ from pytest_attn.backends.backend import LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.library import Library
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.backends.versions import release
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload

@@ -1,8 +1,9 @@
-"""torch.nn.functional.scaled_dot_product_attention: each of its kernels, FlashAttention-3 and -4 in its place, a cache."""
+"""Torch's own attention: each kernel of SDPA, FlashAttention-3 and -4 in its place, varlen_attn, and a growing cache."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn.backends.attention_args import (
     AttentionArguments,
@@ -38,11 +40,17 @@ from pytest_attn.backends.dense import (
     needs_dense_mask,
     visible_and_bias,
 )
-from pytest_attn.backends.layouts import ALL_QUANTIZED, not_decoding_because, on_values
+from pytest_attn.backends.layouts import (
+    ALL_QUANTIZED,
+    as_packed,
+    bottom_right_window,
+    not_decoding_because,
+    on_values,
+    sequence_boundaries,
+)
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.sizes import scores_bytes
-from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_cache import split_cache
@@ -91,7 +99,6 @@ class Automatic(Backend):
 
     def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Reasons of the selected kernel."""
-        del workload, machine, backward
         return []
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
@@ -210,8 +217,6 @@ def _on_kernel(call: AttentionFn, kernel: str) -> AttentionFn:
 
     The context is torch's own, because torch 2.6 compiles a call within that, and within no other generator.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     backend = getattr(SDPBackend, kernel)
 
     def on_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -224,8 +229,6 @@ def _on_kernel(call: AttentionFn, kernel: str) -> AttentionFn:
 @functools.cache
 def _cpu_kernel_takes_groups() -> bool:
     """Ask torch whether its CPU kernel supports grouped-query attention, which that of torch 2.6 does not."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     q, k = torch.empty(1, 2, 8, 16, device="cpu"), torch.empty(1, 1, 8, 16, device="cpu")
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         chosen: int = torch._fused_sdp_choice(q, k, k, enable_gqa=True)
@@ -343,8 +346,6 @@ def _activated(implementation: str) -> Iterator[None]:
 
 
 def _sdpa(causal: bool, scale: float | None, grouped: bool) -> AttentionFn:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -409,6 +410,77 @@ def _failure_of_one_token(implementation: str, device: str, backward: bool, head
             raise
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
+
+
+# -- varlen_attn: FlashAttention over packed sequences, without padding ----------------------------------------------------
+
+
+class Varlen(Backend):
+    """varlen_attn on "thd" tensors; dense batches and documents are handed over as packed sequences."""
+
+    name = "varlen"
+    variants = ("compile", "graph")
+    launches = ("PyTorch (flash)",)
+    needs = "CUDA, sm80 to sm121, torch >= 2.10"
+    capabilities = Capabilities(
+        masks=frozenset(("bottom-right", "window", "documents")),
+        features=frozenset(("scale", "grouped heads", "packed", "backward")),
+    )
+
+    def unavailable_because(self, machine: Machine) -> str | None:
+        """CUDA from sm80 on, and a torch that has the function."""
+        if machine.kind != "cuda":
+            return "needs a CUDA device"
+        try:
+            from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+        except Exception as error:
+            return f"torch {machine.torch_version} has no torch.nn.attention.varlen ({error})"
+        if machine.capability is not None and machine.capability < (8, 0):
+            return f"needs sm80, this device is {machine.architecture}"
+        return None
+
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what varlen_attn's signature cannot say, and what it cannot say yet in this torch."""
+        reasons = self.capabilities.refusals(workload, backward)
+        if workload.group > 1 and not _takes("enable_gqa"):
+            reasons.append("does not support grouped-query attention (GQA) in this torch")
+        is_masked = bottom_right_window(workload) not in (None, (-1, -1))
+        if is_masked and not (_takes("window_size") or _takes("is_causal")):
+            reasons.append("takes no mask in this torch")
+        return reasons
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Work out the sequence boundaries."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        w = inputs.workload
+        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
+        options = _options(w)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
+
+        return as_packed(call, w)
+
+
+def _takes(parameter: str) -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
+    return parameter in inspect.signature(varlen_attn).parameters
+
+
+def _options(w: Workload) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    window = bottom_right_window(w)
+    if w.scale is not None or _takes("scale"):
+        options["scale"] = w.softmax_scale
+    if w.group > 1:
+        options["enable_gqa"] = True
+    if window != (-1, -1):
+        options.update({"window_size": window} if _takes("window_size") else {"is_causal": True})
+    return options
 
 
 # -- decoding with a growing cache: one call per new token, as a language model generates ------------------------------------
@@ -519,8 +591,6 @@ def read_plain(given: Mapping[str, Any]) -> AttentionArguments:
 
 def _kernel_chosen(given: Mapping[str, Any]) -> str:
     """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
-    from torch.nn.attention import SDPBackend
-
     options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
     try:
         tensors = [given[name] for name in ("query", "key", "value")]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
@@ -86,8 +87,6 @@ class TorchCp(_OfTorch):
     @contextmanager
     def _parallel(self, sharding: Sharding, place: Place) -> Iterator[None]:
         """Enter context_parallel; its options are globals, which come back."""
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         api = import_module(_MODULE)
         kernel = self.configuration.get("kernel")
         kernels = [getattr(SDPBackend, name) for word, name in _KERNELS.items() if kernel in (None, word)]

@@ -42,8 +42,7 @@ from pytest_attn.backends.library import Library, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
 from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.sizes import scores_bytes
-from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Mask
 from pytest_attn.workloads.sharding import Sharding
@@ -270,7 +269,6 @@ class TransformerEngine(LibraryBackend):
 
     def unsaid(self, w: Workload, machine: Machine) -> list[str]:
         """List what its arguments cannot say of a workload, or say in another sense."""
-        del machine
         reasons = half_open_window_refused(w)
         if w.is_packed and needs_tensor(w):
             reasons.append("takes no mask of its own for packed sequences")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,8 +100,6 @@ class TransformersDispatch(Dispatcher):
     def _load(self) -> Any:
         if self.dispatched != "eager":
             return self.source.load().ALL_ATTENTION_FUNCTIONS[self.dispatched]
-        from importlib import import_module
-
         return import_module("transformers.models.llama.modeling_llama").eager_attention_forward
 
     def _module(self, w: Workload) -> Any:
@@ -132,8 +131,6 @@ class TransformersDispatch(Dispatcher):
         """Ask transformers whether it would use the kernel's library; else it looks for another on the Hub."""
         if not self._is_flash:
             return None
-        from importlib import import_module
-
         versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
         seen = versions[int(self.dispatched[-1])]["general_availability_check"]()
         return None if seen else f"transformers does not find the library of {self.dispatched}"

@@ -83,7 +83,6 @@ class Xformers(LibraryBackend):
 
     def operators(self, fmha: ModuleType) -> tuple[Any, Any] | None:
         """Return the operators to ask for, forward and backward; None leaves the choice to xformers."""
-        del fmha
         return None
 
     def operators_refuse(self, fmha: ModuleType, inputs: Any, backward: bool) -> list[str]:

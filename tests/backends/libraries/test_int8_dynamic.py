@@ -5,7 +5,7 @@ import torch
 
 import pytest_attn
 from pytest_attn import Machine, Pages, Window, Workload
-from pytest_attn.backends.libraries import int8_dynamic
+from pytest_attn.backends.libraries import eager
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
@@ -20,13 +20,13 @@ W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
 def faulty(text, replacement):
     """Return the backend of a source with a fault in it, still telling honestly what it makes of its inputs."""
-    with open(int8_dynamic.__file__) as file:
+    with open(eager.__file__) as file:
         source = file.read()
     assert text in source
     module = types.ModuleType("pytest_attn.backends.faulty")
     exec(compile(source.replace(text, replacement), "faulty.py", "exec"), module.__dict__)
     backend = module.Int8Dynamic()
-    backend.dequantized = int8_dynamic.Int8Dynamic().dequantized
+    backend.dequantized = eager.Int8Dynamic().dequantized
     return backend
 
 
@@ -79,7 +79,7 @@ def test_a_fault_after_or_in_the_quantization_is_found(text, replacement):
 def test_int8_steps_are_whole_and_reach_from_minus_127_to_127(dim):
     x = draw_inputs(W, "outlier").k
     x[0, 0] = 0
-    steps, scale = int8_dynamic.quantized(x, dim)
+    steps, scale = eager.quantized(x, dim)
     assert torch.equal(steps, steps.round())
     assert (steps[1].abs().amax(dim) == 127).all()
     assert not steps[0, 0].any()
