@@ -19,8 +19,7 @@ from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 SHAPES = {

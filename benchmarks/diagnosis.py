@@ -31,10 +31,9 @@ from pytest_attn.backends.subject import Subject  # noqa: E402
 from pytest_attn.correctness.comparison import Hint  # noqa: E402
 from pytest_attn.correctness.contract import ContractError  # noqa: E402
 from pytest_attn.correctness.judge import judge  # noqa: E402
-from pytest_attn.correctness.reference_cache import ReferenceCache  # noqa: E402
-from pytest_attn.correctness.spec import CheckSpec  # noqa: E402
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache  # noqa: E402
 from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
-from pytest_attn.mutants.catalog import MUTANTS  # noqa: E402
+from pytest_attn.mutants import MUTANTS  # noqa: E402
 from pytest_attn.mutants.mutant import Mutant  # noqa: E402
 from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402
 

@@ -28,12 +28,12 @@ import pytest_attn.workloads.catalog
 from pytest_attn import Window, Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness import exact, judge, reference, reference_cache
+from pytest_attn.correctness import exact, judge, reference
+from pytest_attn.correctness import spec as specs
 from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.workloads import positions
 
@@ -243,8 +243,8 @@ def timed_kernel(kernel: Kernel, clock: Clock) -> Kernel:
 def instrumented(clock: Clock) -> Iterator[None]:
     """Count the seconds of drawing, of the reference, of calls with their copies, and of comparing."""
     names = {
-        "draw": (reference_cache, "draw_inputs"),
-        "reference": (reference_cache, "compute_reference"),
+        "draw": (specs, "draw_inputs"),
+        "reference": (specs, "compute_reference"),
         "calls and copies": (judge, "call_kernel"),
         "compare": (judge, "compare_tensor"),
     }

@@ -26,10 +26,9 @@ from rules import RULES
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import builtin_catalog

@@ -17,8 +17,7 @@ import torch
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 

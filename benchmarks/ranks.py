@@ -23,7 +23,7 @@ from faulty_rings import FAULTY, judged_over_ranks  # noqa: E402
 from rings import HONEST  # noqa: E402
 
 from pytest_attn import Document, Window, Workload  # noqa: E402
-from pytest_attn.correctness.reference_cache import ReferenceCache  # noqa: E402
+from pytest_attn.correctness.spec import ReferenceCache  # noqa: E402
 from pytest_attn.workloads.sharding import SHARDS  # noqa: E402
 
 PLAIN = Workload(64, heads=4, kv_heads=2, head_dim=32)

@@ -13,8 +13,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.latency.protocol import stopwatch_of

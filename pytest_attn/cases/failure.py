@@ -21,8 +21,7 @@ from pytest_attn.correctness import description
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants

@@ -19,7 +19,7 @@ from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.fuzz_source import write_test, write_workload
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.run import CaseRun
-from pytest_attn.correctness.reference_cache import ReferenceCache
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.items import CaseParameter

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
-from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.arithmetic import beside
@@ -259,6 +258,18 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 # -- the call ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(spec: CheckSpec) -> Iterator[None]:
+    """Have torch's generators start anew for a kernel with dropout, and leave them as they were."""
+    if not spec.workload.dropout:
+        yield
+        return
+    devices = [spec.device] if spec.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(spec.seed)
+        yield
 
 
 def call_kernel(

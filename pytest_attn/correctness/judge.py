@@ -13,7 +13,6 @@ import torch
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.adapted import as_out
 from pytest_attn.correctness.call import (
     CONTIGUOUS,
     PROJECTED,
@@ -40,11 +39,17 @@ from pytest_attn.correctness.comparison import (
     residual_over_budget,
     wrong_rows,
 )
-from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
-from pytest_attn.correctness.dropout import require_fair, require_same, with_mask
+from pytest_attn.correctness.contract import (
+    ContractError,
+    EmptyRows,
+    as_out,
+    check_contract,
+    require_fair,
+    require_same,
+    with_mask,
+)
 from pytest_attn.correctness.reference import Expected, Reference, as_compared
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 from pytest_attn.workloads.workload import Workload
 

@@ -10,8 +10,7 @@ import torch
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, what_was_raised
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import chosen

@@ -15,10 +15,9 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.call import late_refusals_of
+from pytest_attn.correctness.call import late_refusals_of, seeded
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
-from pytest_attn.correctness.dropout import seeded
 from pytest_attn.correctness.judge import compare_tensor
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec

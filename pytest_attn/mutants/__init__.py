@@ -1,0 +1,20 @@
+"""All mutants, class by class."""
+
+from __future__ import annotations
+
+from pytest_attn.mutants.gradients import GRADIENTS
+from pytest_attn.mutants.heads import HEADS
+from pytest_attn.mutants.layout import LAYOUT
+from pytest_attn.mutants.lengths import LENGTHS
+from pytest_attn.mutants.lse import LSE
+from pytest_attn.mutants.magnitude import MAGNITUDE
+from pytest_attn.mutants.masks import MASKS
+from pytest_attn.mutants.memory import MEMORY
+from pytest_attn.mutants.mutant import Mutant
+from pytest_attn.mutants.options import OPTIONS
+from pytest_attn.mutants.overflow import OVERFLOW
+from pytest_attn.mutants.state import STATE
+
+_CLASSES = (MASKS, LENGTHS, HEADS, OPTIONS, LSE, MAGNITUDE, OVERFLOW, MEMORY, STATE, LAYOUT, GRADIENTS)
+
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for defects in _CLASSES for mutant in defects)

@@ -12,6 +12,9 @@ from pytest_attn.mutants.masks import TopLeft
 from pytest_attn.mutants.mutant import Applies, Defects
 from pytest_attn.mutants.reach import (
     all_of,
+    cuts_keys,
+    has_fully_masked_row_in_visited_tile,
+    has_key_tail,
     has_several_heads,
     has_several_row_tiles,
     in_backward,
@@ -20,8 +23,8 @@ from pytest_attn.mutants.reach import (
     is_grouped,
     is_grouped_twice,
     is_padded,
+    shows_tail,
 )
-from pytest_attn.mutants.reach_tiles import cuts_keys, has_fully_masked_row_in_visited_tile, has_key_tail, shows_tail
 
 GRADIENTS = Defects("gradients")
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, is_band, is_grouped, is_packed, is_padded, is_paged
-from pytest_attn.mutants.reach_tiles import has_odd_tiles
+from pytest_attn.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 LENGTHS = Defects("lengths")

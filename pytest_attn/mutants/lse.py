@@ -9,8 +9,15 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, any_of, has_several_key_tiles, is_half
-from pytest_attn.mutants.reach_tiles import has_fully_masked_rows, has_row_fully_masked_in_last_tile
+from pytest_attn.mutants.reach import (
+    all_of,
+    always,
+    any_of,
+    has_fully_masked_rows,
+    has_row_fully_masked_in_last_tile,
+    has_several_key_tiles,
+    is_half,
+)
 
 LSE = Defects("lse")
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import always, in_backward, is_half
-from pytest_attn.mutants.reach_tiles import hides_keys
+from pytest_attn.mutants.reach import always, hides_keys, in_backward, is_half
 
 MAGNITUDE = Defects("magnitude")
 

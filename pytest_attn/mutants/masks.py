@@ -10,16 +10,6 @@ from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
-    has_several_row_tiles,
-    is_band,
-    is_bottom_right,
-    is_custom,
-    is_document,
-    is_grouped,
-    is_top_left,
-    is_window,
-)
-from pytest_attn.mutants.reach_tiles import (
     has_edge_before_last_tile,
     has_fully_masked_row_in_visited_tile,
     has_fully_masked_rows,
@@ -27,8 +17,16 @@ from pytest_attn.mutants.reach_tiles import (
     has_left_edge,
     has_right_edge,
     has_row_fully_masked_in_first_tile,
+    has_several_row_tiles,
     has_tile_of_one_key,
     has_unaligned_left_edge,
+    is_band,
+    is_bottom_right,
+    is_custom,
+    is_document,
+    is_grouped,
+    is_top_left,
+    is_window,
     shows_tail,
 )
 from pytest_attn.workloads.masks import Mask, MaskMod, Neighborhood

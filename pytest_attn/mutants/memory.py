@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, has_row_tail, in_backward, is_padded
-from pytest_attn.mutants.reach_tiles import has_fully_masked_rows
+from pytest_attn.mutants.reach import all_of, always, has_fully_masked_rows, has_row_tail, in_backward, is_padded
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 MEMORY = Defects("memory")

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, has, has_other_lengths, has_several_row_tiles, is_band, is_causal
-from pytest_attn.mutants.reach_tiles import has_left_edge, has_right_edge
+from pytest_attn.mutants.reach import (
+    all_of,
+    always,
+    has,
+    has_left_edge,
+    has_other_lengths,
+    has_right_edge,
+    has_several_row_tiles,
+    is_band,
+    is_causal,
+)
 from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload
 

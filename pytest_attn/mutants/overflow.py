@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
+from pytest_attn.mutants.layout import read_wrapped
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
-from pytest_attn.mutants.strides import read_wrapped
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 

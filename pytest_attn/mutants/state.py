@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
+from pytest_attn.mutants.layout import read_with_strides
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
-from pytest_attn.mutants.strides import read_with_strides
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
 

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import HONEST_NAME, honest_backend
 from pytest_attn.session.items import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.kernels import SelectedKernels, Target

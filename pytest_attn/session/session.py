@@ -19,7 +19,7 @@ from pytest_attn.session.settings import Settings
 from pytest_attn.session.worker_context import WorkerContext
 
 if TYPE_CHECKING:
-    from pytest_attn.correctness.reference_cache import ReferenceCache
+    from pytest_attn.correctness.spec import ReferenceCache
     from pytest_attn.session.deadline import Deadline
     from pytest_attn.session.kernels import SelectedKernels
     from pytest_attn.session.manifest import Manifest
@@ -73,7 +73,7 @@ class AttentionSession:
     @cached_property
     def references(self) -> ReferenceCache:
         """The references shared by the run's kernels."""
-        from pytest_attn.correctness.reference_cache import ReferenceCache
+        from pytest_attn.correctness.spec import ReferenceCache
 
         return ReferenceCache(self.settings.memory)
 

@@ -10,8 +10,7 @@ from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, dra
 from pytest_attn.backends import machine as machines
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 CPU = machines.machine_of(torch.device("cpu"))
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")

@@ -14,8 +14,7 @@ from pytest_attn import Machine, Neighborhood, Pages, Workload
 from pytest_attn.backends.configured import expanded, joined, label_of, options_of, split
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 CPU = torch.device("cpu")
 CPU_MACHINE = Machine("cpu", "CPU", None, "cpu", 16 << 30, 1, "2.13.0+cpu")

@@ -40,11 +40,10 @@ from pytest_attn.cases.saving import (
     script,
     write_folder,
 )
-from pytest_attn.correctness import reference_cache as references_module
+from pytest_attn.correctness import spec as references_module
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.machines import Machines
 from pytest_attn.strategies import workloads

@@ -6,8 +6,7 @@ import torch
 from pytest_attn import Pages, Workload, check
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.kernel import Kernel, honest_backend
 from pytest_attn.workloads.inputs import draw_inputs

@@ -17,8 +17,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.comparison import LIMITS
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 
 def test_an_honest_kernel_passes_and_the_comparison_has_the_figures():

@@ -12,8 +12,7 @@ from pytest_attn import Workload, draw_inputs
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.mutants.kernel import honest_backend
 from pytest_attn.workloads.heads import grouped, key_heads, ungrouped
 

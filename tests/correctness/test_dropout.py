@@ -9,8 +9,7 @@ import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.dropout import CHANCE, require_fair
+from pytest_attn.correctness.contract import CHANCE, ContractError, require_fair
 from pytest_attn.workloads.inputs import draw_inputs
 
 W = Workload(40, 48, batch=2, heads=4, kv_heads=2, head_dim=16, mask="causal-bottom-right", dropout=0.2)

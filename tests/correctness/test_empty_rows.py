@@ -132,8 +132,7 @@ def test_an_expanded_result_is_not_written_to():
 
 def test_an_output_that_a_test_computed_is_left_as_it_is():
     from pytest_attn.correctness.judge import judge_output
-    from pytest_attn.correctness.reference_cache import ReferenceCache
-    from pytest_attn.correctness.spec import CheckSpec
+    from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
     spec = CheckSpec(LATE, torch.device("cpu"), declared=Declaration(empty_rows="any"))
     reference = ReferenceCache().reference_of(spec)

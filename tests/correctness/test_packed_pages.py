@@ -9,10 +9,9 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import compute_reference
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import KernelBackend, honest_backend
 from pytest_attn.workloads.inputs import draw_inputs
 

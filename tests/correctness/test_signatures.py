@@ -10,7 +10,7 @@ import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.adapted import AdaptedCallable
+from pytest_attn.correctness.contract import AdaptedCallable
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.inputs import draw_inputs
 

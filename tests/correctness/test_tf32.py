@@ -7,9 +7,8 @@ from judging import judged
 
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS

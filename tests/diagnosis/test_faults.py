@@ -17,13 +17,12 @@ from pytest_attn.backends.precision import PRECISIONS, precision_named
 from pytest_attn.correctness.comparison import Hint
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import compute_reference
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.attention import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
-from pytest_attn.mutants.catalog import MUTANTS
-from pytest_attn.mutants.faults import FAULTS_OF
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.mutants.mutant import FAULTS_OF
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs

@@ -8,7 +8,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis import diagnose as diagnosing
 from pytest_attn.diagnosis.diagnose import TimeBudget, diagnose
 

@@ -11,13 +11,12 @@ from judging import asked
 from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import _is_merged
 from pytest_attn.invariants.probe import Probe
 from pytest_attn.invariants.registry import INVARIANTS
 from pytest_attn.invariants.report import describe_invariants as describe
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.masks import Document
 from pytest_attn.workloads.pages import Pages

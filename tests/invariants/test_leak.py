@@ -7,7 +7,7 @@ from judging import asked
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 

@@ -12,10 +12,9 @@ from pytest_attn import Window, Workload
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.layout import unaligned
-from pytest_attn.mutants.catalog import MUTANTS
+from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.mutants.mutant import Condition
 from pytest_attn.workloads.catalog import builtin_catalog

@@ -10,7 +10,7 @@ from rings import HONEST, AllGather, Ring
 
 from pytest_attn import Document, Workload
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.reference_cache import ReferenceCache
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.diagnosis.ranks import faults_of_ranks
 from pytest_attn.workloads.sharding import SHARDS, Sharding

@@ -8,7 +8,7 @@ from rings import Problem
 
 from pytest_attn import Pages, Workload
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.reference_cache import ReferenceCache
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.ranks.shards import RankCache, parts_of
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding

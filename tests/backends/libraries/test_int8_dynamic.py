@@ -9,8 +9,7 @@ from pytest_attn.backends.libraries import eager
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")

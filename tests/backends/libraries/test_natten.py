@@ -10,8 +10,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.reference_cache import ReferenceCache
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 CPU = torch.device("cpu")
 #: its backend looks at the device of the tensors that it is asked about
