@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_attn.models.recognition import DropoutError
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
-    from pytest_attn.workloads.kv_cache import split_cache
+    from pytest_attn.workloads.kv_layout import split_cache
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.pages import Pages
     from pytest_attn.workloads.workload import Workload
@@ -103,7 +103,7 @@ _HOMES = {
     "check_model": "pytest_attn.models.check",
     "check_module": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
-    "split_cache": "pytest_attn.workloads.kv_cache",
+    "split_cache": "pytest_attn.workloads.kv_layout",
     "load_failure": "pytest_attn.cases.failure",
     "measure": "pytest_attn.cases.api",
 }

@@ -27,8 +27,7 @@ except ImportError as error:
 
 from pytest_attn.workloads.dtypes import DTYPES, dtype_name
 from pytest_attn.workloads.fields import BIAS_DIMENSIONS
-from pytest_attn.workloads.masks import Mask
-from pytest_attn.workloads.masks.registry import as_mask, kind_of_words
+from pytest_attn.workloads.masks import Mask, as_mask, kind_of_words
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.traits import LAYOUT_KINDS
 from pytest_attn.workloads.workload import Workload

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from pytest_attn.strategies import distance
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
-from pytest_attn.workloads.masks.boolean import blocks_by_head
-from pytest_attn.workloads.masks.mask_mod import prefix_of_four
+from pytest_attn.workloads.masks.functions import blocks_by_head, prefix_of_four
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_attn.workloads.dtypes import DTYPES, short_dtype
-from pytest_attn.workloads.masks.registry import capability_words
+from pytest_attn.workloads.masks import capability_words
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 

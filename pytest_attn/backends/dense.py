@@ -27,13 +27,13 @@ def needs_dense_mask(w: Workload) -> bool:
 
 def index_tensors(w: Workload, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return b, h, q_idx and kv_idx, each along its own of four dimensions."""
-    return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device).index()
+    return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device).indices()
 
 
 def dense(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
     """Return a mask as a boolean tensor, (1, 1, q_len, kv_len) or with more dimensions where it varies over them."""
     over = Sequences(*shape, device)
-    return mask.bind(over)(*over.index()).expand(-1, -1, over.q_len, over.kv_len)
+    return mask.bind(over)(*over.indices()).expand(-1, -1, over.q_len, over.kv_len)
 
 
 def boolean_mask(inputs: Inputs) -> torch.Tensor | None:

@@ -27,12 +27,10 @@ from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.workloads.functions import UnknownFunctionError, decode_function, encode_function
-from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Sequences
-from pytest_attn.workloads.masks.registry import mask_from_dict, mask_to_dict
+from pytest_attn.workloads.inputs import Descales, Inputs
+from pytest_attn.workloads.masks import Sequences, mask_from_dict, mask_to_dict
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.parameters import PARAMETERS
-from pytest_attn.workloads.quantization import Descales
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

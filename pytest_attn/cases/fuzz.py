@@ -26,7 +26,7 @@ from pytest_attn.session.items import CaseParameter
 from pytest_attn.session.kinds import ATTENTION, PARAMETER, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.workloads.masks.registry import kind_of_words
+from pytest_attn.workloads.masks import kind_of_words
 from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import Workload
 

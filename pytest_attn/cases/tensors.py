@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
     from pytest_attn.correctness.reference import Reference
     from pytest_attn.correctness.spec import CheckSpec
-    from pytest_attn.workloads.inputs import Inputs, PageLists
-    from pytest_attn.workloads.kv_cache import SplitCache
-    from pytest_attn.workloads.quantization import Descales
+    from pytest_attn.workloads.inputs import Descales, Inputs, PageLists
+    from pytest_attn.workloads.kv_layout import SplitCache
     from pytest_attn.workloads.workload import Workload
 
 
@@ -67,7 +66,7 @@ class ServingTensors:
         makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
         their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
         """
-        from pytest_attn.workloads.kv_cache import split_cache
+        from pytest_attn.workloads.kv_layout import split_cache
 
         own = self._keys_and_values
         k, v = own[0] if k is None else k, own[1] if v is None else v
@@ -268,7 +267,7 @@ class CaseTensors(ServingTensors):
 
         import torch
 
-        from pytest_attn.workloads.quantization import Descales
+        from pytest_attn.workloads.inputs import Descales
 
         if self._mark.parameters:
             return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))

@@ -19,8 +19,8 @@ from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.workloads.arithmetic import beside
-from pytest_attn.workloads.kv_cache import WatchedCache, watching_caches
+from pytest_attn.workloads.dtypes import beside
+from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.workload import Workload
 
 # -- torch's switches --------------------------------------------------------------------------------------------------

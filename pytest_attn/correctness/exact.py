@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from pytest_attn.workloads.functions import describe
-from pytest_attn.workloads.heads import grouped_order
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, interval
 from pytest_attn.workloads.positions import LONG_KEYS, TILE
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, grouped_order
 
 # -- blocks of a workload ----------------------------------------------------------------------------------------------
 

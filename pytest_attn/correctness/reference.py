@@ -31,12 +31,11 @@ from pytest_attn.correctness.exact import (
     softmax,
 )
 from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients, ParameterGradients, Sums, rounded, sums_of
-from pytest_attn.workloads.heads import grouped, is_interleaved, ungrouped
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.workload import Workload, grouped, is_interleaved, sequence_lengths, ungrouped
 
 # -- what is expected --------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
-from pytest_attn.workloads.heads import key_heads
-from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.inputs import Inputs, dequantized, factors_of
 from pytest_attn.workloads.masks import Band, MaskMod, NearMiss, ScoreMod, Sequences
 from pytest_attn.workloads.masks.band import in_band
-from pytest_attn.workloads.quantization import dequantized, factors_of
-from pytest_attn.workloads.workload import Workload, sequence_lengths, sequences_of
+from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths, sequences_of
 
 
 def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:

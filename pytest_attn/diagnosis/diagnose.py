@@ -59,10 +59,9 @@ from pytest_attn.diagnosis.forward import (
 from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Seen, explains, of_workload
 from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.diagnosis.steps import regions_of
-from pytest_attn.workloads.heads import is_interleaved, key_heads, repeated
 from pytest_attn.workloads.parameters import is_of_parameter
 from pytest_attn.workloads.sharding import Sharding
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated
 
 _Tried = TypeVar("_Tried")
 

@@ -18,8 +18,7 @@ from pytest_attn.correctness.reference import Reference, compute_reference, scor
 from pytest_attn.diagnosis.attention import TILES, attention_faults
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
-from pytest_attn.workloads.heads import ungrouped
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, ungrouped
 
 #: wrong rows, and as many right ones, on which a fault is tried: a few first, and these if it fits them
 FEW_ROWS, MANY_ROWS = 4, 32

@@ -25,9 +25,8 @@ from pytest_attn.correctness.exact import (
 )
 from pytest_attn.correctness.reference import Reference, heads_first, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
-from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, grouped
 
 #: scores up to which a region holds all rows and keys, and how many rows or keys it holds beyond that
 _WHOLE, _FEW = 1 << 18, 8

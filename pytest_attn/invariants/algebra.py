@@ -11,10 +11,9 @@ from torch import Tensor
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, on
 from pytest_attn.invariants.probe import Probe, Results, at_first
 from pytest_attn.invariants.variations import TOO_LONG
-from pytest_attn.workloads.arithmetic import times
-from pytest_attn.workloads.heads import is_interleaved
+from pytest_attn.workloads.dtypes import times
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, is_interleaved
 
 
 class Algebra(Invariant):

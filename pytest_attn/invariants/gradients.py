@@ -12,8 +12,8 @@ from pytest_attn.correctness.reference import Expected, heads_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe, at_first
 from pytest_attn.workloads.dtypes import DTYPES
-from pytest_attn.workloads.heads import grouped
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import grouped
 
 _FORWARD_ONLY = "the case has no backward pass"
 _SIGMAS = 8.0

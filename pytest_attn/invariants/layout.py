@@ -15,7 +15,7 @@ from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import fused, refusals, swapped
 from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
 from pytest_attn.invariants.probe import Probe, Tensors
-from pytest_attn.workloads.arithmetic import beside
+from pytest_attn.workloads.dtypes import beside
 
 #: A tensor with the same shape and values, and other strides.
 Relaid: TypeAlias = "Callable[[Tensor], Tensor]"

@@ -11,8 +11,7 @@ from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.invariant import QUANTIZES, Invariant
 from pytest_attn.invariants.probe import Probe, Results, at_first, difference
-from pytest_attn.workloads.arithmetic import exchanged
-from pytest_attn.workloads.dtypes import DTYPES
+from pytest_attn.workloads.dtypes import DTYPES, exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.workload import sequence_lengths

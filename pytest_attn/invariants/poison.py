@@ -15,7 +15,7 @@ from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import Invariant, on
 from pytest_attn.invariants.probe import Probe, Results, Tensors
-from pytest_attn.workloads.arithmetic import filled, is_poison, poison_of
+from pytest_attn.workloads.dtypes import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
 
 #: Elements of NaN before and after each tensor: a multiple of any alignment that kernels ask for.

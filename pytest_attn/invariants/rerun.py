@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_attn.invariants.invariant import Invariant
 from pytest_attn.invariants.probe import Probe, Tensors, first_difference
-from pytest_attn.workloads.arithmetic import mirrored, times
+from pytest_attn.workloads.dtypes import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
 
 

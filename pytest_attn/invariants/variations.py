@@ -12,10 +12,9 @@ from torch import Tensor
 
 from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicable
 from pytest_attn.invariants.probe import Probe
-from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.workload import Workload, repeated, sequence_lengths
 
 TOO_LONG = "exact attention on further inputs would take too long"
 

@@ -15,7 +15,7 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.disturbance import process_waited
-from pytest_attn.workloads.arithmetic import negate
+from pytest_attn.workloads.dtypes import negate
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.kv_layout import copies_of
 

@@ -10,7 +10,7 @@ from pytest_attn.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
 from pytest_attn.mutants.layout import contiguous_strides, read_with_strides
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
-from pytest_attn.workloads.heads import is_interleaved
+from pytest_attn.workloads.workload import is_interleaved
 
 HEADS = Defects("heads")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.kv_cache import appended
+from pytest_attn.workloads.kv_layout import appended
 from pytest_attn.workloads.masks import Band, Mask, MaskMod, Sequences
 from pytest_attn.workloads.workload import Workload
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,8 +32,7 @@ class Group(NamedTuple):
     on_request: bool = False
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A workload with its group and the place its shape comes from. on_request: run only where it is named."""
 
     workload: Workload

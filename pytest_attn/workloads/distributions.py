@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.workloads.heads import key_heads
 from pytest_attn.workloads.masks import interval, intervals
 from pytest_attn.workloads.positions import borders, far_positions, is_long, sampled_positions
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths
 
 if TYPE_CHECKING:
     import torch

@@ -1,29 +1,26 @@
-"""The dtypes of workloads: one table of what a number of each can hold, from which every unit of rounding follows."""
+"""The dtypes of workloads: a table of what a number of each can hold, and arithmetic where torch has none, on fp8 and int8."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True)
-class DType:
-    """One dtype of torch.
+class DType(NamedTuple):
+    """One dtype of torch."""
 
-    name: torch's; short: in ids. size: bytes of an element. bits: significant bits, the leading one included. lowest: the
-    exponent of the smallest number above 0. largest: its largest number, of int8 without -128, as
-    quantizers do. poison: bits of a NaN that no arithmetic makes.
-    is_quantized: its tensors come with descales. is_whole: it has integers only.
-    """
-
-    name: str
-    short: str
-    size: int
-    bits: int
-    lowest: int
-    largest: float
-    poison: int | None = None
-    is_quantized: bool = False
-    is_whole: bool = False
+    name: str  # torch's
+    short: str  # in ids
+    size: int  # bytes of an element
+    bits: int  # significant ones, the leading one included
+    lowest: int  # the exponent of the smallest number above 0
+    largest: float  # its largest number, of int8 without -128, as quantizers do
+    poison: int | None = None  # bits of a NaN that no arithmetic makes
+    is_quantized: bool = False  # its tensors come with descales
+    is_whole: bool = False  # it has integers only
 
     @property
     def spacing(self) -> float:
@@ -85,3 +82,67 @@ def short_dtype(name: str) -> str:
 def element_bytes(name: str) -> int:
     """Return the bytes of one element of a dtype."""
     return ALL_DTYPES[name].size
+
+
+# -- on tensors of any dtype: torch has no arithmetic on float8, and int8 has no NaN ------------------------------------------
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether elements have a byte: fp8 or int8."""
+    return tensor.element_size() == 1
+
+
+def times(tensor: Tensor, factor: float) -> Tensor:
+    """Return the tensor times a factor whose products it can hold, in its dtype."""
+    return (tensor.float() * factor).to(tensor.dtype) if is_quantized(tensor) else tensor * factor
+
+
+def mirrored(tensor: Tensor) -> Tensor:
+    """Return the tensor with the elements of its last dimension in reverse."""
+    return tensor.flip(-1) if not is_quantized(tensor) else _bytes(tensor).flip(-1).view(tensor.dtype)
+
+
+def beside(tensor: Tensor, step: int) -> Tensor:
+    """Return other values of the same dtype: one more or less; of quantized tensors those of other elements."""
+    return mirrored(tensor) if is_quantized(tensor) else tensor + step
+
+
+def negate(tensor: Tensor) -> None:
+    """Negate a tensor in place."""
+    if is_quantized(tensor):
+        tensor.copy_(times(tensor, -1))
+    else:
+        tensor.neg_()
+
+
+def filled(tensor: Tensor, where: Tensor, value: float) -> Tensor:
+    """Return a copy with a value wherever `where`, boolean and broadcastable, is True."""
+    import torch
+
+    if not is_quantized(tensor):
+        return tensor.masked_fill(where, value)
+    return exchanged(tensor, where, torch.full_like(tensor, value))
+
+
+def exchanged(tensor: Tensor, where: Tensor, other: Tensor) -> Tensor:
+    """Return a copy with the elements of another tensor wherever `where`, boolean and broadcastable, is True."""
+    if not is_quantized(tensor):
+        return other.where(where, tensor)
+    return _bytes(other).where(where, _bytes(tensor)).view(tensor.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the same memory as bytes: torch 2.6 neither selects nor reorders elements of fp8 on a CPU."""
+    import torch
+
+    return tensor.view(torch.uint8)
+
+
+def poison_of(tensor: Tensor) -> float:
+    """Return NaN, or the largest number of a dtype that has no NaN."""
+    return math.nan if tensor.is_floating_point() else 127.0
+
+
+def is_poison(tensor: Tensor) -> Tensor:
+    """Return where a tensor still holds `poison_of` it, boolean."""
+    return tensor.isnan() if tensor.is_floating_point() else tensor == 127

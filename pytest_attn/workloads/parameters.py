@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pytest_attn.workloads.workload import Workload
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One of them.
+class Parameter(NamedTuple):
+    """One of them."""
 
-    name: of the workload's field. tensor: the field of its inputs. dims: along which of batch, heads, rows and keys
-    ("b", "h", "q", "k") it differs; its gradient is summed over the others. dtype: of the tensor and its gradient.
-    is_of_heads: whether it is one number for each head. is_in_scores: whether it is added to scores, so that a score_mod
-    may follow, whose slope nobody knows.
-    """
-
-    name: str
-    tensor: str
+    name: str  # of the workload's field
+    tensor: str  # the field of its inputs
+    #: along which of batch, heads, rows and keys ("b", "h", "q", "k") it differs; its gradient is summed over the others
     dims: Callable[[Workload], str]
-    dtype: Callable[[Workload], str]
-    is_of_heads: bool = True
-    is_in_scores: bool = True
+    dtype: Callable[[Workload], str]  # of the tensor and its gradient
+    is_of_heads: bool = True  # it is one number for each head
+    is_in_scores: bool = True  # it is added to scores, so that a score_mod may follow, whose slope nobody knows
 
     def shape(self, w: Workload) -> tuple[int, int, int, int]:
         """Return the shape of its gradient as it is compared: 1 in place of what it is summed over."""

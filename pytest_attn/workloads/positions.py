@@ -1,6 +1,6 @@
 """Which positions of a long sequence are looked at: the ends, both sides of every border where kernels break, random others.
 
-The needles of the long inputs (`needles.py`) lie at the same positions, so that what is looked at can show a lost key.
+The needles of long inputs (`LongNeedles`) lie at the same positions, so that what is looked at can show a lost key.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Backends say with these words what they can do, strategies what they draw, --att
 
 from __future__ import annotations
 
-from pytest_attn.workloads.heads import is_interleaved
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.workload import Workload, is_interleaved, sequence_lengths
 
 #: where queries and keys lie: all lengths alike, keys padded, sequences end to end, keys in pages, those of packed queries too
 LAYOUT_KINDS = ("plain", "padded", "packed", "paged", "packed pages")

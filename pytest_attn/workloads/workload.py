@@ -22,9 +22,7 @@ from pytest_attn.workloads.fields import (
     suggests_fields,
 )
 from pytest_attn.workloads.functions import function_label, require_parameters
-from pytest_attn.workloads.heads import HEAD_GROUPS, key_heads
-from pytest_attn.workloads.masks import Band, Mask, ScoreMod, Sequences, visible_pairs
-from pytest_attn.workloads.masks.registry import as_mask, mask_kinds
+from pytest_attn.workloads.masks import Band, Mask, ScoreMod, Sequences, as_mask, mask_kinds, visible_pairs
 from pytest_attn.workloads.pages import Pages
 
 if TYPE_CHECKING:
@@ -35,6 +33,8 @@ Direction: TypeAlias = Literal["forward", "backward"]
 
 #: in which a callable may take and return tensors: torch's, flash-attention's, and that of packed sequences
 LAYOUTS = ("bhsd", "bshd", "thd")
+#: query head h uses key head h // group, as most models have it, or h % kv_heads
+HEAD_GROUPS = ("contiguous", "interleaved")
 
 
 @suggests_fields
@@ -358,6 +358,45 @@ def sequences_of(w: Workload, device: torch.device) -> Sequences:
     lengths = sequence_lengths(w)
     q_lens, kv_lens = torch.tensor(lengths, device=device).unbind(1)
     return Sequences(w.batch, w.heads, w.q_len, w.kv_len, device, q_lens, kv_lens, tuple(lengths), tuple(key_heads(w)))
+
+
+# -- which key head a query head uses -----------------------------------------------------------------------------------------
+
+
+def key_heads(w: Workload) -> list[int]:
+    """Return the key head of every query head of a Workload."""
+    if w.head_groups == "interleaved":
+        return [h % w.kv_heads for h in range(w.heads)]
+    return [h // w.group for h in range(w.heads)]
+
+
+def grouped_order(w: Workload) -> list[int]:
+    """Return the query heads in an order in which those of one key head follow each other."""
+    of_key = key_heads(w)
+    return sorted(range(w.heads), key=lambda h: of_key[h])
+
+
+def is_interleaved(w: Workload) -> bool:
+    """Whether query heads of one key head are not next to each other."""
+    return w.head_groups == "interleaved" and 1 < w.kv_heads < w.heads
+
+
+def grouped(tensor: torch.Tensor, w: Workload, dim: int = 1) -> torch.Tensor:
+    """Return a tensor of query heads with those of one key head next to each other."""
+    return tensor[(slice(None),) * dim + (grouped_order(w),)] if is_interleaved(w) else tensor
+
+
+def ungrouped(tensor: torch.Tensor, w: Workload, dim: int = 1) -> torch.Tensor:
+    """Undo `grouped`."""
+    if not is_interleaved(w):
+        return tensor
+    order = grouped_order(w)
+    return tensor[(slice(None),) * dim + (sorted(range(w.heads), key=lambda at: order[at]),)]
+
+
+def repeated(tensor: torch.Tensor, w: Workload, dim: int = 1) -> torch.Tensor:
+    """Return k or v with a key head of its own for every query head."""
+    return tensor[(slice(None),) * dim + (key_heads(w),)] if w.group > 1 else tensor
 
 
 # -- as serving has it: pages, a cached prefix, padding on the left -----------------------------------------------------------

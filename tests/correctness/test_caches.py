@@ -10,7 +10,7 @@ from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants.kernel import Kernel, honest_backend
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.kv_cache import split_cache
+from pytest_attn.workloads.kv_layout import split_cache
 
 GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "causal-bottom-right"}
 PAGED = Workload(q_lens=(5, 1, 7), cached=(19, 12, 0), kv_pages=8, **GROUPED)

@@ -14,7 +14,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.mutants.kernel import honest_backend
-from pytest_attn.workloads.heads import grouped, key_heads, ungrouped
+from pytest_attn.workloads.workload import grouped, key_heads, ungrouped
 
 CPU = torch.device("cpu")
 INTERLEAVED = Workload(20, 28, heads=6, kv_heads=2, head_dim=16, head_groups="interleaved", mask="causal-bottom-right")

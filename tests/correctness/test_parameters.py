@@ -1,7 +1,6 @@
 """Gradients of sinks, of the bias and of ALiBi's slopes."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -162,7 +161,7 @@ def test_what_comes_before_a_score_mod_has_no_gradient_that_is_known():
 def test_a_new_gradient_is_a_line_of_each_of_two_tables(monkeypatch):
     """ALiBi's slopes once more, under the name of a field that workloads are given here."""
     monkeypatch.setattr(Workload, "slopes", property(lambda workload: workload.alibi), raising=False)
-    monkeypatch.setitem(PARAMETERS, "slopes", replace(PARAMETERS["alibi"], name="slopes"))
+    monkeypatch.setitem(PARAMETERS, "slopes", PARAMETERS["alibi"]._replace(name="slopes"))
     monkeypatch.setitem(gradients.REDUCTIONS, "slopes", gradients.REDUCTIONS["alibi"])
     workload = Workload(**SHAPE, alibi=True)
     inputs, leaves = leaves_of(workload)

@@ -10,8 +10,7 @@ import pytest_attn
 from pytest_attn import Precision, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.quantization import Descales
+from pytest_attn.workloads.inputs import Descales, draw_inputs
 
 SHAPES = (
     {"q_len": 24, "batch": 2, "heads": 4, "kv_heads": 2, "mask": "causal"},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, KernelBackend, Sequence, Softmax, SplitKernel, Tile
-from pytest_attn.workloads.heads import grouped
+from pytest_attn.workloads.workload import grouped
 
 if TYPE_CHECKING:
     from torch import Tensor

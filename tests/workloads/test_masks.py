@@ -8,8 +8,7 @@ from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, d
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.strategies import workloads
-from pytest_attn.workloads.masks import NearMiss, as_mask, interval, visible_pairs
-from pytest_attn.workloads.masks.registry import mask_kinds
+from pytest_attn.workloads.masks import NearMiss, as_mask, interval, mask_kinds, visible_pairs
 from pytest_attn.workloads.workload import sequences_of
 
 
@@ -148,8 +147,8 @@ def test_near_misses_have_identities_and_words_of_their_own_and_show_something_e
         over, mask = sequences_of(workload, torch.device("cpu")), workload.plain_mask
         misses = [NearMiss(fault, words, as_mask(other)) for fault, words, other in mask.near_misses(over)]
         assert len({miss.words for miss in misses}) == len(misses)
-        right = mask.bind(over)(*over.index())
-        seen.update(fault for fault, _, other in misses if bool((other.bind(over)(*over.index()) != right).any()))
+        right = mask.bind(over)(*over.indices())
+        seen.update(fault for fault, _, other in misses if bool((other.bind(over)(*over.indices()) != right).any()))
         named.update(miss.fault for miss in misses)
 
     collect()

@@ -20,8 +20,7 @@ from pytest_attn.models.capture import workload_as_code
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.masks import as_mask, visible_pairs
-from pytest_attn.workloads.masks.registry import mask_kinds, register, unregister
+from pytest_attn.workloads.masks import as_mask, mask_kinds, register, unregister, visible_pairs
 from pytest_attn.workloads.traits import traits_of
 
 WORKLOAD = Workload(48, 80, heads=2, head_dim=32, mask=Dilated(3))

@@ -13,10 +13,9 @@ from pytest_attn.backends.dense import alibi_bias, boolean_mask, index_tensors
 from pytest_attn.backends.layouts import ALL_QUANTIZED, is_key, on_values
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
-from pytest_attn.workloads.heads import repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, repeated
 
 
 class Eager(Backend):

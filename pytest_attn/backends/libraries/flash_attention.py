@@ -42,7 +42,7 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.kv_cache import split_cache
+from pytest_attn.workloads.kv_layout import split_cache
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.traits import traits_of

@@ -26,10 +26,9 @@ from pytest_attn.backends.libraries.flash_attention import FLASH4
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variants import compilation_of, compile_kernel
-from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod, MaskModMask, ScoreMod, Sequences
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, is_interleaved, repeated
 
 #: Rows and keys of one block of a block mask.
 BLOCK = 128

@@ -51,11 +51,10 @@ from pytest_attn.backends.layouts import (
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
-from pytest_attn.workloads.heads import is_interleaved, repeated
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.kv_cache import split_cache
+from pytest_attn.workloads.kv_layout import split_cache
 from pytest_attn.workloads.masks import Causal
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, is_interleaved, repeated
 
 #: what SDPA's signature can say, with a mask as a tensor
 _MASK_TENSOR = Capabilities(

@@ -1,21 +1,24 @@
-"""Masks that are a band along the diagonal."""
+"""Masks that are a band along the diagonal: causal masks and sliding windows."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from pytest_attn.workloads.masks.mask import Band, Mask, MaskMod, NearMiss, Sequences, all_keys
+from pytest_attn.workloads.fields import suggests_fields
+from pytest_attn.workloads.masks.mask import Band, Choices, Mask, MaskMod, NearMiss, Needed, Sequences, all_keys
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 
 class BandMask(Mask):
     """A mask that its `band` describes."""
 
-    has_intervals: ClassVar[bool] = True
+    has_intervals = True
 
     @property
     @abstractmethod
@@ -94,3 +97,149 @@ def _clamped_sum(shift: int, count: int, most: int) -> int:
     growing = max(0, last - first)
     full = count - max(first, last, 0) if first < count else 0
     return growing * (first + shift) + growing * (growing - 1) // 2 + max(0, full) * most
+
+
+@suggests_fields
+@dataclass(frozen=True)
+class Causal(BandMask):
+    """Query i sees keys up to i (top-left), or up to i + kv_len - q_len (bottom-right).
+
+    Args:
+        bottom_right: whether the last query stands at the last key.
+    """
+
+    bottom_right: bool = False
+
+    kinds = ("causal", "causal-bottom-right")
+    strings = kinds
+    spellings = ("'causal'", "'causal-bottom-right'")
+    capabilities = ("top-left", "bottom-right")
+    words = "causal mask"
+
+    @property
+    def label(self) -> str:
+        """The mask's part of a workload's id."""
+        return "causal-br" if self.bottom_right else "causal"
+
+    @property
+    def kind(self) -> str:
+        """By its alignment."""
+        return "causal-bottom-right" if self.bottom_right else "causal"
+
+    @property
+    def band(self) -> Band:
+        """All keys before, none after."""
+        return Band(None, 0, top_left=not self.bottom_right)
+
+    @property
+    def is_causal(self) -> bool:
+        """It is."""
+        return True
+
+    def needs(self, is_aligned: bool) -> Needed:
+        """Either alignment will do where both are the same."""
+        if is_aligned:
+            return super().needs(is_aligned)
+        alignment = "bottom-right" if self.bottom_right else "top-left"
+        return Needed(frozenset((alignment,)), f"causal mask aligned {alignment}")
+
+    @classmethod
+    def read(cls, written: object) -> Self | None:
+        """Read "causal" and "causal-bottom-right"."""
+        return cls(bottom_right=written != "causal") if isinstance(written, str) and written in cls.strings else None
+
+    @classmethod
+    def meant(cls, written: object) -> str:
+        """Understand is_causal=True."""
+        return "'causal'" if written is True else ""
+
+    def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
+        """Return the string."""
+        return f'"{self.kind}"'
+
+    @classmethod
+    def draw(cls, kind: str, choices: Choices) -> Self:
+        """Nothing is left to choose."""
+        return cls(bottom_right=kind != "causal")
+
+    def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
+        """Yield the other alignment, and an edge that is one key off."""
+        if not over.are_square:
+            other = Causal(not self.bottom_right)
+            yield NearMiss("causal-other-alignment", f"with the other causal alignment ({other.kind})", other)
+        words = "with a causal mask that shows one key too many"
+        yield NearMiss("causal-shows-next-key", words, self.with_edges_moved(over, right=1))
+        words = "with a causal mask that hides the diagonal"
+        yield NearMiss("causal-hides-diagonal", words, self.with_edges_moved(over, right=-1))
+        yield from self.aligned_as_the_longest(over)
+
+
+@suggests_fields
+@dataclass(frozen=True)
+class Window(BandMask):
+    """A sliding window: query i stands at key p = i + kv_len - q_len and sees keys p - left .. p + right, ends included.
+
+    The alignment is bottom-right, as in flash-attention, so `Window(None, 0)` equals "causal-bottom-right" and, for q_len
+    == kv_len, "causal".
+
+    Args:
+        left: how many keys before p are seen; None leaves that side open.
+        right: how many keys after p are seen; None leaves that side open.
+
+    Raises:
+        ValueError: a side is not a number of keys >= 0.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    kinds = ("window",)
+    capabilities = ("window",)
+    words = "sliding window"
+    elsewhere = dict.fromkeys(("window", "sliding-window", "sliding_window", "local"), "Window(left, right)")
+
+    def __post_init__(self) -> None:
+        for side, value in (("left", self.left), ("right", self.right)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"Window: {side} must be a number of keys >= 0 or None (open), got {value!r}")
+
+    @property
+    def label(self) -> str:
+        """The mask's part of a workload's id."""
+        return f"window{'inf' if self.left is None else self.left}.{'inf' if self.right is None else self.right}"
+
+    @property
+    def band(self) -> Band:
+        """Its sides, aligned to the last key."""
+        return Band(self.left, self.right, top_left=False)
+
+    @classmethod
+    def meant(cls, written: object) -> str:
+        """Understand flash-attention's window_size, a pair in which -1 is open."""
+        if not isinstance(written, tuple) or len(written) != 2:
+            return ""
+        left, right = (None if side == -1 else side for side in written)
+        return f"Window({left}, {right})"
+
+    @classmethod
+    def draw(cls, kind: str, choices: Choices) -> Self:
+        """Choose both sides."""
+        return cls(choices.count_or_none(0, choices.max_rows), choices.count_or_none(0, choices.max_rows))
+
+    def another(self) -> tuple[str, Mask]:
+        """Return a larger one, or one with a left end."""
+        return "a window of another size", replace(self, left=7 if self.left is None else self.left + 3)
+
+    def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
+        """Yield edges that are one key off, or open, and rows that are taken to stand elsewhere."""
+        for side, keys in (("left", self.left), ("right", self.right)):
+            if keys is not None:
+                for much, by in (("long", 1), ("short", -1)):
+                    words = f"whose window is one key too {much} on the {side}"
+                    yield NearMiss(f"window-{side}-one-too-{much}", words, self.with_edges_moved(over, **{side: by}))
+                ignored = in_band(Band(**{**self.band._asdict(), side: None}), over)
+                yield NearMiss(f"window-{side}-ignored", f"whose {side} window is ignored", ignored)
+        yield from self.aligned_as_the_longest(over)
+        if not over.are_square:
+            words = "whose window is aligned to the first key, not to the last"
+            yield NearMiss("window-other-alignment", words, in_band(self.band._replace(top_left=True), over))

@@ -30,13 +30,13 @@ class Document(Mask):
     lengths: tuple[int, ...]
     causal: bool = False
 
-    kinds: ClassVar[tuple[str, ...]] = ("documents",)
-    capabilities: ClassVar[tuple[str, ...]] = ("documents",)
-    words: ClassVar[str] = "mask of documents"
-    refused_beside_padding: ClassVar[str] = "takes documents or padded keys, not both"
-    is_square: ClassVar[bool] = True
-    is_packable: ClassVar[bool] = False
-    has_intervals: ClassVar[bool] = True
+    kinds = ("documents",)
+    capabilities = ("documents",)
+    words = "mask of documents"
+    refused_beside_padding = "takes documents or padded keys, not both"
+    is_square = True
+    is_packable = False
+    has_intervals = True
     elsewhere: ClassVar[Mapping[str, str]] = {"document": "Document(lengths)"}
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Each kind of mask is a class in a file of its own that knows all about itself: what it shows, which lengths it takes, what a
 library must be able to say, how it is written down and read again, how it is drawn, and what kernels take for it by mistake.
-registry.py has the kinds that there are.
+`__init__.py` has the kinds that there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ MaskMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 ScoreMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]"
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """What a mask is laid over: a batch of sequences, and the heads that look at them.
 
     Args:
@@ -52,7 +50,7 @@ class Sequences:
         """Whether each has as many queries as keys."""
         return all(q_len == kv_len for q_len, kv_len in self.lengths)
 
-    def index(self) -> tuple[torch.Tensor, ...]:
+    def indices(self) -> tuple[torch.Tensor, ...]:
         """Return b, h, q_idx and kv_idx, each along its own of four dimensions."""
         import torch
 
@@ -142,7 +140,9 @@ class Mask(ABC):
     is_positional: ClassVar[bool] = True
     #: whether what each row sees is an interval of keys
     has_intervals: ClassVar[bool] = False
-    #: strings for `Workload(mask=...)`, how messages say it there, and what others call it with what it is called here
+    #: how messages say what `Workload(mask=...)` takes, the name of the class by default
+    spellings: ClassVar[tuple[str, ...]] = ()
+    #: strings for `Workload(mask=...)`, and what others call it with what it is called here
     strings: ClassVar[tuple[str, ...]] = ()
     elsewhere: ClassVar[Mapping[str, str]] = {}
 
@@ -216,11 +216,6 @@ class Mask(ABC):
         return Needed(frozenset(self.capabilities), self.words)
 
     # -- how it is written and read ----------------------------------------------------------------------------------------
-
-    @classmethod
-    def spellings(cls) -> tuple[str, ...]:
-        """Return how a message says what `Workload(mask=...)` takes."""
-        return (cls.__name__,)
 
     @classmethod
     def read(cls, written: object) -> Self | None:

@@ -51,11 +51,11 @@ class Neighborhood(Mask):
     dilation: tuple[int, ...] | int = 1
     causal: tuple[bool, ...] | bool = False
 
-    kinds: ClassVar[tuple[str, ...]] = ("neighborhood",)
-    capabilities: ClassVar[tuple[str, ...]] = ("neighborhood",)
-    words: ClassVar[str] = "neighborhood mask"
-    is_square: ClassVar[bool] = True
-    is_packable: ClassVar[bool] = False
+    kinds = ("neighborhood",)
+    capabilities = ("neighborhood",)
+    words = "neighborhood mask"
+    is_square = True
+    is_packable = False
     elsewhere: ClassVar[Mapping[str, str]] = {"neighborhood": "Neighborhood(shape, kernel)"}
 
     def __post_init__(self) -> None:

@@ -1,10 +1,10 @@
-"""Masks given as tensors."""
+"""Masks that a user's function shows: as tensors, and as FlexAttention's mask_mod."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.fields import suggests_fields
 from pytest_attn.workloads.functions import (
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class FunctionMask(Mask):
     """A mask that a function of the user's shows."""
 
-    capabilities: ClassVar[tuple[str, ...]] = ("any",)
-    words: ClassVar[str] = "mask given as a tensor or function"
-    is_positional: ClassVar[bool] = False
+    capabilities = ("any",)
+    words = "mask given as a tensor or function"
+    is_positional = False
 
     @property
     def function(self) -> Callable[..., torch.Tensor]:
@@ -82,8 +82,8 @@ class BooleanMask(FunctionMask):
 
     factory: Callable[[int, int, int, int, torch.device], torch.Tensor]
 
-    kinds: ClassVar[tuple[str, ...]] = ("boolean",)
-    is_packable: ClassVar[bool] = False
+    kinds = ("boolean",)
+    is_packable = False
 
     def __post_init__(self) -> None:
         if not callable(self.factory):
@@ -156,3 +156,56 @@ def _triangle(batch: int, heads: int, q_len: int, kv_len: int, device: torch.dev
     import torch
 
     return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril()
+
+
+@dataclass(frozen=True)
+class MaskModMask(FunctionMask):
+    """A mask given as a FlexAttention mask_mod: `fn(b, h, q_idx, kv_idx) -> bool tensor`."""
+
+    fn: MaskMod
+
+    kinds = ("mask_mod",)
+    spellings = ("a mask_mod(b, h, q_idx, kv_idx)",)
+
+    @property
+    def function(self) -> MaskMod:
+        """The mask_mod."""
+        return self.fn
+
+    def tensor(self, over: Sequences) -> torch.Tensor:
+        """Call the function for all positions at once."""
+        return self.fn(*over.indices())
+
+    def bind(self, over: Sequences) -> MaskMod:
+        """Return the function as it is."""
+        return self.fn
+
+    @classmethod
+    def read(cls, written: object) -> Self | None:
+        """Read functions; raise ValueError for one of other parameters."""
+        if not callable(written):
+            return None
+        require_parameters("mask", written, ("b", "h", "q_idx", "kv_idx"))
+        return cls(written)
+
+    def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
+        """Return the function's name."""
+        return write_function(self.fn)
+
+    def another(self) -> tuple[str, Mask]:
+        """Return one that hides some keys."""
+        return "a mask function that hides every third key", MaskModMask(_two_of_three)
+
+    @classmethod
+    def draw(cls, kind: str, choices: Choices) -> Self:
+        """Take a prefix that all see."""
+        return cls(prefix_of_four)
+
+
+def prefix_of_four(_b: object, _h: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    """A mask_mod: four keys that all see, causal after them."""
+    return (kv_idx <= q_idx) | (kv_idx < 4)
+
+
+def _two_of_three(_b: object, _h: object, _q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    return kv_idx % 3 != 1
