@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
     from pytest_attn.backends.machine import machine_of, resolve_device
-    from pytest_attn.session.machines import NoTorchError, require_torch
+    from pytest_attn.session.devices import NoTorchError, require_torch
 
     parser = _parser()
     given = parser.parse_args(arguments)

@@ -19,7 +19,6 @@ LAYERS = (
     "__init__",
     "__main__",
     "plugin",
-    "fixtures",
     "hooks",
     "cases",
     "ranks",
@@ -42,7 +41,6 @@ SIBLINGS = ("invariants", "latency")
 #: layers that may be loaded before a case is made: pytest starts and collects without torch
 BEFORE_A_CASE = (
     "plugin",
-    "fixtures",
     "hooks",
     "session",
     "reports",
@@ -57,7 +55,7 @@ AT_A_CASE = (
     *("suite/library_models.py", "suite/torch_models.py", "backends/layouts.py", "backends/libraries/"),
     "workloads/kv_layout.py",
 )
-PYTEST_ALLOWED = ("plugin", "fixtures", "hooks", "cases", "ranks", "session", "suite", "processes")
+PYTEST_ALLOWED = ("plugin", "hooks", "cases", "ranks", "session", "suite", "processes")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 
@@ -271,7 +269,7 @@ def loaded_after(code):
 
 
 def test_importing_the_plugin_loads_nothing_heavy():
-    assert loaded_after("import pytest_attn.plugin") == ["pytest_attn.fixtures", "pytest_attn.plugin"]
+    assert loaded_after("import pytest_attn.plugin") == ["pytest_attn.plugin"]
     loaded = loaded_after("from pytest_attn import Workload, Window, Backend")
     assert not [module for module in loaded if module.split(".")[0] in HEAVY]
 
@@ -303,24 +301,10 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
     loaded = loaded_after(f"import pytest\nassert pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}]) == 0")
     modules = [word.removeprefix("pytest_attn.") for word in loaded if word.startswith("pytest_attn") or word in HEAVY]
     assert modules == [
-        "fixtures",
         "hooks",
         "plugin",
         "processes",
         "processes.worker",
         "session",
-        *(f"session.{name}" for name in ("collected", "cuda_context", "kinds", "machines")),
-        *(
-            f"session.{name}"
-            for name in (
-                "option_groups",
-                "options",
-                "output_files",
-                "registrations",
-                "results",
-                "session",
-                "settings",
-                "worker_context",
-            )
-        ),
+        *(f"session.{name}" for name in ("devices", "kinds", "options", "registrations", "session", "settings")),
     ]

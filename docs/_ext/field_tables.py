@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Pages, Window, Workload
-from pytest_attn.session.option_groups import GROUPS
-from pytest_attn.session.options import Option, declared_options
+from pytest_attn.session.options import GROUPS, Option, declared_options
 from pytest_attn.session.settings import Settings
 
 #: what a user writes as `mask=` beside "causal" and "causal-bottom-right"

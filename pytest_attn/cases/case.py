@@ -38,7 +38,7 @@ from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.rank import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.items import CaseParameter, test_of
+from pytest_attn.session.kinds import CaseParameter, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import session_of
 from pytest_attn.workloads.sharding import Sharding

@@ -16,8 +16,8 @@ from pytest_attn.cases.measurement import TimedOnRanks, TimingPlace
 from pytest_attn.ranks.pool import Pool, PoolRegistry
 from pytest_attn.ranks.subject import RankedBackend, RankedCallable
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.collection import too_few_gpus_because
-from pytest_attn.session.items import name_for_processes
+from pytest_attn.session.devices import too_few_gpus_because
+from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload

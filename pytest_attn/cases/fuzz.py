@@ -22,8 +22,7 @@ from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.items import CaseParameter
-from pytest_attn.session.kinds import ATTENTION, PARAMETER, fixtures
+from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.masks import kind_of_words

@@ -12,8 +12,8 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.check import Names
 from pytest_attn.invariants.registry import chosen
 from pytest_attn.invariants.report import Finding, InvariantReport
-from pytest_attn.session.items import name_for_processes
-from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.kinds import name_for_processes
+from pytest_attn.session.session import WorkerContext
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours

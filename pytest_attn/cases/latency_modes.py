@@ -23,8 +23,7 @@ from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
-from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.session import AttentionSession, WorkerContext, session_of
 from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours

@@ -34,7 +34,7 @@ from pytest_attn.models.substitution import BackendSubstitute, Substitute, Subst
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
 from pytest_attn.models.user_functions import as_functions
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.items import CaseParameter, id_from_root
+from pytest_attn.session.kinds import CaseParameter, id_from_root
 from pytest_attn.workloads.workload import Workload
 
 __tracebackhide__ = True  # pytest shows a model's own frames, not ours

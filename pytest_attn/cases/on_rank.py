@@ -16,7 +16,7 @@ from pytest_attn.ranks.rank import Rank
 from pytest_attn.ranks.rank_server import RankServer
 from pytest_attn.ranks.shards import RankCache, parts_of, whole_of
 from pytest_attn.ranks.worker_timing import RankTiming
-from pytest_attn.session.items import CaseParameter
+from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.inputs import PageLists, page_lists

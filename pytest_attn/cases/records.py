@@ -14,9 +14,8 @@ from pytest_attn.backends.subject import CallableSubject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.items import CaseParameter, parameter_of
-from pytest_attn.session.kinds import device_of, kind_of
-from pytest_attn.session.machines import NoTorchError
+from pytest_attn.session.devices import NoTorchError
+from pytest_attn.session.kinds import CaseParameter, device_of, kind_of, parameter_of
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.version import __version__
 

@@ -24,10 +24,9 @@ from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.session.items import CaseParameter, typed_name
-from pytest_attn.session.kernels import Target
-from pytest_attn.session.kinds import kind_of, marker_of
+from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
 

@@ -42,7 +42,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.items import id_from_root
+from pytest_attn.session.kinds import id_from_root
 from pytest_attn.session.session import AttentionSession
 
 

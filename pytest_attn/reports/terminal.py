@@ -305,7 +305,7 @@ def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]
 
 # -- --attn-mutants: which faulty kernels tests found, and what it would take to find the rest -------------------------
 
-#: one mutant under one test, as session/mutants.py leaves it
+#: one mutant under one test, as session/selection.py leaves it
 MutantRecord = Mapping[str, Any]
 _CONDITIONS = {
     "magnitude": 'inputs="outlier" or "large" in the marker',

@@ -1,33 +1,45 @@
-"""From a marked test to its items: one per case, some left out, those of one workload kept together."""
+"""From a marked test to its items: one per case, named; some left out, those of one workload kept together."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from pytest_attn.backends.configured import split
-from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
-from pytest_attn.session.items import (
+from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because
+from pytest_attn.session.kinds import (
+    ATTENTION,
+    PARAMETER,
     CaseParameter,
+    Kind,
     case_id,
-    fuzz_parameters,
+    device_of,
+    fixtures,
     is_case,
     is_unselected,
+    kind_of,
     parameter_of,
     workload_group,
 )
-from pytest_attn.session.kinds import ATTENTION, PARAMETER, Kind, device_of, fixtures, kind_of
-from pytest_attn.session.machines import NoTorchError, require_torch
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
+
+#: stands in the id of a fuzz item, and for its workload until one is drawn
+PLACEHOLDER = Workload(1, name="fuzz")
+#: what makes the case of an item of --attn-fuzz
+_FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
+
+
+def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[CaseParameter]:
+    """Return the items that stand for all draws of a test with these cases: one, or one per backend."""
+    backends = dict.fromkeys(case.backend for case in cases)
+    return [CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends]
 
 
 class Items:
@@ -222,7 +234,7 @@ def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str,
     return (split(parameter.backend)[0], reason) if reason else None
 
 
-# -- attention_requires, and GPUs for ranks ----------------------------------------------------------------------------
+# -- attention_requires ----------------------------------------------------------------------------
 
 
 def skip_unless_met(item: pytest.Item, session: AttentionSession) -> None:
@@ -242,39 +254,3 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     marks = (RequiresMark.from_marker(mark, registry) for mark in item.iter_markers("attention_requires"))
     reasons = (mark.unmet_because(session.machines.machine(device), registry) for mark in marks)
     return next(filter(None, reasons), None)
-
-
-#: the first NCCL that takes several ranks on one GPU
-_SHARES_GPUS = (2, 30)
-#: where a process has NCCL: before all others what LD_PRELOAD brings, then torch's own library and what that needs
-_HAVE_NCCL = (None, "libtorch_cuda.so", "libnccl.so.2")
-
-
-def too_few_gpus_because(ranks: int, machine: Machine) -> str:
-    """Say that there are fewer GPUs than ranks, and which NCCL lets ranks share one; "" where there are enough, or it does."""
-    if machine.kind != "cuda" or machine.device_count >= ranks:
-        return ""
-    import torch
-
-    found, short = loaded_nccl(), f"needs {ranks} GPUs, this machine has {machine.device_count}"
-    if found >= _SHARES_GPUS:
-        return ""
-    if torch.version.hip:
-        return short
-    there = f"NCCL {'.'.join(map(str, found))} is loaded" if found else "no NCCL is loaded"
-    package = f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}>=2.30"
-    return f"{short}; ranks share one over NCCL 2.30 or newer, and {there}: pip install '{package}'"
-
-
-def loaded_nccl() -> tuple[int, ...]:
-    """Return the release of the NCCL in this process, () where there is none; torch says only with which it was built."""
-    for name in _HAVE_NCCL:
-        try:
-            ask = ctypes.CDLL(name, mode=os.RTLD_NOLOAD).ncclGetVersion
-        except (OSError, AttributeError):  # not loaded, or without NCCL in it
-            continue
-        code = ctypes.c_int()
-        if ask(ctypes.byref(code)) == 0:
-            step = 10_000 if code.value >= 10_000 else 1_000  # 2.8.4 was 2804, 2.30.7 is 23007
-            return code.value // step, code.value % step // 100, code.value % 100
-    return ()

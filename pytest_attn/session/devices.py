@@ -1,4 +1,4 @@
-"""Who times on which device: one GPU per xdist worker where asked, and a lock per device among all processes."""
+"""The devices of a run; one GPU per xdist worker where asked, a lock for who times on it, and enough of them for ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,88 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
+    from pytest_attn.backends.machine import Machine
+
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: in a worker with a GPU of its own: how many workers have the same
 _SHARERS = "PYTEST_ATTN_GPU_SHARERS"
 _NO_GPU = "--attn-gpu-per-worker: there is no GPU that this process may use; leave it out"
 #: seconds to wait for another process that times on the same device
 _PATIENCE = 600.0
+
+
+# -- the devices of a run ------------------------------------------------------------------------------------------------
+
+
+class NoTorchError(Exception):
+    """torch is missing or cannot be imported."""
+
+
+class Machines:
+    """The device of --attn-device, and those that markers name; each is looked up once, when first asked for."""
+
+    def __init__(self, default: str) -> None:
+        self._default = default
+        self._devices: dict[str, torch.device] = {}
+        self._machines: dict[str, Machine] = {}
+
+    def device(self, wanted: str | torch.device | None = None) -> torch.device:
+        """Return the device of the run, or the one that a marker names.
+
+        Raises NoTorchError where torch cannot be imported, ValueError where the device is not there.
+        """
+        wanted = str(wanted or self._default)
+        if wanted not in self._devices:
+            require_torch()
+            from pytest_attn.backends.machine import resolve_device
+
+            self._devices[wanted] = resolve_device(wanted)
+            if self._devices[wanted].type == "cpu":
+                _share_cores()
+        return self._devices[wanted]
+
+    def machine(self, wanted: str | torch.device | None = None) -> Machine:
+        """Describe the device. Raises as `device` does."""
+        device = self.device(wanted)
+        if str(device) not in self._machines:
+            from pytest_attn.backends.machine import machine_of
+
+            self._machines[str(device)] = machine_of(device)
+        return self._machines[str(device)]
+
+    @property
+    def known_default(self) -> Machine | None:
+        """The machine of --attn-device, None while nothing has asked for it."""
+        return self._machines.get(str(self._devices.get(self._default)))
+
+
+def require_torch() -> None:
+    """Raise NoTorchError, with torch's own words, unless it can be imported."""
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise NoTorchError("pytest-attn needs torch, which is not installed; pip install torch") from None
+        raise NoTorchError(_broken(error)) from None
+    except Exception as error:
+        raise NoTorchError(_broken(error)) from None
+
+
+def _broken(error: Exception) -> str:
+    return f"torch is installed but cannot be imported: {type(error).__name__}: {error}; reinstall torch"
+
+
+def _share_cores() -> None:
+    """Give each xdist worker its share of the cores: threads of several workers on one core wait for one another, busily."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // workers)))
+
+
+# -- a GPU for each worker of xdist --------------------------------------------------------------------------------------
 
 
 def require_gpu(mine: Any) -> None:
@@ -140,3 +216,43 @@ def lock_name(device: torch.device) -> str:
 
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return f"gpu-{uuid or os.environ.get(_VISIBLE, '') or device.index}"
+
+
+# -- GPUs for ranks ------------------------------------------------------------------------------------------------------
+
+#: the first NCCL that takes several ranks on one GPU
+_SHARES_GPUS = (2, 30)
+#: where a process has NCCL: before all others what LD_PRELOAD brings, then torch's own library and what that needs
+_HAVE_NCCL = (None, "libtorch_cuda.so", "libnccl.so.2")
+
+
+def too_few_gpus_because(ranks: int, machine: Machine) -> str:
+    """Say that there are fewer GPUs than ranks, and which NCCL lets ranks share one; "" where there are enough, or it does."""
+    if machine.kind != "cuda" or machine.device_count >= ranks:
+        return ""
+    import torch
+
+    found, short = loaded_nccl(), f"needs {ranks} GPUs, this machine has {machine.device_count}"
+    if found >= _SHARES_GPUS:
+        return ""
+    if torch.version.hip:
+        return short
+    there = f"NCCL {'.'.join(map(str, found))} is loaded" if found else "no NCCL is loaded"
+    package = f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}>=2.30"
+    return f"{short}; ranks share one over NCCL 2.30 or newer, and {there}: pip install '{package}'"
+
+
+def loaded_nccl() -> tuple[int, ...]:
+    """Return the release of the NCCL in this process, () where there is none; torch says only with which it was built."""
+    import ctypes  # this module is loaded whenever pytest starts
+
+    for name in _HAVE_NCCL:
+        try:
+            ask = ctypes.CDLL(name, mode=os.RTLD_NOLOAD).ncclGetVersion
+        except (OSError, AttributeError):  # not loaded, or without NCCL in it
+            continue
+        code = ctypes.c_int()
+        if ask(ctypes.byref(code)) == 0:
+            step = 10_000 if code.value >= 10_000 else 1_000  # 2.8.4 was 2804, 2.30.7 is 23007
+            return code.value // step, code.value % step // 100, code.value % 100
+    return ()

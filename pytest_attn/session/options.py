@@ -1,14 +1,38 @@
-"""What an option is: declared once, as a field of `Settings`, from which command line, ini file, help and docs follow."""
+"""What an option is, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import Field, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from pytest_attn.session.output_files import kind_of
+#: the longest suffix first -> the field of `Settings` that names such a file
+SUFFIXES = {".support.md": "support", ".jsonl": "json", ".html": "report", ".md": "summary"}
+
+
+def kind_of(path: str) -> str:
+    """Return which output a file is. Raises ValueError for another suffix."""
+    for suffix, name in SUFFIXES.items():
+        if path.endswith(suffix):
+            return name
+    raise ValueError(f"must end in {', '.join(list(SUFFIXES)[1:])} or {next(iter(SUFFIXES))}, got {path!r}")
+
+
+def by_kind(paths: Sequence[str], named: Mapping[str, object]) -> dict[str, str]:
+    """Return the files of --attn-output by the field that each stands for.
+
+    named: the values of these fields so far. Raises ValueError where a kind of output is asked for twice.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        name = kind_of(path)
+        other = found.get(name) or named.get(name)
+        if other:
+            raise ValueError(f"{path!r} and {other!r} are the same kind of output; name one file of each suffix")
+        found[name] = path
+    return found
 
 
 class Option(NamedTuple):
@@ -249,3 +273,79 @@ def _writable_file(text: str, suffix: str) -> str:
     if not is_file or not path.endswith(suffix):
         raise ValueError(f"must be a file NAME{suffix} in a folder that exists, got {text!r}")
     return path
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """A group of options by the names of their fields in `Settings`.
+
+    shown: the short text of each that `pytest --help` lists. rarely: those that it leaves to ini files and the reference page.
+    """
+
+    name: str
+    title: str
+    shown: Mapping[str, str]
+    rarely: tuple[str, ...] = field(default=())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, those that are shown first."""
+        return (*self.shown, *self.rarely)
+
+
+GROUPS = (
+    OptionGroup(
+        "run",
+        "what to run",
+        {
+            "backends": "all, available, NAME,NAME, -NAME; NAME+compile",
+            "workloads": "names, groups or globs of the catalog; -NAME",
+            "list_only": "list backends, workloads and cases; run nothing",
+            "fuzz": "also run each test on N drawn workloads",
+            "mutants": "run faulty kernels: which do the tests find?",
+            "tune": "check and time each configuration of one backend",
+        },
+    ),
+    OptionGroup(
+        "on",
+        "on what",
+        {
+            "device": "auto, cpu, cuda, cuda:N, xpu or mps",
+            "dtypes": "such as bf16,fp16,fp32",
+            "seed": "of the inputs",
+            "gpu_per_worker": "one GPU for each xdist worker",
+        },
+        ("memory",),
+    ),
+    OptionGroup(
+        "judge",
+        "what to judge",
+        {
+            "timeout": "stop a callable that takes longer",
+            "thorough": "all invariants, with more repetitions",
+            "profile": "which kernels each right case launches",
+        },
+        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
+    ),
+    OptionGroup(
+        "latency",
+        "latency",
+        {
+            "latency": "off, auto or require (a missing baseline fails)",
+            "update_baselines": "record, in ten new processes, and why",
+            "rank": "the fastest backend that is right, and its ties",
+            "max_slowdown": "below this no slowdown fails",
+        },
+        ("baselines", "threads", "l2", "fresh", "lock_clocks", "cupti"),
+    ),
+    OptionGroup(
+        "outputs",
+        "outputs",
+        {
+            "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
+            "save_failures": "tensors and a script for each failing case",
+            "rank_to": "--attn-rank, written to STEM.json and STEM.py",
+        },
+        ("json", "report", "summary", "support", "json_samples"),
+    ),
+)

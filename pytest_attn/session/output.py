@@ -1,21 +1,31 @@
-"""The files that a run writes for people and machines, beside what it prints."""
+"""What a run prints at its end, and the files that it writes for people and machines."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from pytest_attn.backends.configured import split
+from pytest_attn.backends.registry import tables
 from pytest_attn.reports import files
+from pytest_attn.reports.columns import room
 from pytest_attn.reports.github import workflow_commands
+from pytest_attn.reports.latency import is_notable, latency_summary
 from pytest_attn.reports.markdown import markdown_summary, support_page
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.ranking import Ranking, rank
+from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
+from pytest_attn.reports.records import Record, verdict_of
+from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, summary
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.json_lines import JsonLines
-from pytest_attn.session.manifest import Manifest
+from pytest_attn.session.collection import unmet_because
+from pytest_attn.session.devices import NoTorchError
+from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
+from pytest_attn.session.manifest import JsonLines, Manifest
 from pytest_attn.session.session import AttentionSession
 
 
@@ -100,3 +110,89 @@ def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) ->
         reporter.write_line(f"{flag}: written to {path}")
     except OSError as error:
         reporter.write_line(f"{flag}: cannot write {path}: {error}", red=True)
+
+
+def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
+    """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
+    results, settings = session.results, session.settings
+    if results.mutants:
+        print_section(reporter, mutation_summary(results.mutants, verbosity > 0), "attention mutants")
+        return
+    width = room(reporter.isatty)
+    if settings.profile:
+        ordered = sorted(results.records, key=place_of(session))
+        print_section(reporter, profile_tables(ordered, width), "attention kernels")
+    judged = [record for record in results.records if record["latency"] is None]
+    timed = [record for record in results.records if record["latency"] is not None]
+    if settings.tune:  # configurations have no baselines: how they stand is what --attn-tune prints
+        timed = [record for record in timed if not split(record["subject"])[1]]
+    is_wrong = any(verdict is not None and verdict.is_wrong for verdict in map(verdict_of, judged))
+    if judged and (verbosity >= 0 or is_wrong):
+        print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
+    if timed and (verbosity >= 0 or any(map(is_notable, timed))):
+        print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
+
+
+def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:
+    """Print lines below a title."""
+    reporter.write_sep("=", title)
+    for text, markup in lines:
+        reporter.write_line(text, **markup)
+
+
+def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
+    """Print the section, or one sentence where nothing was timed, and write the files that were asked for."""
+    if session.worker is not None:
+        return
+    tuned = session.settings.tune
+    ranking = rank(session.results.records, session.registrations.registry.canonical(tuned) if tuned else "")
+    _print(ranking, session, config, reporter)
+    stem = session.settings.rank_to
+    if not stem:
+        return
+    if not ranking.timed:
+        reporter.write_line(f"--attn-rank-to: nothing to write to {stem}.json and {stem}.py", yellow=True)
+        return
+    write_whole("--attn-rank-to", f"{stem}.json", lambda: to_json(ranking), reporter)
+    write_whole("--attn-rank-to", f"{stem}.py", lambda: to_python(ranking), reporter)
+
+
+def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
+    if not ranking.timed and not ranking.lines:
+        reporter.write_line(nothing_timed(ranking))
+        return
+    reporter.write_sep("=", "attention rank")
+    for text, markup in rank_summary(ranking, config.get_verbosity() > 0, room(reporter.isatty)):
+        reporter.write_line(text, **markup)
+    if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
+        reporter.write_line(
+            "rank: workers with GPUs of their own shared the cases of one workload; --dist loadgroup keeps them on one GPU",
+            yellow=True,
+        )
+
+
+def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
+    """Count the collected cases that no backend, device or workload stands in the way of, and the others by their reasons."""
+    for item in items:
+        parameter, marker = parameter_of(item), marker_of(item)
+        if parameter is None or marker is None:
+            continue
+        with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
+            reason = unmet_because(item, session) or kind_of(item).made_items().obstacle(parameter, marker, session)
+            session.collected.count(reason, parameter.backend or "any kernel")
+
+
+def print_listing(session: AttentionSession, reporter: Any) -> None:
+    """Print the tables, and how many cases would run."""
+    try:
+        machine = session.machines.machine()
+    except (ValueError, NoTorchError) as error:
+        print_section(reporter, [(str(error), {"red": True})])
+        return
+    collected, registrations = session.collected, session.registrations
+    closing = (
+        f"{collected.runnable:,} of {collected.listed:,} cases would run on {machine.name}"
+        f" ({machine.device}, torch {machine.torch_version}); leave out --attn-list to run them"
+    )
+    shown = tables(registrations.registry, registrations.catalog, machine)
+    print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))

@@ -14,11 +14,14 @@ from unicodedata import east_asian_width
 import pytest
 
 from pytest_attn.reports.columns import terminal_width
+from pytest_attn.session.kinds import is_case
 
 #: how long something takes before it is worth a word, in seconds
 SILENT_SECONDS = 3.0
 #: how often it is said anew, in seconds
 TICK = 1.0
+#: for how long a run of --attn-tune says nothing of its progress, in seconds
+TUNE_SILENT_SECONDS = 10.0
 #: erases a terminal's line from the cursor on; moves the cursor to the line above
 _ERASE, _UP = "\x1b[K", "\x1b[A"
 _CACHE_KEY = "attn/seconds"
@@ -210,3 +213,45 @@ def _left(seconds: float) -> str:
 def clock(seconds: float) -> str:
     """Write seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+class TuneProgress:
+    """Says on a terminal, between tests, how many cases are done and how long the rest will take.
+
+    Nothing in the first ten seconds. Under xdist pytest's own figures say as much.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._line = progress.line
+        self._begun, self._done, self._total = time.monotonic(), 0, 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Start the clock."""
+        self._begun, self._total = time.monotonic(), sum(map(is_case, session.items))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        """Make room for pytest's own words."""
+        self._line.clear()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self) -> None:
+        """Make room for a failure's letter."""
+        self._line.clear()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        """Say how far the run is."""
+        self._done += 1
+        elapsed, total = time.monotonic() - self._begun, self._total
+        if elapsed < TUNE_SILENT_SECONDS or not self._done < total:
+            return
+        left = clock(round(elapsed / self._done * (total - self._done)))
+        text = f"tune: {self._done} of {total} cases, about {left} left"
+        self._line.show(text, is_line_done=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Leave nothing behind."""
+        self._line.clear()

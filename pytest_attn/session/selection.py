@@ -1,14 +1,30 @@
-"""Which workloads, dtypes and backends the options select, within what a marker names."""
+"""Whose kernels a run tests: those of the user's tests and the selected backends, unless an option says otherwise.
+
+`AttentionSession.kernels` chooses one of three: SelectedKernels, Mutants, Configurations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from pytest_attn.session.machines import Machines
+import pytest
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.configured import joined, split
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.session.devices import Machines
+from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.progress import Progress, TuneProgress
 from pytest_attn.session.registrations import Registrations
 from pytest_attn.session.settings import Settings
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from pytest_attn.correctness.spec import CheckSpec
 
 #: groups that a test without named workloads runs: on a CPU the small ones, on a GPU all but those on request
 CPU_GROUPS = ("smoke", "edges", "features")
@@ -83,3 +99,187 @@ def choose(tokens: tuple[str, ...], everything: list[str], default: list[str]) -
 def _signed(token: str, change: Callable[[str], str]) -> str:
     """Change the name in a token that may begin with a minus sign."""
     return f"-{change(token[1:])}" if token.startswith("-") else change(token)
+
+
+#: what `attn.check` takes
+Target = Callable[..., Any] | Backend | str
+
+
+class SelectedKernels:
+    """The kernels that tests hand over, and the selected backends where a test takes one."""
+
+    #: why nothing is timed, "" where it is
+    untimed_because = ""
+    #: whether the kernels are those that the tests name, whose failures are kept and whose launches are asserted
+    are_tested = True
+
+    def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
+        self.registrations, self.machines = registrations, machines
+        self.selection = Selection(settings, registrations, machines)
+
+    def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
+        """Return the cases of one marker: workloads times dtypes, times backends where the test takes one.
+
+        Raises ValueError for a marker whose layout is not that of its workloads.
+        """
+        workloads = self.selection.workloads(mark)
+        for workload in workloads:
+            if reason := mark.declared.unfit_for(workload):
+                raise ValueError(reason)
+        backends = self.backends(mark) if takes_backend else [None]
+        return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
+
+    def backends(self, mark: AttentionMark) -> list[str] | list[None]:
+        """Return the backends of a marker that are selected; where nobody selected any, all of them.
+
+        A test with ranks takes those that compute over ranks, any other test takes the others. A configuration that the
+        marker names is selected with its backend.
+        """
+        named = mark.backends or ()
+        selected = list(named) if named and not self.selection.names_backends else self.selection.backends(mark.device)
+        if mark.backends is not None:
+            narrowed = [name for name in selected if name in named or split(name)[0] in named]
+            selected = list(dict.fromkeys([*narrowed, *(name for name in named if split(name)[0] in selected)]))
+        over_ranks = self.registrations.registry.computes_over_ranks
+        return [name for name in selected if over_ranks(name) == bool(mark.ranks)]
+
+    def backend_named(self, name: str) -> Backend:
+        """Return the backend of a case."""
+        return self.registrations.registry[name]
+
+    def subject(
+        self,
+        target: Target,
+        name: str | None,
+        spec: CheckSpec,
+        own: Backend | None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
+    ) -> Subject:
+        """Return what a test handed over, or what is tested in its place.
+
+        own: the backend of the case. within: the qualified name of the test. dequantized: what a callable that quantizes
+        makes of q, k and v.
+        """
+        del own
+        return spec.subject(self.registrations.registry, target, name, within, dequantized)
+
+    def skipped_because(self, test: str, name: str) -> str:
+        """Say why a case need not run any more, "" where it must."""
+        del test, name
+        return ""
+
+    def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Turn the report of a case into what it means in this run."""
+
+    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
+        """Show on a terminal how far the run is."""
+
+
+class Mutants(SelectedKernels):
+    """The faulty kernels of one run, and what happened to them. Each keeps its state from case to case, as a real one does."""
+
+    untimed_because = "--attn-mutants"
+    are_tested = False
+
+    def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
+        from pytest_attn.mutants import MUTANTS  # few runs ask for them, and they import torch
+        from pytest_attn.mutants.kernel import HONEST_NAME, honest_backend
+
+        super().__init__(settings, registrations, machines)
+        self._mutants = {mutant.name: mutant for mutant in MUTANTS}
+        self._honest_name = HONEST_NAME
+        self._made = {HONEST_NAME: honest_backend()}
+        self._killed: set[tuple[str, str]] = set()
+
+    def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
+        """Return a case for each kernel whose faulty step a workload of the marker reaches."""
+        workloads = dict.fromkeys(case.workload for case in super().cases(mark, takes_backend=False))
+        return [CaseParameter(workload, name) for workload in workloads for name in self._reached(workload, mark.backward)]
+
+    def _reached(self, workload: Workload, backward: bool) -> list[str]:
+        """Return the fault-free kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
+        no_mutant = workload.dropout or workload.is_quantized or workload.v_in_k  # none drops, dequantizes or reads v from k
+        if no_mutant or (backward and workload.kv_pages):
+            return []
+        reached = [name for name, mutant in self._mutants.items() if mutant.applies(workload, backward)]
+        return [f"{MUTANT}{name}" for name in (self._honest_name, *reached)] if reached else []
+
+    def backend_named(self, name: str) -> Backend:
+        """Return the kernel of a case, as a backend."""
+        name = name.removeprefix(MUTANT)
+        if name not in self._made:
+            self._made[name] = self._mutants[name].backend()
+        return self._made[name]
+
+    def subject(
+        self,
+        target: Target,
+        name: str | None,
+        spec: CheckSpec,
+        own: Backend | None,
+        within: str = "",
+        dequantized: Dequantizer | None = None,
+    ) -> Subject:
+        """Return the faulty kernel, whatever the test handed over."""
+        return own or super().subject(target, name, spec, own, within, dequantized)
+
+    def skipped_because(self, test: str, name: str) -> str:
+        """Say that the same test has killed a mutant on another workload."""
+        return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else ""
+
+    def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Make a killed mutant a passed test, and note its fate on the report; the fault-free kernel must pass by itself.
+
+        A mutant that survives does not fail its test either: another workload, or another test, may kill it. A test that ends
+        itself with a skip, as attn.measure does here after its check, has let it survive.
+        """
+        parameter = parameter_of(item)
+        name = parameter.backend if parameter else None
+        if name is None or name == MUTANT + self._honest_name or report.when != "call":
+            return
+        test, killed = test_of(item), bool(report.failed)
+        if killed:
+            self._killed.add((test, name))
+            report.outcome, report.longrepr, report.sections = "passed", None, []
+        mutant = self._mutants[name.removeprefix(MUTANT)]
+        facts = {"name": mutant.name, "kind": mutant.kind, "summary": mutant.summary, "condition": mutant.condition}
+        report.attn_mutant = {**facts, "test": test, "killed": killed}  # type: ignore[attr-defined]
+
+
+class Configurations(SelectedKernels):
+    """The backend of --attn-tune, as it is and under each of its configurations."""
+
+    def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
+        super().__init__(settings, registrations, machines)
+        self._name = registrations.registry.canonical(settings.tune or "")
+
+    def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
+        """Return a case for each configuration that the backend tries on a workload of the marker."""
+        plain = super().cases(mark, takes_backend=False)
+        if not takes_backend:
+            return plain
+        found = [CaseParameter(one.workload, name) for one in plain for name in self._tuned(mark, one.workload)]
+        return [case for case in found if mark.backends is None or split(case.backend or "")[0] in mark.backends]
+
+    def _tuned(self, mark: AttentionMark, workload: Workload) -> list[str]:
+        """Return the backend, then its configurations for a workload; it alone where it cannot take that.
+
+        Raises ValueError, with its words, where the backend cannot say which configurations it has.
+        """
+        registry, name, machine = self.registrations.registry, self._name, self.machines.machine(mark.device)
+        try:
+            if registry[name].obstacle(workload, machine, mark.backward):
+                return [name]  # the case is skipped with its reason
+            with quiet(), current(machine.device):
+                options = registry[name.partition("+")[0]].configurations(workload, machine, mark.backward)
+            return list(dict.fromkeys([name, *(joined(name, one) for one in options)]))
+        except Exception as error:
+            raise ValueError(
+                f"--attn-tune={name}: no configurations for {workload.id}: {type(error).__name__}: {error}"
+            ) from error
+
+    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
+        """Say between tests how many cases are done."""
+        if progress.line.is_watched:
+            config.pluginmanager.register(TuneProgress(progress), "attn-tune-progress")

@@ -4,26 +4,169 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.session.collected import Collected
-from pytest_attn.session.cuda_context import CudaContext
-from pytest_attn.session.machines import Machines
+from pytest_attn.processes.worker import Worker
+from pytest_attn.session.devices import Machines
 from pytest_attn.session.registrations import Registrations
-from pytest_attn.session.results import Results
 from pytest_attn.session.settings import Settings
-from pytest_attn.session.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from pytest_attn.correctness.spec import ReferenceCache
+    from pytest_attn.reports.records import Record
     from pytest_attn.session.deadline import Deadline
-    from pytest_attn.session.kernels import SelectedKernels
-    from pytest_attn.session.manifest import Manifest
+    from pytest_attn.session.manifest import JsonLines, Manifest
     from pytest_attn.session.progress import Progress
+    from pytest_attn.session.selection import SelectedKernels
+
+
+class Collected:
+    """Counts. tests: with cases; selected: cases that are left after deselection; runnable, obstacles: of a listing."""
+
+    def __init__(self) -> None:
+        self.tests = self.cases = self.selected = self.runnable = 0
+        #: why the others would not run: by reason, how many of each backend
+        self.obstacles: dict[str, Counter[str]] = {}
+
+    def add_test(self, cases: int) -> None:
+        """Count a test that was collected, and its cases."""
+        self.tests += 1
+        self.cases += cases
+
+    def select(self, cases: int) -> None:
+        """Set how many cases are left after deselection, which share the rate of false alarms."""
+        self.selected = cases
+
+    @property
+    def listed(self) -> int:
+        """The cases of a listing: another parametrize of the test multiplies those that its marker has."""
+        return max(self.cases, self.runnable + sum(sum(kernels.values()) for kernels in self.obstacles.values()))
+
+    def count(self, reason: str | None, kernel: str) -> None:
+        """Count a case of a listing: reason says why it would not run, None where it would."""
+        self.runnable += reason is None
+        if reason:
+            self.obstacles.setdefault(reason, Counter())[kernel] += 1
+
+
+class CudaContext:
+    """The CUDA context of this process. lost_because: which test ended it, "" while none has."""
+
+    def __init__(self) -> None:
+        self.lost_because = ""
+
+    def look_after(self, nodeid: str) -> None:
+        """Find out whether a test that failed left the context unusable, as an illegal memory access does."""
+        torch = sys.modules.get("torch")
+        if self.lost_because or torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            said = str(error).splitlines()[0]
+            self.lost_because = f"{nodeid} corrupted this process's CUDA context ({said}); run the other tests without it"
+
+
+class Results:
+    """A plugin of pytest that takes the records off its test reports, on which they also come from xdist's workers."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
+        self._lines: JsonLines | None = None
+        self._manifest: Manifest | None = None
+        self._held: list[Record] = []  # what is to be recorded, until it is
+
+    def write_to(self, lines: JsonLines, manifest: Manifest) -> None:
+        """Also write each record to a .jsonl file, as it comes, and last what the run collected and ran."""
+        self._lines, self._manifest = lines, manifest
+
+    def pytest_sessionstart(self) -> None:
+        """Begin the file at once: that of an earlier run must not stand for this one if it is killed."""
+        if self._lines is not None:
+            self._lines.write([])
+
+    def replace(self, is_meant: Callable[[Record], bool], changes: Callable[[Record], Mapping[str, Any]]) -> None:
+        """Change fields of records, as where what was to be recorded was not."""
+        from pytest_attn.reports.records import changed
+
+        for records in (self.records, self._held):
+            records[:] = [changed(one, **changes(one)) if is_meant(one) else one for one in records]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what a report carries."""
+        records = getattr(report, "attn", ())
+        self.records.extend(records)
+        if records and self._lines is not None:
+            from pytest_attn.reports.verdict import Verdict
+
+            self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]
+            self._lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)
+        if found := getattr(report, "attn_mutant", None):
+            self.mutants.append(found)
+
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        """Finish the .jsonl file of --attn-output."""
+        if self._lines is not None:
+            self._lines.write(self._held)
+            if self._manifest is not None:
+                self._lines.write_lines([self._manifest.closing_line(int(exitstatus), len(self.records))])
+            self._lines.close()
+            if self._lines.problem:
+                terminalreporter.write_line(self._lines.problem, red=True)
+            else:
+                terminalreporter.write_line(f"--attn-output: written to {self._lines.path}")
+
+
+#: seconds after the gate was opened within which a process finds the device as warm as the one before has left it
+_WARM_SECONDS = 2.0
+
+
+class WorkerContext:
+    """What the process that waits for this one has sent to it.
+
+    number: of this process among those that time the same. selected_invariants: those that it runs instead of timing.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, told = worker, worker.told
+        self.number: int = told.get("number", 0)
+        self.selected_invariants: tuple[str, ...] = tuple(told.get("invariants", ()))
+        self._modes: Mapping[str, str] = told.get("modes", {})
+        self._was_warm_at = -math.inf
+
+    @classmethod
+    def of_this_process(cls) -> WorkerContext | None:
+        """Return what this process knows, None where nobody waits for it."""
+        worker = Worker.of_this_process()
+        return cls(worker) if worker else None
+
+    def wait_at_gate(self) -> None:
+        """Wait until others have been timed, where this process was prepared beside them."""
+        self._was_warm_at = time.monotonic() if self._worker.wait_at_gate() else -math.inf
+
+    @property
+    def finds_device_warm(self) -> bool:
+        """Whether another process timed on the device until the gate was opened for this one, a moment ago."""
+        return time.monotonic() - self._was_warm_at < _WARM_SECONDS
+
+    def mode_of(self, key: str) -> str | None:
+        """Return the mode in which a case is timed for its new baseline; None where it is for none."""
+        return self._modes.get(key)
+
+    def return_result(self, result: Mapping[str, Any]) -> None:
+        """Hand a time or a finding, in builtin types, to the process that waits for it."""
+        self._worker.channel.send(**result)
 
 
 class AttentionSession:
@@ -54,14 +197,14 @@ class AttentionSession:
         """Whose kernels the run tests: the one place that asks for --attn-mutants and --attn-tune."""
         parts = self.settings, self.registrations, self.machines
         if self.settings.mutants:
-            from pytest_attn.session.mutants import Mutants
+            from pytest_attn.session.selection import Mutants
 
             return Mutants(*parts)
         if self.settings.tune:
-            from pytest_attn.session.tuning import Configurations
+            from pytest_attn.session.selection import Configurations
 
             return Configurations(*parts)
-        from pytest_attn.session.kernels import SelectedKernels
+        from pytest_attn.session.selection import SelectedKernels
 
         return SelectedKernels(*parts)
 

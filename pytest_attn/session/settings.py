@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 
 from pytest_attn.session import options
-from pytest_attn.session.option_groups import GROUPS, OptionGroup
-from pytest_attn.session.options import Option, action, declared_options, option, output, outputs, switch
-from pytest_attn.session.output_files import by_kind
+from pytest_attn.session.options import (
+    GROUPS,
+    Option,
+    OptionGroup,
+    action,
+    by_kind,
+    declared_options,
+    option,
+    output,
+    outputs,
+    switch,
+)
 
 
 @dataclass(frozen=True)

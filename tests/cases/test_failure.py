@@ -45,7 +45,7 @@ from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.records import new_record
-from pytest_attn.session.machines import Machines
+from pytest_attn.session.devices import Machines
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.functions import UnknownFunctionError

@@ -19,8 +19,7 @@ from pytest_attn.processes.worker import Worker
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session import devices
 from pytest_attn.session.devices import device_lock
-from pytest_attn.session.session import SESSION
-from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.session import SESSION, WorkerContext
 
 CPU = torch.device("cpu")
 LATENCY = Latency(

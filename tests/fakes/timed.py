@@ -20,7 +20,7 @@ import pytest_attn.latency.gate as gate, pytest_attn.cases.latency_modes as reco
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.session import WorkerContext
 
 recording.FEWEST_RUNS = 3
 gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)

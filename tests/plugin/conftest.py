@@ -24,7 +24,7 @@ from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
-from pytest_attn.session import tuning, worker_pool
+from pytest_attn.session import progress, worker_pool
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
 # Workload class would not be an instance of the first: so everything is loaded here, once.
@@ -149,7 +149,7 @@ def clock_of_a_conftest(monkeypatch, _fresh_processes):
     """Put back what a story's conftest changes in the package, so that times are what it says."""
     policies = dict(gate.POLICIES)
     stopwatch = ((protocol.Stopwatch, "measure"), (protocol.Stopwatch, "__init__"))
-    for owner, name in (*stopwatch, (recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (tuning, "SILENT_SECONDS")):
+    for owner, name in (*stopwatch, (recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "TUNE_SILENT_SECONDS")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     protocol.stopwatch_of.cache_clear()
     yield

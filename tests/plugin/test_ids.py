@@ -7,7 +7,7 @@ from covering import pairwise_workloads
 
 from pytest_attn import BooleanMask
 from pytest_attn.backends.registry import VARIANTS, Registry
-from pytest_attn.session.items import CaseParameter, case_id
+from pytest_attn.session.kinds import CaseParameter, case_id
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.dtypes import DTYPES

@@ -4,8 +4,7 @@ import re
 import pytest
 import torch
 
-from pytest_attn.session.option_groups import GROUPS
-from pytest_attn.session.options import declared_options
+from pytest_attn.session.options import GROUPS, declared_options
 from pytest_attn.session.settings import Settings
 
 BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}

@@ -13,7 +13,7 @@ import pytest_attn.latency.gate as gate, pytest_attn.cases.latency_modes as reco
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.worker_context import WorkerContext
+from pytest_attn.session.session import WorkerContext
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 recording.FEWEST_RUNS = 3
@@ -75,7 +75,7 @@ from pytest_attn import Workload
 def test_forward(attn, attn_backend):
     attn.measure(attn_backend)
 """
-TALKATIVE = "\nimport pytest_attn.session.tuning as tuning\ntuning.SILENT_SECONDS = {silent}\n"
+TALKATIVE = "\nfrom pytest_attn.session import progress\nprogress.TUNE_SILENT_SECONDS = {silent}\n"
 NAMES = "--attn-backends=fast,same,slow,bad,refused,int8_dynamic"
 TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
 

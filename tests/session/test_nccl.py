@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from pytest_attn import Machine
-from pytest_attn.session import collection as requirements
-from pytest_attn.session.collection import loaded_nccl, too_few_gpus_because
+from pytest_attn.session import devices
+from pytest_attn.session.devices import loaded_nccl, too_few_gpus_because
 
 ONE = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-SHOW = "from pytest_attn.session.collection import loaded_nccl; print(loaded_nccl())"
+SHOW = "from pytest_attn.session.devices import loaded_nccl; print(loaded_nccl())"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_nothing_is_loaded_to_ask_it(nccl):
     ],
 )
 def test_what_is_said_where_there_are_fewer_gpus_than_ranks(monkeypatch, found, said):
-    monkeypatch.setattr(requirements, "loaded_nccl", lambda: found)
+    monkeypatch.setattr(devices, "loaded_nccl", lambda: found)
     assert too_few_gpus_because(2, ONE) == said
     assert too_few_gpus_because(2, replace(ONE, device_count=2)) == ""
     assert too_few_gpus_because(4, replace(ONE, device="cpu", device_count=0)) == ""
