@@ -232,7 +232,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     from pytest_attn.session.kinds import is_marked
 
     if is_marked(item):
-        from pytest_attn.cases.unjudged import refuse_unjudged
+        from pytest_attn.cases.records import refuse_unjudged
 
         refuse_unjudged(item)
     return result

@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.declaration import Declaration
@@ -32,9 +34,6 @@ from pytest_attn.workloads.masks import Sequences, mask_from_dict, mask_to_dict
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
 
 # -- a workload as JSON, and back --------------------------------------------------------------------------------------
 
@@ -147,8 +146,6 @@ def _reference_tensors(reference: Reference, backward: bool) -> dict[str, torch.
 
 def inputs_from(tensors: dict[str, torch.Tensor], workload: Workload, device: torch.device) -> Inputs:
     """Return the saved inputs on a device. Without a backward pass dout was not saved, and is zero."""
-    import torch
-
     given: dict[str, Any] = {name: tensors[name].to(device) for name in _INPUTS if name in tensors}
     if "dout" not in given:
         q = given["q"]
@@ -164,8 +161,6 @@ def inputs_from(tensors: dict[str, torch.Tensor], workload: Workload, device: to
 
 def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: Precision) -> Reference | None:
     """Return the saved reference of saved inputs, None where none was saved."""
-    import torch
-
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     expected = {}
     for name in ("out", "lse", "weights", "max", "dq", "dk", "dv", *(f"d{parameter}" for parameter in PARAMETERS)):
@@ -228,8 +223,6 @@ class Failure:
     @property
     def inputs(self) -> Inputs:
         """What the kernel was given, on the CPU. Raises ValueError where the workload cannot be rebuilt."""
-        import torch
-
         return inputs_from(self.tensors, self._workload(), torch.device("cpu"))
 
     def check(
@@ -398,7 +391,6 @@ def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], title: str) -> None:
     """Write tensors by name, each from its own copy on the CPU: safetensors takes neither strides nor shared memory."""
-    import torch
     from safetensors.torch import save_file
 
     own = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}

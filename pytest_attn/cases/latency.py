@@ -2,27 +2,417 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any
 
+import pytest
 import torch
 
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.judgment import Evaluator, Judgment
-from pytest_attn.cases.latency_modes import LatencyMode, latency_mode_of
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.cases.run import CaseRun
 from pytest_attn.latency import description as messages
-from pytest_attn.latency.gate import Decision
+from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile
+from pytest_attn.latency.gate import FEWEST_RUNS, Decision
+from pytest_attn.latency.identity import identify
+from pytest_attn.latency.judge import Crowd, DeviceBaselines, DisturbedError, FreshError, judge_latency
 from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Run
+from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.records import Record, latency_of
+from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.deadline import DeadlineError
+from pytest_attn.session.devices import device_lock, lock_name, untimed_because
+from pytest_attn.session.session import AttentionSession, WorkerContext, session_of
+from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+
+class RunBaselines:
+    """What was recorded for the devices of a run, in the folder of --attn-baselines."""
+
+    def __init__(self, session: AttentionSession) -> None:
+        self._session = session
+        self._read: dict[str, DeviceBaselines] = {}
+
+    def on(self, device: torch.device) -> DeviceBaselines:
+        """Return the baselines of a device."""
+        if str(device) not in self._read:
+            identity = identify(device, self._session.machines.machine(str(device)))
+            self._read[str(device)] = DeviceBaselines.read(self._session.baselines_folder, identity, device.type)
+        return self._read[str(device)]
+
+    def of(self, measurement: Measurement) -> Baseline | None:
+        """Return a case's baseline, of whatever protocol and shape."""
+        return self.on(measurement.spec.device).of(measurement.key)
+
+
+# -- --attn-update-baselines: every case of the run in ten new processes, then all are written, or none ----------------
+
+
+#: further processes for cases that were disturbed in some of the first: on a busy machine most are
+MORE_PROCESSES = 20
+
+
+@dataclass(frozen=True)
+class CaseToRecord:
+    """A case that is right and was timed. test: what a command line calls its test; baseline: but for its runs."""
+
+    key: str
+    test: str
+    item: pytest.Item
+    baseline: Baseline
+    device: torch.device
+
+
+class Recording:
+    """A plugin of pytest that collects the cases of a run, and records them at its end."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
+        self._session, self._baselines, self._config = session, baselines, config
+        self._cases: list[CaseToRecord] = []
+
+    def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
+        """Keep a case that is to be recorded."""
+        self._cases.append(CaseToRecord(key, test, item, baseline, device))
+
+    def prepare(self, device: torch.device) -> None:
+        """Have the server of new processes start, where it forks those of a case on this device."""
+        if are_forked(self._session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Forget the cases of a test that fails in the end, whenever they were timed."""
+        if report.failed:
+            self._cases = [one for one in self._cases if one.item.nodeid != report.nodeid]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Record; a case that could not be recorded is a failure of the run."""
+        if self._cases and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self.record():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def record(self) -> bool:
+        """Record the cases; return whether all were. Says what was written, or why nothing was.
+
+        Cases that were not selected stay as they are.
+        """
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        say: Callable[..., None] = reporter.write_line if reporter else lambda text, **markup: None
+        cases, runs, problem = _once_each(self._cases), [], ""
+        recorded: set[str] = set()
+        say("")
+        try:
+            files = {device: self._writable_file(device) for device in {one.device for one in cases}}
+            runs = self._time(cases)
+            for device, found in _by_device(cases, runs).items():
+                files[device].write(found)
+                recorded |= found.keys()
+                say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
+        except (BaselineError, FreshError, KeyboardInterrupt) as error:
+            problem = str(error) or "interrupted"
+            say(f"baselines: nothing recorded: {problem}", red=True)
+        missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}
+        self._name_the_missed(missed)
+        if not problem:
+            self._report_the_missed(missed)
+        return not missed
+
+    def _writable_file(self, device: torch.device) -> BaselineFile:
+        """Return the file of a device, before anything is timed for it. Raises BaselineError where it cannot be written."""
+        found = self._baselines.on(device)
+        if found.problem or found.file is None:
+            raise BaselineError(found.problem)
+        found.file.require_writable()
+        return found.file
+
+    def _log(self, text: str) -> None:
+        """Write a line at once, where no terminal shows what is going on: a pipe would keep it for minutes."""
+        if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(text)
+            reporter.flush()
+
+    def _time(self, cases: Sequence[CaseToRecord]) -> Runs:
+        """Time all cases in as many processes as a baseline needs, and those that were disturbed in a few more."""
+        log: Callable[[str], None] = (lambda text: None) if self._session.progress.line.is_watched else self._log
+
+        def lacking(runs: Runs) -> list[str]:
+            found = [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
+            if found:
+                log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
+            return found
+
+        what = f"baselines: {count(len(cases), 'case')}, new process"
+        modes = {one.key: one.baseline.mode for one in cases}
+        with self._session.progress.counting(what, FEWEST_RUNS) as count_done, ExitStack() as stack:
+
+            def progress(done: int) -> None:
+                count_done(done)
+                if done < FEWEST_RUNS:
+                    log(f"{what} {done + 1} of {FEWEST_RUNS}")
+
+            devices = {one.device for one in cases}
+            for device in devices:
+                stack.enter_context(device_lock(device))
+            names = [one.test for one in cases]
+            is_forked = are_forked(self._session.settings.fresh, {device.type for device in devices})
+            return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, is_forked)
+
+    def _name_the_missed(self, reasons: Mapping[str, str]) -> None:
+        """Change the verdict of cases that were to be recorded and were not, by their keys."""
+
+        def is_missed(record: Record) -> bool:
+            return record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in reasons
+
+        def changes(record: Record) -> dict[str, Any]:
+            return {"verdict": Verdict.UNRECORDED.value, "reason": reasons[latency_of(record)["key"]]}
+
+        self._session.results.replace(is_missed, changes)
+
+    def _report_the_missed(self, reasons: Mapping[str, str]) -> None:
+        """Report an error of the test of each such case, which itself has passed: in pytest's counts, its files and --lf."""
+        texts: dict[pytest.Item, list[str]] = {}
+        for one in _once_each(self._cases):
+            if one.key in reasons:
+                texts.setdefault(one.item, []).append(f"not recorded: {one.key}: {reasons[one.key]}")
+        for item, lines in texts.items():
+            text = "\n".join(lines)
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "teardown")
+            item.ihook.pytest_runtest_logreport(report=report)
+
+
+def _once_each(cases: Sequence[CaseToRecord]) -> list[CaseToRecord]:
+    """Return one of each case: a backend may be measured by several tests, whose largest residuals are kept."""
+    found: dict[str, CaseToRecord] = {}
+    for one in cases:
+        first = found.setdefault(one.key, one)
+        ours, theirs = first.baseline.z, one.baseline.z
+        if ours and theirs and first.baseline.check == one.baseline.check:
+            z = (max(ours[0], theirs[0]), max(ours[1], theirs[1]), max(ours[2], theirs[2]))
+            found[one.key] = replace(first, baseline=replace(first.baseline, z=z))
+    return list(found.values())
+
+
+def _missing(one: CaseToRecord, runs: Runs) -> str:
+    """Say what a recording lacks, and what disturbed most of its runs."""
+    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} new processes timed it undisturbed, {FEWEST_RUNS} are needed"
+    disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
+    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
+
+
+def _by_device(cases: Sequence[CaseToRecord], runs: Runs) -> dict[torch.device, dict[str, Baseline]]:
+    """Put each case's runs into its baseline, where there are enough."""
+    found: dict[torch.device, dict[str, Baseline]] = {}
+    for one in cases:
+        mine = undisturbed(runs, one.key, FEWEST_RUNS)
+        if len(mine) < FEWEST_RUNS:
+            continue
+        modes = [run["mode"] for run in mine]
+        found.setdefault(one.device, {})[one.key] = replace(
+            one.baseline,
+            p50=tuple(run["p50"] for run in mine),
+            launch=tuple(run["launch"] for run in mine),
+            anchors={name: tuple(run["anchors"][name] for run in mine) for name in mine[0]["anchors"]},
+            mode=max(set(modes), key=modes.count),
+        )
+    return found
+
+
+# -- the modes ---------------------------------------------------------------------------------------------------------
+
+
+class LatencyMode(ABC):
+    """Takes the times of a run. A mode is a class of these and a line of `LATENCY_MODES`."""
+
+    #: whether a kernel is checked before it is timed
+    checks_first = True
+    #: whether times are shown and recorded here; a new process only hands them over
+    reports = True
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines) -> None:
+        self.session, self.baselines = session, baselines
+
+    @classmethod
+    @abstractmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Return the mode of a run; None where that is another one."""
+
+    def untimed_because(self, device: torch.device) -> str:
+        """Say why nothing is timed here; "" where it is."""
+        if reason := self.session.kernels.untimed_because:
+            return reason
+        if self.session.settings.latency == "off":
+            return "--attn-latency=off"
+        return untimed_because(self.session.settings.gpu_per_worker, device)
+
+    @abstractmethod
+    def prepare(self, device: torch.device) -> None:
+        """Get ready for a time on a device that is taken soon."""
+
+    @abstractmethod
+    def measure(self, measurement: Measurement) -> Latency:
+        """Time a measurement and decide what it means. Raises as `Measurement.time` does."""
+
+    def _recorded_mode(self, measurement: Measurement) -> Mode | None:
+        baseline = self.baselines.of(measurement)
+        return baseline.mode if baseline else None  # type: ignore[return-value]
+
+
+class CompareToBaseline(LatencyMode):
+    """Holds each time against its baseline; new processes confirm what looks slower."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
+        super().__init__(session, baselines)
+        self._config, self._crowd = config, Crowd()
+
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Where no other mode is asked for."""
+        return cls(session, baselines, config)
+
+    def prepare(self, device: torch.device) -> None:
+        """Have the server of new processes start where something is recorded: a suspect need not wait for it."""
+        if self.baselines.on(device).fits and are_forked(self.session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)
+
+    def measure(self, measurement: Measurement) -> Latency:
+        """Time and compare."""
+        device = measurement.spec.device
+        with _locked(measurement):
+            latency = measurement.time(self._recorded_mode(measurement))
+        decision = judge_latency(
+            measurement.measured(latency),
+            self.baselines.on(device),
+            measurement.policy,
+            measurement.cases,
+            lambda: self._fresh_runs(measurement),
+            self._crowd,
+        )
+        return replace(latency, decision=decision)
+
+    def _fresh_runs(self, measurement: Measurement) -> Sequence[Run]:
+        """Time the same test in new processes, in a few more where some were disturbed.
+
+        Raises FreshError where too few timed it, or too few undisturbed.
+        """
+        name, key, wanted = measurement.test_name, measurement.key, measurement.policy.runs
+        counting = self.session.progress.counting(f"timing {measurement.name} again, new process", wanted)
+
+        def lacking(runs: Runs) -> list[str]:
+            return [name] if is_lacking(runs, key, wanted) else []
+
+        device = measurement.spec.device
+        with _locked(measurement), counting as progress:
+            is_forked = are_forked(self.session.settings.fresh, [device.type])
+            found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, is_forked=is_forked)
+        timed = [run for run in found if run["key"] == key]
+        processes, timing = (len({run["process"] for run in runs}) for runs in (found, timed))
+        if timing < processes:
+            raise FreshError(f"{timing} of {processes} new processes timed it")
+        mine = undisturbed(timed, key, wanted)
+        if len(mine) < wanted:
+            raise DisturbedError(next(run["disturbances"][0] for run in timed if run["disturbances"]))
+        return [Run(run["p50"], run["anchors"], run["launch"]) for run in mine]
+
+
+class RecordBaseline(LatencyMode):
+    """--attn-update-baselines: each case is timed once here, and at the end of the run in ten new processes."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, recording: Recording) -> None:
+        super().__init__(session, baselines)
+        self._recording = recording
+
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """Where baselines are to be recorded."""
+        if session.settings.update_baselines is None:
+            return None
+        recording = Recording(session, baselines, config)
+        config.pluginmanager.register(recording, "attn-recording")
+        return cls(session, baselines, recording)
+
+    def prepare(self, device: torch.device) -> None:
+        """Have the server of new processes start."""
+        self._recording.prepare(device)
+
+    def measure(self, measurement: Measurement) -> Latency:
+        """Time, and keep what is to be recorded."""
+        with _locked(measurement):
+            latency = measurement.time(self._mode(measurement))
+        today = datetime.now(tz=timezone.utc).date().isoformat()
+        baseline = measurement.to_baseline(latency, self.session.settings.update_baselines or "", today)
+        self._recording.add(measurement.key, measurement.test_name, measurement.item, baseline, measurement.spec.device)
+        return replace(latency, decision=Decision(Verdict.RECORDED))
+
+    def _mode(self, measurement: Measurement) -> Mode | None:
+        """Return the mode of the last recording, but that batches and replays may become a graph on the device."""
+        mode = self._recorded_mode(measurement)
+        return None if mode in ("batched", "replay") else mode
+
+
+class ReportToParent(LatencyMode):
+    """A new process: it only times what the process that waits for it has checked, and holds the lock of the device for."""
+
+    checks_first = False
+    reports = False
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, worker: WorkerContext) -> None:
+        super().__init__(session, baselines)
+        self._worker = worker
+
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        """In a process that another one waits for."""
+        return None if session.worker is None else cls(session, baselines, session.worker)
+
+    def prepare(self, device: torch.device) -> None:
+        """Do nothing: it is fresh itself."""
+
+    def measure(self, measurement: Measurement) -> Latency:
+        """Time, and hand over."""
+        latency = measurement.time(self._worker.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
+        launch = measurement.measured(latency).launch
+        run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
+        self._worker.return_result({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
+        return replace(latency, decision=Decision(Verdict.MEASURED))
+
+
+@contextmanager
+def _locked(measurement: Measurement) -> Iterator[None]:
+    """Let no other process time on what a measurement needs; devices in one order for all."""
+    with ExitStack() as stack:
+        for device in sorted(measurement.devices, key=lock_name):
+            stack.enter_context(device_lock(device))
+        yield
+
+
+#: the first that a run asks for is its mode
+LATENCY_MODES: list[type[LatencyMode]] = [ReportToParent, RecordBaseline, CompareToBaseline]
+_MODE = pytest.StashKey[LatencyMode]()
+
+
+def latency_mode_of(config: pytest.Config) -> LatencyMode:
+    """Return the mode of a run, made when it first times anything."""
+    if _MODE not in config.stash:
+        session = session_of(config)
+        baselines = RunBaselines(session)
+        made = (mode.of_run(session, baselines, config) for mode in LATENCY_MODES)
+        config.stash[_MODE] = next(mode for mode in made if mode is not None)
+    return config.stash[_MODE]
+
 
 #: what fails under --attn-latency=require, as nothing can be said
 _UNDECIDED = (Verdict.NO_BASELINE, Verdict.INCONCLUSIVE)

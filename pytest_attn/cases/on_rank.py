@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.over_ranks import Place, RankBackend
+from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.cases.tensors import CaseTensors
+from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import threads
+from pytest_attn.latency.result import Latency
 from pytest_attn.ranks.rank import Rank
 from pytest_attn.ranks.rank_server import RankServer
 from pytest_attn.ranks.shards import RankCache, parts_of, whole_of
@@ -19,20 +28,8 @@ from pytest_attn.ranks.worker_timing import RankTiming
 from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.workloads.inputs import PageLists, page_lists
+from pytest_attn.workloads.inputs import Inputs, PageLists, draw_inputs, page_lists
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.subject import AttentionFn
-    from pytest_attn.correctness.comparison import Comparison
-    from pytest_attn.invariants.report import InvariantReport
-    from pytest_attn.latency.result import Latency
-    from pytest_attn.workloads.inputs import Inputs
 
 
 class RankCase(CaseTensors):
@@ -116,8 +113,6 @@ class RankCase(CaseTensors):
     @property
     def kv_lens(self) -> torch.Tensor | None:
         """How many of the rank's keys each batch entry sees at most, (batch,), int32, where padded or in pages."""
-        import torch
-
         if self._cache is not None:
             return self._cache.kv_lens.to(self.device)
         lengths = self._inputs.kv_lens
@@ -188,8 +183,6 @@ class RankCase(CaseTensors):
         return self._sharding.rows[self.rank].to(self.device)
 
     def _boundaries(self, lengths: tuple[int, ...] | None) -> torch.Tensor | None:
-        import torch
-
         if lengths is None or not self._workload.is_packed:
             return None
         if self._cache is not None:  # queries are whole on every rank
@@ -200,8 +193,6 @@ class RankCase(CaseTensors):
     @cached_property
     def _inputs(self) -> Inputs:
         """The whole tensors, on the rank's device: they are the same in every process."""
-        from pytest_attn.workloads.inputs import draw_inputs
-
         spec = self._declared
         return draw_inputs(self._workload, spec.inputs[0], spec.seed, self.device)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from pytest_attn.backends.machine import opened_nvml, text_of
+
 _RECORDED = pytest.StashKey[bool]()
 
 
@@ -132,8 +134,6 @@ def machine_info(config: pytest.Config, info: dict[str, Any]) -> None:
 
     For pytest_benchmark_update_machine_info. It neither initializes CUDA nor imports torch.
     """
-    from pytest_attn.backends.machine import opened_nvml, text_of
-
     try:
         with opened_nvml() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.correctness.contract import poisoned
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
-
-if TYPE_CHECKING:
-    import torch
-
-    from pytest_attn.correctness.reference import Reference
-    from pytest_attn.correctness.spec import CheckSpec
-    from pytest_attn.workloads.inputs import Descales, Inputs, PageLists
-    from pytest_attn.workloads.kv_layout import SplitCache
-    from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.inputs import Descales, Inputs, PageLists, page_lists
+from pytest_attn.workloads.kv_layout import SplitCache, fused_pool, split_cache, with_keys_moved
+from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
+from pytest_attn.workloads.workload import Workload
 
 
 class ServingTensors:
@@ -55,8 +58,6 @@ class ServingTensors:
 
     def fused(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the pool of which k and v, as the callable is given them, are views: (pages, 2, ...), without a copy."""
-        from pytest_attn.workloads.kv_layout import fused_pool
-
         return fused_pool(k, v)
 
     def split_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, appends: bool = True) -> SplitCache:
@@ -66,16 +67,12 @@ class ServingTensors:
         makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
         their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
         """
-        from pytest_attn.workloads.kv_layout import split_cache
-
         own = self._keys_and_values
         k, v = own[0] if k is None else k, own[1] if v is None else v
         return split_cache(self._inputs, k, v, self._spec.layout, appends)
 
     @cached_property
     def _page_lists(self) -> PageLists | None:
-        from pytest_attn.workloads.inputs import page_lists
-
         return page_lists(self._inputs) if self._workload.kv_pages else None
 
     @cached_property
@@ -86,8 +83,6 @@ class ServingTensors:
 
     def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
         """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""
-        from pytest_attn.workloads.kv_layout import with_keys_moved
-
         return with_keys_moved(self._workload, mask, 3)
 
 
@@ -145,8 +140,6 @@ class CaseTensors(ServingTensors):
 
         None where all is visible, and for packed sequences, whose masks are per sequence.
         """
-        from pytest_attn.backends.dense import boolean_mask
-
         mask = None if self._workload.is_packed else boolean_mask(self._inputs)
         return None if mask is None else self._padded_so(mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len))
 
@@ -187,8 +180,6 @@ class CaseTensors(ServingTensors):
 
     def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a kernel to work in, filled with NaN, or with the largest number of an integer dtype."""
-        from pytest_attn.correctness.contract import poisoned
-
         return poisoned(tuple(shape), dtype, self.device)
 
     @property
@@ -216,15 +207,11 @@ class CaseTensors(ServingTensors):
 
     @property
     def _spec(self) -> CheckSpec:
-        import dataclasses
-
         return dataclasses.replace(self._declared, parameters=self._parameters)
 
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
         """What a test may close over and is asked for a gradient of."""
-        from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
-
         return {
             name: getattr(self._inputs, PARAMETERS[name].tensor)
             for name in parameters_of(self._workload, self._mark.parameters)
@@ -232,8 +219,6 @@ class CaseTensors(ServingTensors):
 
     def _with_gradients(self, inputs: Inputs) -> Inputs:
         """Have the parameters require a gradient before anybody is given them."""
-        from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
-
         for name in parameters_of(self._workload, self._mark.parameters):
             getattr(inputs, PARAMETERS[name].tensor).requires_grad_()
         return inputs
@@ -241,9 +226,6 @@ class CaseTensors(ServingTensors):
     @property
     def _declared(self) -> CheckSpec:
         """The spec, but for tensors."""
-        from pytest_attn.correctness.spec import CheckSpec
-        from pytest_attn.workloads.distributions import distribution_names
-
         mark, settings = self._mark, self._session.settings
         return CheckSpec(
             workload=self._workload,
@@ -263,12 +245,6 @@ class CaseTensors(ServingTensors):
     @cached_property
     def _inputs(self) -> Inputs:
         """The case's own copies: a test may change its tensors without spoiling those of other tests."""
-        import dataclasses
-
-        import torch
-
-        from pytest_attn.workloads.inputs import Descales
-
         if self._mark.parameters:
             return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))
         shared = self._reference.called_with

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_attn.cases import latency_modes as modes
-from pytest_attn.cases.latency_modes import CompareToBaseline, RecordBaseline, ReportToParent
+from pytest_attn.cases import latency as modes
+from pytest_attn.cases.latency import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.latency.gate import POLICIES, Decision
 from pytest_attn.latency.judge import DeviceBaselines, DisturbedError, FreshError, Measured
 from pytest_attn.latency.result import Latency

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from pytest_attn import Pages, Window, Workload
-from pytest_attn.cases.fuzz_source import _is_attention_mark, write_workload
+from pytest_attn.cases.fuzz import _is_attention_mark, write_workload
 from pytest_attn.strategies import workloads
 
 SMOKE = pytest.mark.attention("smoke-full")

@@ -16,7 +16,7 @@ def test_mine(attn):
 #: HOT: what disturbs each measurement. HOT_IN: the numbers of the new processes that are disturbed
 CLOCK = """
 import dataclasses, os
-import pytest_attn.latency.gate as gate, pytest_attn.cases.latency_modes as recording
+import pytest_attn.latency.gate as gate, pytest_attn.cases.latency as recording
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval

@@ -19,7 +19,7 @@ from fakes.timed import CLOCK, KERNEL
 import pytest_attn
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
-from pytest_attn.cases import latency_modes as recording
+from pytest_attn.cases import latency as recording
 from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import launcher
 from pytest_attn.processes import worker as this_process

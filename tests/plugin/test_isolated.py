@@ -3,9 +3,9 @@
 import pytest
 
 CONFTEST = """
-from pytest_attn.cases import isolated
+from pytest_attn.cases import case
 
-isolated._ISOLATED_ON = frozenset(("cuda", "cpu"))
+case._ISOLATED_ON = frozenset(("cuda", "cpu"))
 """
 TEST = """
 import os, signal

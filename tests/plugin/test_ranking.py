@@ -9,7 +9,7 @@ from fakes.terminal import as_seen, between_tests, on_a_terminal
 
 CONFTEST = """
 import dataclasses, json, os
-import pytest_attn.latency.gate as gate, pytest_attn.cases.latency_modes as recording
+import pytest_attn.latency.gate as gate, pytest_attn.cases.latency as recording
 from pytest_attn.latency.protocol import Stopwatch
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval

@@ -14,8 +14,7 @@ import pytest_attn
 from pytest_attn import Capabilities, Workload, check
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.cases.failure import decode_workload, encode_workload
-from pytest_attn.cases.fuzz import like
-from pytest_attn.cases.fuzz_source import write_workload
+from pytest_attn.cases.fuzz import like, write_workload
 from pytest_attn.models.capture import workload_as_code
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.strategies import workloads
