@@ -21,8 +21,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.models.check import judge_model
 from pytest_attn.models.compiled import LIMITS, CompiledRun
-from pytest_attn.suite.library_models import library_model
-from pytest_attn.suite.torch_models import torch_model
+from pytest_attn.suite.models import library_model, torch_model
 
 MODELS = ["vit", "llama", "mistral", "transformers-llama", "transformers-siglip"]
 DTYPES = ["bfloat16", "float16", "float32"]

@@ -34,7 +34,7 @@ from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.models.compiled import compilations
 from pytest_attn.models.step_timing import AttentionShare, attention_share
 from pytest_attn.models.substitution import BackendSubstitute, substitutes_of
-from pytest_attn.suite.torch_models import Block
+from pytest_attn.suite.models import Block
 
 Case = tuple[nn.Module, Callable[[], torch.Tensor]]
 BACKENDS = "eager,sdpa_flash,sdpa_efficient,sdpa_cudnn,flex,flash2,flash3,te_fused,xformers,flash4,math"

@@ -5,15 +5,12 @@ Those of plain torch always run; those of timm, transformers and diffusers where
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 import pytest
 
 from pytest_attn import AttentionModel, Backend
-
-if TYPE_CHECKING:
-    import torch
 
 #: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
 pytestmark = pytest.mark.filterwarnings("default")
@@ -83,7 +80,7 @@ def test_invariants_of_library_models(attn_model: AttentionModel, name: str) -> 
 def test_decoding_of_library_models(attn_model: AttentionModel, name: str, cache: str) -> None:
     """Every call of a prefill and of some steps through a cache."""
     model, ids = _of_tokens(name, attn_model)
-    attn_model.check(model, _decoding(model, ids, cache), scatter=0)
+    attn_model.check(model, _models().decoding(model, ids, cache), scatter=0)
 
 
 def _require_gpu(case: AttentionModel, is_for_a_gpu: bool) -> None:
@@ -92,43 +89,22 @@ def _require_gpu(case: AttentionModel, is_for_a_gpu: bool) -> None:
         pytest.skip("on a GPU: a CPU runs a smaller part of the models, in bfloat16")
 
 
-def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
-    """Return a model and its step; torch is imported by a test that runs, and not when it is collected."""
-    import torch
+def _models() -> ModuleType:
+    """Return the models; torch is imported by a test that runs, and not when it is collected."""
+    from pytest_attn.suite import models
 
-    from pytest_attn.suite.torch_models import torch_model
-
-    return torch_model(name, case.device, getattr(torch, dtype))
+    return models
 
 
-def _of_library(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
-    import torch
-
-    from pytest_attn.suite.library_models import library_model
-
-    return library_model(name, case.device, getattr(torch, dtype))
+def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> Any:
+    """Return a model and its step."""
+    return _models().torch_model(name, case.device, getattr(_models().torch, dtype))
 
 
-def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, torch.Tensor]:
-    import torch
-
-    from pytest_attn.suite.library_models import language_model, token_ids
-
-    return language_model(name, case.device, torch.bfloat16), token_ids(case.device)
+def _of_library(name: str, case: AttentionModel, dtype: str = "bfloat16") -> Any:
+    return _models().library_model(name, case.device, getattr(_models().torch, dtype))
 
 
-def _decoding(model: torch.nn.Module, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
-    import torch
-
-    from pytest_attn.suite.library_models import cache_of
-
-    def step() -> torch.Tensor:
-        with torch.no_grad():
-            cache = cache_of(kind, model, ids.shape[1])
-            logits = []
-            for start, end in ((0, 40), *((at, at + 1) for at in range(40, 44))):
-                found = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
-                logits.append(found.logits)
-        return torch.cat(logits, 1)
-
-    return step
+def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, Any]:
+    """Return a model and the ids of its tokens."""
+    return _models().language_model(name, case.device, _models().torch.bfloat16), _models().token_ids(case.device)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.token_invariants import judge_model_invariants
-from pytest_attn.suite.library_models import Library
+from pytest_attn.suite.models import Library
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))

@@ -5,7 +5,7 @@ import torch
 
 from pytest_attn import Causal, Window, capture, check_model
 from pytest_attn.models.check import judge_model
-from pytest_attn.suite.library_models import Library
+from pytest_attn.suite.models import Library
 
 transformers = Library("transformers")
 if not hasattr(transformers.modeling_utils.AttentionInterface, "get_interface"):

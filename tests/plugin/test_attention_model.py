@@ -260,15 +260,15 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def old_library(monkeypatch):
-    from pytest_attn.suite import torch_models
+    from pytest_attn.suite import models
 
-    made = torch_models.torch_model
+    made = models.torch_model
 
     def with_a_warning(*args):
         warnings.warn("this library is old", DeprecationWarning, stacklevel=1)
         return made(*args)
 
-    monkeypatch.setattr(torch_models, "torch_model", with_a_warning)
+    monkeypatch.setattr(models, "torch_model", with_a_warning)
 """
     )
     pytester.makeini("[pytest]\nfilterwarnings = error")

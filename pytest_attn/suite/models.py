@@ -1,15 +1,123 @@
-"""Models of timm, transformers and diffusers with random weights: layers, widths and vocabularies are shrunk."""
+"""Small models: of plain torch, each of which asks attention for something else, and of timm, transformers and diffusers."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import flex_attention as flex
+
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: by how much the projections of q and k are larger than torch makes them: else all keys count alike, and faults hide
+_SHARPER = 6.0
+_SIDE, _KERNEL, _SOFTCAP, _WINDOW = 12, 5, 20.0, 33
+
+
+class Attention(nn.Module):
+    """Projections around an attention function of (q, k, v), (batch, heads, rows, dim)."""
+
+    def __init__(self, attend: Attend, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        head_dim = dim // heads
+        self.q, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.k, self.v = nn.Linear(dim, kv_heads * head_dim), nn.Linear(dim, kv_heads * head_dim)
+        self.heads, self.kv_heads, self.attend = heads, kv_heads, attend
+        with torch.no_grad():
+            self.q.weight *= _SHARPER
+            self.k.weight *= _SHARPER
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend over x, (batch, rows, dim)."""
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (p(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for p in (self.k, self.v))
+        out: torch.Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """A transformer's block, norms first."""
+
+    def __init__(self, attend: Attend, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(dim), Attention(attend, dim, heads, kv_heads)
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, (batch, rows, dim), after attention and the perceptron."""
+        x = x + self.attn(self.norm(x))
+        out: torch.Tensor = x + self.mlp(x)
+        return out
+
+
+def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _grouped_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _soft_capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _flex(q, k, v, score_mod=lambda score, b, h, i, j: _SOFTCAP * torch.tanh(score / _SOFTCAP))
+
+
+def _neighborhood(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Each place of an image sees the 5 x 5 places around it, or fewer at its borders."""
+
+    def near(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        rows, columns = (i // _SIDE - j // _SIDE).abs(), (i % _SIDE - j % _SIDE).abs()
+        return (rows <= _KERNEL // 2) & (columns <= _KERNEL // 2)
+
+    places = q.shape[-2]
+    return _flex(q, k, v, block_mask=flex.create_block_mask(near, None, None, places, places, device=str(q.device)))
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # compiling takes half a minute
+        out: Any = flex.flex_attention(q, k, v, **options)  # by its module: names of this package are not looked at
+    found: torch.Tensor = out
+    return found
+
+
+def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[-2], device=q.device)
+    behind = at[:, None] - at
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < _WINDOW))
+
+
+#: by name: attention, rows, width, heads, heads of k and v, whether it has a backward pass on a CPU
+_MODELS: dict[str, tuple[Attend, int, int, int, int, bool]] = {
+    "vit": (_full, 197, 128, 2, 2, True),
+    "vit-196": (_full, 196, 128, 2, 2, True),
+    "vit-3137": (_full, 3137, 128, 2, 2, True),
+    "vit-3136": (_full, 3136, 128, 2, 2, True),
+    "llama": (_grouped_causal, 128, 128, 4, 2, True),
+    "mistral": (_windowed, 128, 128, 2, 2, True),
+    "softcap": (_soft_capped, _SIDE**2, 64, 2, 2, False),
+    "neighborhood": (_neighborhood, _SIDE**2, 64, 2, 2, False),
+}
+
+
+def torch_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Return a model of two blocks, and its step on a batch that is always the same."""
+    attend, rows, dim, heads, kv_heads, has_backward = _MODELS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(attend, dim, heads, kv_heads) for _ in range(2)), nn.Linear(dim, 10)).to(device, dtype)
+    model.requires_grad_(has_backward or device.type != "cpu")  # flex_attention has no gradients on a CPU
+    x = torch.randn(2, rows, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    labels = torch.arange(2 * rows, device=device) % 10
+    return model, lambda: F.cross_entropy(model(x).flatten(0, 1).float(), labels)
+
+
+# -- of libraries, with random weights: layers, widths and vocabularies are shrunk --------------------------------------------
 
 #: what models of transformers have in common here
 _SMALL = {
@@ -21,21 +129,21 @@ _SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-_WINDOW = {"sliding_window": 16}
+_SLIDING = {"sliding_window": 16}
 _ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: by name: class, what it has besides, implementation
 _LANGUAGE: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "llama": ("Llama", {}, "sdpa"),
     "qwen3": ("Qwen3", {}, "sdpa"),
-    "mistral": ("Mistral", _WINDOW, "sdpa"),
-    "gemma2": ("Gemma2", {**_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0}, "eager"),
+    "mistral": ("Mistral", _SLIDING, "sdpa"),
+    "gemma2": ("Gemma2", {**_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0}, "eager"),
     "gemma3": (
         "Gemma3",
-        {**_WINDOW, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING, "num_hidden_layers": 3},
+        {**_SLIDING, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING, "num_hidden_layers": 3},
         "sdpa",
     ),
-    "gpt-oss": ("GptOss", {**_WINDOW, **_EXPERTS}, "eager"),
+    "gpt-oss": ("GptOss", {**_SLIDING, **_EXPERTS}, "eager"),
 }
 Step = Callable[[], Any]
 
@@ -43,8 +151,7 @@ Step = Callable[[], Any]
 def library_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Step]:
     """Return a model and its step; skips the test where the library is not installed."""
     torch.manual_seed(0)
-    made = _OTHERS.get(name)
-    return _language(name, device, dtype) if made is None else made(device, dtype)
+    return _OTHERS[name](device, dtype) if name in _OTHERS else _language(name, device, dtype)
 
 
 def language_model(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -58,12 +165,27 @@ def token_ids(device: torch.device, tokens: int = 48) -> torch.Tensor:
     return torch.randint(128, (2, tokens), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def cache_of(kind: str, model: Any, tokens: int) -> Any:
+def _cache_of(kind: str, model: Any, tokens: int) -> Any:
     """Return an empty cache of a model of transformers: dynamic, static, or sliding, which drops what leaves the window."""
     transformers = Library("transformers")
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
     return transformers.DynamicCache(**({"config": model.config} if kind == "sliding" else {}))
+
+
+def decoding(model: nn.Module, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
+    """Return a step that reads 40 tokens at once, then four one by one, through a cache: dynamic, static or sliding."""
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            cache = _cache_of(kind, model, ids.shape[1])
+            logits = []
+            for start, end in ((0, 40), *((at, at + 1) for at in range(40, 44))):
+                found = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+                logits.append(found.logits)
+        return torch.cat(logits, 1)
+
+    return step
 
 
 class Library:
@@ -80,18 +202,14 @@ class Library:
         try:
             return load()
         except (ImportError, RuntimeError) as error:  # as of a torchvision that is built for another torch
-            found = error
-        if isinstance(found, ModuleNotFoundError) and found.name == self._name:
-            reason = f"{self._name} is not installed; pip install {self._name}"
-        else:
-            reason = f"{self._name} cannot be imported: {_first_cause(found).splitlines()[0]}"
+            if isinstance(error, ModuleNotFoundError) and error.name == self._name:
+                reason = f"{self._name} is not installed; pip install {self._name}"
+            else:
+                first: BaseException = error
+                while earlier := first.__cause__ or first.__context__:
+                    first = earlier
+                reason = f"{self._name} cannot be imported: {type(first).__name__}: {first}".splitlines()[0]
         pytest.skip(reason, allow_module_level=True)
-
-
-def _first_cause(error: BaseException) -> str:
-    while earlier := error.__cause__ or error.__context__:
-        error = earlier
-    return f"{type(error).__name__}: {error}"
 
 
 def _sharpened(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
