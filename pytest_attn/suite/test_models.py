@@ -96,13 +96,15 @@ def _models() -> ModuleType:
     return models
 
 
-def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> Any:
+def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
     """Return a model and its step."""
-    return _models().torch_model(name, case.device, getattr(_models().torch, dtype))
+    made: tuple[Any, Any] = _models().torch_model(name, case.device, getattr(_models().torch, dtype))
+    return made
 
 
-def _of_library(name: str, case: AttentionModel, dtype: str = "bfloat16") -> Any:
-    return _models().library_model(name, case.device, getattr(_models().torch, dtype))
+def _of_library(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:
+    made: tuple[Any, Any] = _models().library_model(name, case.device, getattr(_models().torch, dtype))
+    return made
 
 
 def _of_tokens(name: str, case: AttentionModel) -> tuple[Any, Any]:
