@@ -57,10 +57,10 @@ def multiples_of_gradient(name: str, w: Workload, slope: float) -> Iterator[Faul
     ):
         if factor != 1:
             words = f"{name} is {slope:.4g} times the exact gradient: {words}"
-            yield FaultHypothesis(fault, words, partial(_times, factor), _OF_A_FACTOR)
+            yield FaultHypothesis(fault, words, partial(_multiple, factor), _OF_A_FACTOR)
 
 
-def _times(factor: float, seen: WholeGradient) -> Prediction:
+def _multiple(factor: float, seen: WholeGradient) -> Prediction:
     return Prediction(seen.view.exact * factor, lambda: seen.view.std * max(abs(factor), 1.0))
 
 
@@ -111,7 +111,7 @@ Changed: TypeAlias = Callable[[GradientOfRegion], AttentionSteps]
 
 def faults_of_steps(name: str, reference: Reference) -> Iterator[Hypothesis]:
     """Yield likely faults of "dq", "dk" or "dv", of those that amount to the same the plainest first."""
-    for fault, words, changed in _all(name, reference):
+    for fault, words, changed in _changed_steps(name, reference):
         words = f"{name} is that of a backward pass {words}"
         yield FaultHypothesis(fault, words, partial(_gradient, changed), OF_STEPS)
 
@@ -119,13 +119,17 @@ def faults_of_steps(name: str, reference: Reference) -> Iterator[Hypothesis]:
 def _gradient(changed: Changed, seen: GradientOfRegion) -> Prediction:
     steps = changed(seen)
     value = steps.gradient(seen.name)
-    variance = partial(steps.variance, seen.name, value)
-    return Prediction(value, lambda: (seen.view.std.double().square() + variance()).sqrt())
+    return Prediction(value, lambda: (seen.view.std.double().square() + steps.variance(seen.name, value)).sqrt())
 
 
-def _all(name: str, reference: Reference) -> Iterator[tuple[str, str, Changed]]:
+def _changed_steps(name: str, reference: Reference) -> Iterator[tuple[str, str, Changed]]:
     w = reference.inputs.workload
-    yield from _of_row_sums(w)
+    yield "d-missing", "without D: dS = P * dP", _replaced(dscores=lambda p, dp, d: p * dp)
+    yield "d-added", "that adds D: dS = P * (dP + D)", _replaced(dscores=lambda p, dp, d: p * (dp + d))
+    yield "p-missing-in-ds", "without P in dS: dS = dP - D", _replaced(dscores=lambda p, dp, d: (dp - d) * (p > 0))
+    if w.heads > 1:
+        yield "d-of-next-head", "with D of the next head", partial(_with_row_sum_of, -1)
+        yield "d-of-previous-head", "with D of the head before", partial(_with_row_sum_of, 1)
     yield from _of_lse(w)
     yield from _of_slopes(w)
     if name == "dv":
@@ -143,15 +147,6 @@ def _all(name: str, reference: Reference) -> Iterator[tuple[str, str, Changed]]:
 def _replaced(**steps: object) -> Changed:
     """Return what replaces steps by others that no region needs to tell."""
     return lambda seen: dataclasses.replace(seen.honest, **steps)  # type: ignore[arg-type]
-
-
-def _of_row_sums(w: Workload) -> Iterator[tuple[str, str, Changed]]:
-    yield "d-missing", "without D: dS = P * dP", _replaced(dscores=lambda p, dp, d: p * dp)
-    yield "d-added", "that adds D: dS = P * (dP + D)", _replaced(dscores=lambda p, dp, d: p * (dp + d))
-    yield "p-missing-in-ds", "without P in dS: dS = dP - D", _replaced(dscores=lambda p, dp, d: (dp - d) * (p > 0))
-    if w.heads > 1:
-        yield "d-of-next-head", "with D of the next head", partial(_with_row_sum_of, -1)
-        yield "d-of-previous-head", "with D of the head before", partial(_with_row_sum_of, 1)
 
 
 def _with_row_sum_of(shift: int, seen: GradientOfRegion) -> AttentionSteps:

@@ -150,18 +150,14 @@ def diagnose(
     location, hints = _explanation(mismatch.row, evidence, case)
     if mismatch.hints:  # what strides or other calls change does not come from rounding
         hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
-    more = (*mismatch.hints, *_left_out(case.time))
-    explained = Mismatch(mismatch.row, location, (*hints, *more), evidence if keep_evidence else None)
+    hints += mismatch.hints
+    if case.time.left_out:
+        left_out = f"not all of these were tried: {', '.join(case.time.left_out)}"
+        hints.append(Hint("", f"after {seconds:g} s (--attn-diagnosis-timeout), {left_out}", "left out"))
+    explained = Mismatch(mismatch.row, location, tuple(hints), evidence if keep_evidence else None)
     if sharding is not None:
         explained = with_ranks(explained, evidence, sharding)
     return replace(comparison, mismatch=explained)
-
-
-def _left_out(time: TimeBudget) -> Iterator[Hint]:
-    if time.left_out:
-        what = ", ".join(time.left_out)
-        words = f"after {time.seconds:g} s (--attn-diagnosis-timeout), not all of these were tried: {what}"
-        yield Hint("", words, "left out")
 
 
 def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple[Location, list[Hint]]:
@@ -171,8 +167,10 @@ def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple
     got = looked_at(name, tensors[name], expected, case.workload)
     bad = wrong_rows(row, got, expected)
     location = location_of(bad, expected.rows)
-    if name in ("weights", "max") and (named := _of_extra(name, reference, case)):
-        return location, named
+    if name in ("weights", "max"):
+        results = [WholeResult.of(name, got, of) for got, of in case.of(name)]
+        if named := _hints(_first(faults_of_extra(name, reference), lambda: results)):
+            return location, named
     if row.wrong_positions:
         mended = got.where(got.isfinite(), expected.value.to(got.dtype))
         others = wrong_rows(replace(row, wrong_positions=0), mended, expected) & ~bad
@@ -283,11 +281,6 @@ def _of_lse(reference: Reference, case: Case) -> list[Hint]:
     hypotheses = case.time.each("mistakes of lse", faults_of_lse(case.workload, reference))
     moving = (name for name, profile in SUGGESTED.items() if profile.moves_lse and name not in RARE)
     return _hints(_first(hypotheses, lambda: every)) or fitting_profiles("lse", moving, case)
-
-
-def _of_extra(name: str, reference: Reference, case: Case) -> list[Hint]:
-    every = [WholeResult.of(name, got, of) for got, of in case.of(name)]
-    return _hints(_first(faults_of_extra(name, reference), lambda: every))
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------------
@@ -478,7 +471,10 @@ def fitting_profiles(name: str, profiles: Iterable[str], case: Case) -> list[Hin
 
 def _z_under(profile: Precision, name: str, case: Case) -> float | None:
     """Return the largest |z| of the tensors of this name under another profile, None unless the whole case passes."""
-    if _takes_too_long_again(case) or _fails_on_one_head(profile, name, case):
+    is_long = score_elements(case.workload) > _AGAIN_ELEMENTS  # but for sampled rows of out
+    is_of_few_rows = any(one.reference.is_sampled for one in case.returned)
+    has_gradients = any("dq" in one.tensors for one in case.returned)
+    if (is_long and (has_gradients or not is_of_few_rows)) or _fails_on_one_head(profile, name, case):
         return None
     largest = 0.0
     for distribution, reference, tensors in case.returned:
@@ -495,13 +491,6 @@ def _z_under(profile: Precision, name: str, case: Case) -> float | None:
                 return None
             largest = max(largest, row.z_element if row.name == name else 0.0)
     return largest
-
-
-def _takes_too_long_again(case: Case) -> bool:
-    """Whether exact attention for all that was returned takes long; sampled rows of out do not."""
-    is_sampled = any(one.reference.is_sampled for one in case.returned)
-    has_gradients = any("dq" in one.tensors for one in case.returned)
-    return score_elements(case.workload) > _AGAIN_ELEMENTS and (has_gradients or not is_sampled)
 
 
 def _fails_on_one_head(profile: Precision, name: str, case: Case) -> bool:

@@ -82,28 +82,23 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     batch, heads, rows, _ = shape
 
     def fault(name: str, words: str, move: Callable[[torch.Tensor], torch.Tensor]) -> FaultHypothesis[RowsOfOut]:
-        return FaultHypothesis(name, words, partial(_moved, move), Tolerance(element=limits.element))
+        def predict(seen: RowsOfOut) -> Prediction:
+            return Prediction(move(seen.view.exact), lambda: move(seen.view.std))
+
+        return FaultHypothesis(name, words, predict, Tolerance(element=limits.element))
 
     for shift in range(1, heads):
         words = f"head h holds what belongs to head h - {shift}: heads are swapped"
-        yield fault("heads-shifted", words, partial(_rolled, 1, shift))
+        yield fault("heads-shifted", words, partial(torch.roll, shifts=shift, dims=1))
     for shift in range(1, min(batch, 8)):
         words = f"batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped"
-        yield fault("batch-entries-shifted", words, partial(_rolled, 0, shift))
+        yield fault("batch-entries-shifted", words, partial(torch.roll, shifts=shift, dims=0))
     if not is_sampled and heads == rows > 1:
         words = "out has its heads and rows swapped, which no shape shows where these are equal"
         yield fault("heads-and-rows-swapped", words, lambda t: t.transpose(1, 2))
     if not is_sampled and batch == heads > 1:
         words = "out has its batch entries and heads swapped, which no shape shows where these are equal"
         yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
-
-
-def _moved(move: Callable[[torch.Tensor], torch.Tensor], seen: RowsOfOut) -> Prediction:
-    return Prediction(move(seen.view.exact), lambda: move(seen.view.std))
-
-
-def _rolled(dim: int, shift: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.roll(shift, dim)
 
 
 _SPLITS = (2, 3, 4, 8)
@@ -161,31 +156,35 @@ def faults_of_running_sums(seen: OnlineRows) -> Iterator[OnlineFault]:
 
 
 def _of_tiles(tile: int) -> Iterator[OnlineFault]:
-    where = f"(tiles of {tile} keys)"
-    for fault, words, of_tiles in (
-        ("sum-not-rescaled", "whose sum of P v is not brought to a new maximum", _with_plain_sum),
-        ("denominator-not-rescaled", "whose denominator is not brought to a new maximum", _with_plain_denominator),
-        (
-            "rescaled-inversely",
-            "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum",
-            _rescaled_inversely,
-        ),
-    ):
-        words = f"out is that of an online softmax {words} {where}"
-        yield FaultHypothesis(fault, words, partial(of_tiles, tile), OF_STEPS)
+    def fault(name: str, words: str, parts: Callable[[_Sums], tuple[torch.Tensor, ...]]) -> OnlineFault:
+        def predict(seen: OnlineRows) -> Prediction:
+            acc, total, variance = parts(seen.sums(tile))
+            return seen.prediction(acc / total, variance / total.square())
+
+        return FaultHypothesis(name, f"out is that of an online softmax {words} (tiles of {tile} keys)", predict, OF_STEPS)
+
+    words = "whose sum of P v is not brought to a new maximum"
+    yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.total, sums.variance))
+    words = "whose denominator is not brought to a new maximum"
+    yield fault("denominator-not-rescaled", words, lambda sums: (sums.acc, sums.plain_total, sums.variance))
+    words = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
+    yield fault("rescaled-inversely", words, lambda sums: (sums.inverse_acc, sums.total, sums.inverse_variance))
 
 
 def _of_splits(tile: int, number: int) -> Iterator[OnlineFault]:
-    for fault, words, merged in (
-        ("splits-averaged", "that averages the results of {n} splits of the keys, whatever their denominators", _averaged),
-        (
-            "splits-merged-in-base-2",
-            "that merges the results of {n} splits of the keys by a natural lse as if it were one of base 2",
-            _merged_in_base_2,
-        ),
-    ):
-        words = f"out is that of an online softmax {words.format(n=number)}"
-        yield FaultHypothesis(fault, words, partial(merged, tile, number), OF_STEPS)
+    def fault(name: str, words: str, weigh: Callable[[torch.Tensor], torch.Tensor]) -> OnlineFault:
+        def predict(seen: OnlineRows) -> Prediction:
+            splits = seen.splits(tile, number)
+            weights = weigh(splits.lse)
+            out = (weights * splits.out).sum(0) * splits.of_keys
+            return seen.prediction(out, (weights.square() * splits.variance).sum(0))
+
+        return FaultHypothesis(name, f"out is that of an online softmax that {words}", predict, OF_STEPS)
+
+    words = f"averages the results of {number} splits of the keys, whatever their denominators"
+    yield fault("splits-averaged", words, lambda lse: torch.full_like(lse, 1 / number))
+    words = f"merges the results of {number} splits of the keys by a natural lse as if it were one of base 2"
+    yield fault("splits-merged-in-base-2", words, lambda lse: (lse * math.log(2)).softmax(0).nan_to_num(0))
 
 
 # -- tile by tile ------------------------------------------------------------------------------------------------------------
@@ -225,21 +224,6 @@ def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
     sink = _share_of_sink(part, top)
     total, plain_total = ((t + sink).clamp(min=1e-300) for t in (total, plain_total))
     return _Sums(acc, total, plain, plain_total, inverse, variance, of_inverse)
-
-
-def _with_plain_sum(tile: int, seen: OnlineRows) -> Prediction:
-    sums = seen.sums(tile)
-    return seen.prediction(sums.plain_acc / sums.total, sums.variance / sums.total.square())
-
-
-def _with_plain_denominator(tile: int, seen: OnlineRows) -> Prediction:
-    sums = seen.sums(tile)
-    return seen.prediction(sums.acc / sums.plain_total, sums.variance / sums.plain_total.square())
-
-
-def _rescaled_inversely(tile: int, seen: OnlineRows) -> Prediction:
-    sums = seen.sums(tile)
-    return seen.prediction(sums.inverse_acc / sums.total, sums.inverse_variance / sums.total.square())
 
 
 def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
@@ -296,20 +280,6 @@ def _split_by_split(part: RegionScores, splits: torch.Tensor, number: int) -> _S
         variances.append(over_keys(p.square(), part.v.square()))
     of_keys = 1 / (1 + _share_of_sink(part, lses.logsumexp(0)))  # the rest is the sink's
     return _Splits(lses, torch.stack(outs), torch.stack(variances), torch.as_tensor(of_keys))
-
-
-def _averaged(tile: int, number: int, seen: OnlineRows) -> Prediction:
-    return _merged(seen, seen.splits(tile, number), torch.full_like(seen.splits(tile, number).lse, 1 / number))
-
-
-def _merged_in_base_2(tile: int, number: int, seen: OnlineRows) -> Prediction:
-    splits = seen.splits(tile, number)
-    return _merged(seen, splits, (splits.lse * math.log(2)).softmax(0).nan_to_num(0))
-
-
-def _merged(seen: OnlineRows, splits: _Splits, weights: torch.Tensor) -> Prediction:
-    out = (weights * splits.out).sum(0) * splits.of_keys
-    return seen.prediction(out, (weights.square() * splits.variance).sum(0))
 
 
 # -- tiles in which a row sees nothing ---------------------------------------------------------------------------------------
@@ -386,6 +356,13 @@ def _hypothesis(fault: str, words: str, value: Value, near: float = _NEAR, floor
 
 def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
     """Yield what lse may be, the cheapest to find out first."""
+
+    def times(factor: float) -> Value:
+        return lambda seen: _exact(seen) * factor
+
+    def plus(shift: float) -> Value:
+        return lambda seen: _exact(seen) + shift
+
     for fault, factor, words in (
         ("lse-base-2", 1 / math.log(2), "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"),
         (
@@ -395,12 +372,12 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
         ),
         ("lse-negative", -1.0, "-1"),
     ):
-        yield _hypothesis(fault, f"lse is off by a factor of {words}", partial(_multiple, factor))
+        yield _hypothesis(fault, f"lse is off by a factor of {words}", times(factor))
     for fault, shift, words in (
         ("lse-ln-2-too-large", math.log(2), "ln 2 too large"),
         ("lse-ln-2-too-small", -math.log(2), "ln 2 too small"),
     ):
-        yield _hypothesis(fault, f"lse is {words} in every row", partial(_shifted, shift))
+        yield _hypothesis(fault, f"lse is {words} in every row", plus(shift))
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         predict = partial(_rounded_to, dtype)
@@ -412,8 +389,9 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
     if score_elements(w) > _ELEMENTS:
         return
     words = "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added"
-    for with_sinks in (False, True) if w.sinks else (False,):
-        yield _hypothesis("lse-without-maximum", words, partial(_without_maximum, with_sinks))
+    yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _row_maxima(seen.reference))
+    if w.sinks:
+        yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _row_maxima(seen.reference, True))
     words = "lse is the row's maximum: the logarithm of the sum is not added"
     yield _hypothesis("lse-is-maximum", words, lambda seen: _row_maxima(seen.reference))
     for likely in attention_faults(w, reference.inputs):
@@ -422,14 +400,6 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
 
 def _exact(seen: WholeResult) -> torch.Tensor:
     return seen.reference.tensors["lse"].value
-
-
-def _multiple(factor: float, seen: WholeResult) -> torch.Tensor:
-    return _exact(seen) * factor
-
-
-def _shifted(shift: float, seen: WholeResult) -> torch.Tensor:
-    return _exact(seen) + shift
 
 
 def _rounded_to(dtype: torch.dtype, seen: WholeResult) -> Prediction:
@@ -446,10 +416,6 @@ def _laid_out(one: int, other: int, seen: WholeResult) -> torch.Tensor:
     if exact.shape[one] == 1 or exact.shape[other] == 1:
         raise ValueError
     return exact.transpose(one, other).reshape(exact.shape)
-
-
-def _without_maximum(with_sinks: bool, seen: WholeResult) -> torch.Tensor:
-    return _exact(seen) - _row_maxima(seen.reference, with_sinks)
 
 
 def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain, permutations
 from typing import TypeAlias
 
 import torch
@@ -94,6 +95,15 @@ class Entry:
         """Return this entry's part of a heads-first tensor."""
         return self.whole.of_keys(whole) if name in ("dk", "dv") else self.whole.of_rows(whole)
 
+    @property
+    def in_order(self) -> torch.Tensor:
+        """Where the rows stand."""
+        return torch.arange(len(self.of_row))
+
+    def keys_as(self, taken: Sharding) -> torch.Tensor:
+        """Return where the keys would stand in other shards."""
+        return _placed(taken.keys, self.of_key, self.key_at)
+
     def owners(self, name: str) -> torch.Tensor:
         """Return the rank that holds each row of a tensor of this name."""
         return self.of_key if name in ("dk", "dv") else self.of_row
@@ -128,70 +138,75 @@ def owners(shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return rank, local
 
 
-#: a fault, words that continue "out of rank 1 is ...", and what it makes of an entry, of which the rank's rows count, or
-#: ValueError where a rank cannot have it
-RankFault: TypeAlias = "tuple[str, str, Callable[[Entry, int], torch.Tensor]]"
+#: what a fault makes of an entry, of which the rank's rows count; raises ValueError where a rank cannot have it
+Made: TypeAlias = "Callable[[Entry, int], torch.Tensor]"
+#: a fault, words that continue "out of rank 1 is ...", and what it makes
+RankFault: TypeAlias = "tuple[str, str, Made]"
 Hypothesis: TypeAlias = FaultHypothesis[RankRows]
 
 
 def faults_of_ranks(name: str, sharding: Sharding) -> Iterator[Hypothesis]:
     """Yield what ranks may have got wrong in a tensor, the plainest first."""
     if sharding.shares_pages:
-        faults = _of_cache(sharding)
+        groups, tolerance = [_of_cache(sharding)], _OF_PAGES
+    elif name == "out":
+        groups, tolerance = [_of_keys(sharding), _of_merging(), _of_masks(sharding), _of_places(sharding)], _OF_RANKS
     else:
-        faults = _of_out(sharding) if name == "out" else _of_gradients(name, sharding)
-    for fault, words, made in faults:
-        tolerance = _OF_PAGES if sharding.shares_pages else _OF_RANKS
-        yield FaultHypothesis(fault, words, partial(_prediction, made), tolerance)
+        groups, tolerance = [_of_gradients(name, sharding)], _OF_RANKS
+    for fault, words, made in chain(*groups):
+        yield FaultHypothesis(fault, words, _predicting(made), tolerance)
 
 
-def _prediction(made: Callable[[Entry, int], torch.Tensor], seen: RankRows) -> Prediction:
-    tensors = [made(entry, seen.rank) for entry in seen.entries]
-    return Prediction(_of_rank(seen.name, seen.rank, seen.entries, tensors))
+def _predicting(made: Made) -> Callable[[RankRows], Prediction]:
+    def predict(seen: RankRows) -> Prediction:
+        tensors = [made(entry, seen.rank) for entry in seen.entries]
+        return Prediction(_of_rank(seen.name, seen.rank, seen.entries, tensors))
 
-
-def _of_out(sharding: Sharding) -> Iterator[RankFault]:
-    yield from _of_keys(sharding)
-    yield from _of_merging()
-    yield from _of_masks(sharding)
-    yield from _of_places(sharding)
+    return predict
 
 
 # -- keys that are missing, doubled or stale -------------------------------------------------------------------------------
 
 
 def _of_keys(sharding: Sharding) -> Iterator[RankFault]:
-    ranks = range(sharding.ranks)
-    if len(ranks) > 1:
-        yield "own-keys-only", "attention to its own keys only", _to_own_keys
+    number = sharding.ranks
+    ranks = range(number)
+    if number > 1:
+        yield "own-keys-only", "attention to its own keys only", lambda entry, rank: _without({*ranks} - {rank}, entry)
     for source in ranks:
-        missing, twice = partial(_weighted, {source: 0}), partial(_weighted, {source: 2})
-        yield "rank-keys-missing", f"attention without the keys of rank {source}", missing
-        yield "rank-keys-twice", f"attention with the keys of rank {source} twice", twice
-        words = f"attention with zeros in the place of the keys and values of rank {source}"
-        yield "rank-keys-zero", words, partial(_zeroed, source)
+        yield from _of_keys_of(source)
     lengths = sorted({len(one) for one in sharding.keys})
     if len(lengths) > 1:
         words = f"attention without the tail of longer shards: to the first {lengths[0]} keys of each rank"
         yield "shard-tails-missing", words, partial(_shortened, lengths[0])
-    for step in range(2, sharding.ranks - 1):
-        words = f"attention to the keys of the first {step} steps only"
-        yield "ring-steps-missing", words, partial(_first_steps, step)
-    for source in ranks:
-        for other in ranks:
-            if source != other:
-                words = f"attention with the keys of rank {other} twice, and without those of rank {source}"
-                yield "rank-keys-of-another", words, partial(_weighted, {source: 0, other: 2})
+    for step in range(2, number - 1):
+        yield "ring-steps-missing", f"attention to the keys of the first {step} steps only", partial(_first_steps, step)
+    for source, other in permutations(ranks, 2):
+        words = f"attention with the keys of rank {other} twice, and without those of rank {source}"
+        yield "rank-keys-of-another", words, partial(_weighted, {source: 0, other: 2})
     words = "attention that reads its own keys and values at every step: stale buffers"
     yield "stale-keys", words, partial(_reread, _own, _own)
     yield "stale-values", "attention that reads its own values at every step: stale buffers", partial(_reread, None, _own)
-    for by in (1, sharding.ranks - 1):
-        moved = {source: (source + by) % sharding.ranks for source in ranks}
+    for by in (1, number - 1):
+        moved = {source: (source + by) % number for source in ranks}
         words = f"attention with the values of rank r {'+' if by == 1 else '-'} 1 at the keys of rank r"
         yield "values-of-another-rank", words, partial(_reread, None, partial(_same, moved))
-    turned = partial(_same, {source: sharding.ranks - 1 - source for source in ranks})
+    turned = partial(_same, {source: number - 1 - source for source in ranks})
     words = "attention to chunks in reverse order, masked as in the right one"
     yield "chunks-reversed", words, partial(_reread, turned, turned)
+
+
+def _of_keys_of(source: int) -> Iterator[RankFault]:
+    """Yield what becomes of the keys of one rank."""
+
+    def zeroed(entry: Entry, rank: int) -> torch.Tensor:
+        k, v, at = entry.k.clone(), entry.v.clone(), entry.of_key == source
+        k[:, :, at], v[:, :, at] = 0.0, 0.0
+        return entry.out(entry.reading(k, v).scores, v)
+
+    yield "rank-keys-missing", f"attention without the keys of rank {source}", partial(_weighted, {source: 0})
+    yield "rank-keys-twice", f"attention with the keys of rank {source} twice", partial(_weighted, {source: 2})
+    yield "rank-keys-zero", f"attention with zeros in the place of the keys and values of rank {source}", zeroed
 
 
 def _weighted(times: Mapping[int, int], entry: Entry, rank: int) -> torch.Tensor:
@@ -202,24 +217,18 @@ def _weighted(times: Mapping[int, int], entry: Entry, rank: int) -> torch.Tensor
     return entry.out(scores, entry.v)
 
 
-def _to_own_keys(entry: Entry, rank: int) -> torch.Tensor:
-    return _weighted({other: 0 for other in range(entry.sharding.ranks) if other != rank}, entry, rank)
-
-
-def _first_steps(step: int, entry: Entry, rank: int) -> torch.Tensor:
-    ranks = entry.sharding.ranks
-    return _weighted({(rank - late) % ranks: 0 for late in range(step, ranks)}, entry, rank)
-
-
-def _zeroed(source: int, entry: Entry, rank: int) -> torch.Tensor:
-    """Return attention that sees a rank's keys, and reads zeros there."""
-    k, v, at = entry.k.clone(), entry.v.clone(), entry.of_key == source
-    k[:, :, at], v[:, :, at] = 0.0, 0.0
-    return entry.out(entry.reading(k, v).scores, v)
+def _without(sources: Iterable[int], entry: Entry) -> torch.Tensor:
+    """Return attention without the keys of some ranks."""
+    return _weighted(dict.fromkeys(sources, 0), entry, 0)
 
 
 def _shortened(length: int, entry: Entry, rank: int) -> torch.Tensor:
     return entry.out(entry.scores.masked_fill(entry.key_at >= length, -math.inf), entry.v)
+
+
+def _first_steps(step: int, entry: Entry, rank: int) -> torch.Tensor:
+    ranks = entry.sharding.ranks
+    return _without([(rank - late) % ranks for late in range(step, ranks)], entry)
 
 
 #: whose keys or values a rank reads in the place of those of each rank
@@ -285,20 +294,20 @@ Positions: TypeAlias = Callable[[Entry, int], "tuple[torch.Tensor, torch.Tensor]
 def _of_masks(sharding: Sharding) -> Iterator[RankFault]:
     if sharding.workload.mask is None:
         return
-    words = "attention masked by positions within the shards, not within the sequence"
-    yield "mask-by-positions-in-shards", words, partial(_moved, lambda entry, rank: (entry.row_at, entry.key_at))
     in_order = Sharding(sharding.workload, "contiguous", sharding.ranks)
+    words = "attention masked by positions within the shards, not within the sequence"
+    yield "mask-by-positions-in-shards", words, _moved(lambda entry, rank: (entry.row_at, entry.key_at))
     words = "attention masked as if the rows of each rank began the sequence"
-    yield "mask-as-if-rows-begin-sequence", words, partial(_moved, partial(_first_rows, in_order))
+    yield "mask-as-if-rows-begin-sequence", words, _moved(lambda entry, rank: (entry.row_at, entry.keys_as(in_order)))
     words = "attention masked within its own chunk only: it sees all of the others"
     yield "mask-within-own-chunk-only", words, _own_chunk
     for name in SHARDS:
         if name != sharding.shard:
-            taken = Sharding(sharding.workload, name, sharding.ranks)
-            yield "mask-of-other-shards", f"attention masked as if shards were {name}", partial(_moved, partial(_as, taken))
+            taken = partial(_as, Sharding(sharding.workload, name, sharding.ranks))
+            yield "mask-of-other-shards", f"attention masked as if shards were {name}", _moved(taken)
     if sharding.shard != "contiguous":
         words = "attention masked as if gathered keys lay in the order of the sequence: they lie by rank"
-        yield "mask-of-keys-in-order", words, partial(_moved, partial(_keys_as, in_order))
+        yield "mask-of-keys-in-order", words, _moved(lambda entry, rank: (entry.in_order, entry.keys_as(in_order)))
     by_source: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (
         ("mask-of-opposite-direction", "came in the opposite direction", lambda source, rank: 2 * rank - source),
         ("mask-of-reverse-order", "were in reverse order", lambda source, rank: -1 - source),
@@ -306,14 +315,17 @@ def _of_masks(sharding: Sharding) -> Iterator[RankFault]:
         ("mask-of-earlier-step", "came one step earlier", lambda source, rank: source - 1),
     )
     for fault, words, of in by_source:
-        yield fault, f"attention masked as if chunks {words}", partial(_moved, partial(_sources, of))
+        yield fault, f"attention masked as if chunks {words}", _moved(partial(_sources, of))
 
 
-def _moved(places: Positions, entry: Entry, rank: int) -> torch.Tensor:
+def _moved(places: Positions) -> Made:
     """Return attention in which rows and keys see one another as those at other places do."""
-    rows, keys = places(entry, rank)
-    visible = entry.visible[:, :, rows][..., keys]
-    return entry.out(entry.unmasked.masked_fill(~visible, -math.inf), entry.v)
+
+    def made(entry: Entry, rank: int) -> torch.Tensor:
+        rows, keys = places(entry, rank)
+        return entry.out(entry.unmasked.masked_fill(~entry.visible[:, :, rows][..., keys], -math.inf), entry.v)
+
+    return made
 
 
 def _own_chunk(entry: Entry, rank: int) -> torch.Tensor:
@@ -322,21 +334,13 @@ def _own_chunk(entry: Entry, rank: int) -> torch.Tensor:
 
 
 def _as(taken: Sharding, entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _placed(taken.rows, entry.of_row, entry.row_at), _placed(taken.keys, entry.of_key, entry.key_at)
-
-
-def _first_rows(taken: Sharding, entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return entry.row_at, _placed(taken.keys, entry.of_key, entry.key_at)
-
-
-def _keys_as(taken: Sharding, entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(len(entry.of_row)), _placed(taken.keys, entry.of_key, entry.key_at)
+    return _placed(taken.rows, entry.of_row, entry.row_at), entry.keys_as(taken)
 
 
 def _sources(of: Callable[[int, int], int], entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     ranks = entry.sharding.ranks
     moved = torch.tensor([of(source, rank) % ranks for source in range(ranks)])[entry.of_key]
-    return torch.arange(len(entry.of_row)), _placed(entry.sharding.keys, moved, entry.key_at)
+    return entry.in_order, _placed(entry.sharding.keys, moved, entry.key_at)
 
 
 def _placed(shards: Sequence[torch.Tensor], rank: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -351,17 +355,17 @@ def _placed(shards: Sequence[torch.Tensor], rank: torch.Tensor, local: torch.Ten
 
 def _of_places(sharding: Sharding) -> Iterator[RankFault]:
     """Yield right rows in the wrong place."""
+
+    def halves_swapped(entry: Entry, rank: int) -> torch.Tensor:
+        out = entry.exact("out").clone()
+        mine = (entry.of_row == rank).nonzero().flatten()
+        out[:, :, mine] = out[:, :, mine.roll(len(mine) // 2)]
+        return out
+
     if sharding.shard == "head-tail":
-        yield "own-chunks-swapped", "right, but its two chunks are swapped", _halves_swapped
+        yield "own-chunks-swapped", "right, but its two chunks are swapped", halves_swapped
     for other in range(sharding.ranks):
         yield "rows-of-another-rank", f"that of rank {other}", partial(_of_other, "out", other)
-
-
-def _halves_swapped(entry: Entry, rank: int) -> torch.Tensor:
-    out = entry.exact("out").clone()
-    mine = (entry.of_row == rank).nonzero().flatten()
-    out[:, :, mine] = out[:, :, mine.roll(len(mine) // 2)]
-    return out
 
 
 def _of_other(name: str, other: int, entry: Entry, rank: int) -> torch.Tensor:
@@ -380,42 +384,42 @@ def _of_other(name: str, other: int, entry: Entry, rank: int) -> torch.Tensor:
 
 def _of_gradients(name: str, sharding: Sharding) -> Iterator[RankFault]:
     """Yield contributions of ranks that are missing or doubled, gradients at the wrong rank, and stale keys."""
-    ranks, whose = range(sharding.ranks), "keys" if name == "dq" else "rows"
-    yield "gradient-zero", "0", partial(_counted, name, lambda source, rank: 0.0)
-    if len(ranks) > 1:
+    number, whose = sharding.ranks, "keys" if name == "dq" else "rows"
+
+    def counted(times: Callable[[int, int], float]) -> Made:
+        """Return a gradient in which the contributions of ranks count so often. times: of (source, rank)."""
+
+        def made(entry: Entry, rank: int) -> torch.Tensor:
+            of = torch.tensor([times(source, rank) for source in range(number)], dtype=torch.float64)
+            share = of[entry.of_key][None, :] if name == "dq" else of[entry.of_row][:, None]
+            return replace(entry.steps, weigh=lambda a: a * share).gradient(name)
+
+        return made
+
+    def counting(one: int, often: float) -> Made:
+        return counted(lambda source, rank: often if source == one else 1.0)
+
+    yield "gradient-zero", "0", counted(lambda source, rank: 0.0)
+    if number > 1:
         own = "that of its own keys only" if name == "dq" else f"that of its own {whose} only: not reduced over ranks"
-        yield "gradient-not-reduced", own, partial(_counted, name, lambda source, rank: float(source == rank))
+        yield "gradient-not-reduced", own, counted(lambda source, rank: float(source == rank))
         words = f"that with the {whose} of all other ranks twice"
-        others_twice = partial(_counted, name, lambda source, rank: 1.0 if source == rank else 2.0)
-        yield "gradient-of-others-twice", words, others_twice
-    for one in ranks:
-        without, twice = (partial(_counted, name, partial(_times_of, one, times)) for times in (0.0, 2.0))
-        yield "gradient-without-a-rank", f"that without the {whose} of rank {one}", without
-        yield "gradient-of-a-rank-twice", f"that with the {whose} of rank {one} twice", twice
-    for other in ranks:
+        yield "gradient-of-others-twice", words, counted(lambda source, rank: 1.0 if source == rank else 2.0)
+    for one in range(number):
+        yield "gradient-without-a-rank", f"that without the {whose} of rank {one}", counting(one, 0.0)
+        yield "gradient-of-a-rank-twice", f"that with the {whose} of rank {one} twice", counting(one, 2.0)
+    for other in range(number):
         words = f"that of rank {other}: sent to the wrong rank"
         yield "gradient-at-wrong-rank", words, partial(_of_other, name, other)
-    if len(ranks) > 1:
-        times = len(ranks)
-        words = f"{times} times the exact one: reduced twice over {times} ranks"
-        yield "gradient-reduced-twice", words, partial(_counted, name, lambda source, rank: float(times))
-        words = f"1/{times} of the exact one: the mean over {times} ranks, not the sum"
-        yield "gradient-averaged-over-ranks", words, partial(_counted, name, lambda source, rank: 1 / times)
+    if number > 1:
+        words = f"{number} times the exact one: reduced twice over {number} ranks"
+        yield "gradient-reduced-twice", words, counted(lambda source, rank: float(number))
+        words = f"1/{number} of the exact one: the mean over {number} ranks, not the sum"
+        yield "gradient-averaged-over-ranks", words, counted(lambda source, rank: 1 / number)
         words = "that of a backward pass that reads its own keys and values at every step"
         yield "stale-keys-in-backward", words, partial(_stale, name)
         words = "that of a backward pass with the lse of the rank's own chunk, not of the row"
         yield "lse-of-own-chunk", words, partial(_own_lse, name)
-
-
-def _times_of(one: int, times: float, source: int, rank: int) -> float:
-    return times if source == one else 1.0
-
-
-def _counted(name: str, times: Callable[[int, int], float], entry: Entry, rank: int) -> torch.Tensor:
-    """Return a gradient in which the contributions of ranks count so often. times: of (source, rank)."""
-    of = torch.tensor([times(source, rank) for source in range(entry.sharding.ranks)], dtype=torch.float64)
-    counted = of[entry.of_key][None, :] if name == "dq" else of[entry.of_row][:, None]
-    return replace(entry.steps, weigh=lambda a: a * counted).gradient(name)
 
 
 def _stale(name: str, entry: Entry, rank: int) -> torch.Tensor:
@@ -438,74 +442,61 @@ def _own_lse(name: str, entry: Entry, rank: int) -> torch.Tensor:
 # -- a cache in pages that ranks share -------------------------------------------------------------------------------------
 
 
-#: says of a rank's tokens, by their places there, which are meant
-Which: TypeAlias = Callable[[Entry, torch.Tensor], torch.Tensor]
+#: says of a rank's tokens, by their places there, which are meant. size: of a page
+Which: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def _of_cache(sharding: Sharding) -> Iterator[RankFault]:
     """Yield what ranks may have got wrong together: pages unread, or counted twice, and how they merge."""
-    ranks = range(sharding.ranks)
+    number = sharding.ranks
+    ranks = range(number)
+    whose = [({rank}, f"rank {rank}") for rank in ranks]
+    for some, name in whose if number == 1 else [*whose, ({*ranks}, "each rank")]:
+        words = f"attention without the last page of {name}"
+        yield "rank-last-page-missing", words, partial(_paged, some, _last, 0)
+        yield "rank-last-page-missing", f"{words} where it is not full", partial(_paged, some, _last_not_full, 0)
+        if name != "each rank":
+            yield "rank-last-page-twice", f"attention with the last page of {name} twice", partial(_paged, some, _last, 2)
     for rank in ranks:
-        words = f"attention without the last page of rank {rank}"
-        yield "rank-last-page-missing", words, partial(_paged, {rank}, _last, 0)
-        part_filled = partial(_paged, {rank}, _last_not_full, 0)
-        yield "rank-last-page-missing", f"{words} where it is not full", part_filled
-        twice = partial(_paged, {rank}, _last, 2)
-        yield "rank-last-page-twice", f"attention with the last page of rank {rank} twice", twice
-    if len(ranks) > 1:
-        words = "attention without the last page of each rank"
-        yield "rank-last-page-missing", words, partial(_paged, set(ranks), _last, 0)
-        part_filled = partial(_paged, set(ranks), _last_not_full, 0)
-        yield "rank-last-page-missing", f"{words} where it is not full", part_filled
-    for rank in ranks:
-        missing, twice = partial(_weighted, {rank: 0}), partial(_weighted, {rank: 2})
-        yield "rank-keys-missing", f"attention without the keys of rank {rank}", missing
-        yield "rank-keys-twice", f"attention with the keys of rank {rank} twice", twice
-        words = f"attention with zeros in the place of the keys and values of rank {rank}"
-        yield "rank-keys-zero", words, partial(_zeroed, rank)
-        if len(ranks) > 1:
-            words = f"attention to the keys of rank {rank} only: not merged"
+        yield from _of_keys_of(rank)
+        if number > 1:
             alone = partial(_weighted, {other: 0 for other in ranks if other != rank})
-            yield "ranks-not-merged", words, alone
+            yield "ranks-not-merged", f"attention to the keys of rank {rank} only: not merged", alone
     yield from _of_merging()
-    yield from _of_pages(sharding)
+    pages = [range(math.ceil(len(tokens) / _page_size(sharding))) for tokens in sharding.keys]
+    if sum(map(len, pages)) <= _MOST_PAGES:
+        for rank, of_rank in enumerate(pages):
+            for page in of_rank:
+                yield from _of_page(rank, page)
 
 
-def _of_pages(sharding: Sharding) -> Iterator[RankFault]:
-    """Yield single pages that are unread, or count twice."""
-    numbers = [range(math.ceil(len(tokens) / _size(sharding))) for tokens in sharding.keys]
-    if sum(map(len, numbers)) > _MOST_PAGES:
-        return
-    for rank, pages in enumerate(numbers):
-        for page in pages:
-            missing, twice = (partial(_paged, {rank}, partial(_page, page), times) for times in (0, 2))
-            yield "rank-page-missing", f"attention without page {page} of rank {rank}", missing
-            yield "rank-page-twice", f"attention with page {page} of rank {rank} twice", twice
+def _of_page(rank: int, page: int) -> Iterator[RankFault]:
+    def is_page(places: torch.Tensor, size: int) -> torch.Tensor:
+        return places // size == page
+
+    yield "rank-page-missing", f"attention without page {page} of rank {rank}", partial(_paged, {rank}, is_page, 0)
+    yield "rank-page-twice", f"attention with page {page} of rank {rank} twice", partial(_paged, {rank}, is_page, 2)
 
 
 def _paged(ranks: set[int], which: Which, times: int, entry: Entry, rank: int) -> torch.Tensor:
     """Return attention in which some pages of some ranks count so often."""
-    scores = entry.scores.clone()
+    scores, size = entry.scores.clone(), _page_size(entry.sharding)
     for source in ranks:
         at = ((entry.of_key == source) & (entry.keys < entry.length)).nonzero().flatten()
-        scores[..., at[which(entry, entry.key_at[at])]] += math.log(times) if times else -math.inf
+        scores[..., at[which(entry.key_at[at], size)]] += math.log(times) if times else -math.inf
     return entry.out(scores, entry.v)
 
 
-def _last(entry: Entry, places: torch.Tensor) -> torch.Tensor:
-    pages = places // _size(entry.sharding)
+def _last(places: torch.Tensor, size: int) -> torch.Tensor:
+    pages = places // size
     return pages == (pages.max() if len(pages) else -1)
 
 
-def _last_not_full(entry: Entry, places: torch.Tensor) -> torch.Tensor:
-    return _last(entry, places) & bool(len(places) % _size(entry.sharding))
+def _last_not_full(places: torch.Tensor, size: int) -> torch.Tensor:
+    return _last(places, size) & bool(len(places) % size)
 
 
-def _page(number: int, entry: Entry, places: torch.Tensor) -> torch.Tensor:
-    return places // _size(entry.sharding) == number
-
-
-def _size(sharding: Sharding) -> int:
+def _page_size(sharding: Sharding) -> int:
     assert sharding.workload.kv_pages is not None
     return sharding.workload.kv_pages.size
 

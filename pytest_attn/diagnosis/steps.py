@@ -15,7 +15,6 @@ import torch
 from pytest_attn.correctness.exact import (
     Block,
     Chunk,
-    Segment,
     modify,
     over_group,
     over_keys,
@@ -23,7 +22,7 @@ from pytest_attn.correctness.exact import (
     per_key,
     scaled_scores,
 )
-from pytest_attn.correctness.reference import Reference, heads_first, segments_of
+from pytest_attn.correctness.reference import Reference, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload, grouped
@@ -58,7 +57,8 @@ class RegionScores(Chunk):
     """
 
     def __init__(self, inputs: Inputs, w: Workload, region: Region) -> None:
-        segment, batches = _segment_of(inputs, w, region.batch)
+        segments, batch = list(segments_of(inputs, w, inputs.device)), region.batch
+        segment, batches = (segments[batch], slice(0, 1)) if w.is_packed else (segments[0], slice(batch, batch + 1))
         block = Block(segment, batches, slice(0, w.kv_heads))
         q_len, kv_len = segment.lengths
         rows = torch.arange(q_len, device=block.k.device) if region.rows is None else region.rows
@@ -90,14 +90,6 @@ class RegionScores(Chunk):
 
     def _of(self, tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         return tensor[self.block.batches][:, :, at.to(tensor.device)]
-
-
-def _segment_of(inputs: Inputs, w: Workload, batch: int) -> tuple[Segment, slice]:
-    """Return the segment that holds a batch entry, and where in it."""
-    segments = list(segments_of(inputs, w, inputs.device))
-    if w.is_packed:
-        return segments[batch], slice(0, 1)
-    return segments[0], slice(batch, batch + 1)
 
 
 def regions_of(reference: Reference, name: str, bad: torch.Tensor) -> Iterator[Region]:
@@ -192,10 +184,5 @@ def honest_steps(reference: Reference, region: Region) -> AttentionSteps:
     p = (scores.scores - lse.masked_fill(lse == -math.inf, 0)).exp()
     of_out = (dout * out).square().sum(-1, keepdim=True)
     of_p = (p * per_key(dout, scores.v)).square().sum(-1, keepdim=True)
-    return AttentionSteps(scores, lse, scores.of_rows(_row_sums(reference)), of_out + of_p, scores.slope)
-
-
-def _row_sums(reference: Reference) -> torch.Tensor:
-    """Return D = sum(do * o) of every row, (batch, heads, rows, 1)."""
-    dout = heads_first(reference.inputs.dout, reference.inputs.workload).double()
-    return (dout * reference.tensors["out"].value).sum(-1, keepdim=True)
+    row_sum = (dout * out).sum(-1, keepdim=True)
+    return AttentionSteps(scores, lse, row_sum, of_out + of_p, scores.slope)
