@@ -6,22 +6,27 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-from pytest_attn.backends.machine import versions_of
+from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
+from pytest_attn.backends.registry import Registry, tables
 from pytest_attn.models.capture_command import add_capture
-from pytest_attn.reports.commands import add_commands, run_command
+from pytest_attn.reports.files import write_atomically
+from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
+from pytest_attn.reports.lines import aligned, room
+from pytest_attn.reports.markdown import markdown_summary
+from pytest_attn.reports.merging import add_merge
+from pytest_attn.reports.ranking import rank
+from pytest_attn.reports.ranking_output import rank_summary
+from pytest_attn.reports.records import Record, read_records
+from pytest_attn.reports.terminal import listing
+from pytest_attn.session.devices import NoTorchError, require_torch
 from pytest_attn.version import __version__
-
-if TYPE_CHECKING:
-    from pytest_attn.backends.machine import Machine
+from pytest_attn.workloads.catalog import builtin_catalog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
-    from pytest_attn.backends.machine import machine_of, resolve_device
-    from pytest_attn.session.devices import NoTorchError, require_torch
-
     parser = _parser()
     given = parser.parse_args(arguments)
     if "run" in given:
@@ -62,17 +67,71 @@ def _parser() -> argparse.ArgumentParser:
 
 def _lines(machine: Machine, closing: str) -> Iterator[str]:
     """Yield versions, tables and the closing sentence."""
-    from pytest_attn.backends.registry import Registry, tables
-    from pytest_attn.reports.columns import aligned, room
-    from pytest_attn.reports.terminal import listing
-    from pytest_attn.workloads.catalog import builtin_catalog
-
     architecture = f", {machine.architecture}" if machine.capability else ""
     device = f"{machine.device}, {machine.name}{architecture}, {machine.memory / 2**30:,.0f} GiB"
     yield from aligned([*versions_of(machine).items(), ("device", device)])
     yield ""
     for text, _ in listing(tables(Registry(), builtin_catalog(), machine), closing, room(sys.stdout.isatty())):
         yield text
+
+
+# -- the commands that take .jsonl files ----------------------------------------------------------------------------------
+
+
+def add_commands(parser: argparse.ArgumentParser) -> Any:
+    """Declare the commands, and return where others are added; `run_command` runs the one that was given."""
+    commands = parser.add_subparsers(title="commands; the first four take .jsonl files of --attn-output", metavar="COMMAND")
+    for name, (run, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
+        command.set_defaults(run=run, error=command.error)
+        if run is _report:
+            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
+    add_merge(commands)
+    return commands
+
+
+def run_command(given: argparse.Namespace) -> int:
+    """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
+    try:
+        given.run(read_records(*given.files), given)
+    except BrokenPipeError:
+        raise
+    except FileNotFoundError as error:
+        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
+    except (OSError, ValueError) as error:
+        given.error(str(error))
+    except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
+        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-output write them?")
+    return 0
+
+
+def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
+    if missing := missing_libraries():
+        given.error(f"needs {' and '.join(missing)}; {INSTALL}")
+    if any(os.path.realpath(given.output) == os.path.realpath(path) for path in given.files):
+        given.error(f"{given.output} is one of the input files: refusing to overwrite it; choose another -o")
+    try:
+        write_atomically(given.output, report_page(records))
+    except OSError as error:
+        given.error(f"cannot write {given.output}: {error.strerror}")
+    print(f"written to {given.output}")
+
+
+def _rank(records: Sequence[Record], given: argparse.Namespace) -> None:
+    for text, _ in rank_summary(rank(records), verbose=False, width=room(sys.stdout.isatty())):
+        print(text)
+
+
+def _summary(records: Sequence[Record], given: argparse.Namespace) -> None:
+    print(markdown_summary(records), end="")
+
+
+_COMMANDS = {
+    "report": (_report, "Write the page that --attn-output=FILE.html writes."),
+    "rank": (_rank, "Print which backend is fastest and right, as --attn-rank does."),
+    "summary": (_summary, "Print the summary that --attn-output=FILE.md writes."),
+}
 
 
 def _run() -> int:

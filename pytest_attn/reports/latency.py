@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.columns import aligned, narrowed
-from pytest_attn.reports.lines import describe_ranks, duration, duration_in_column
+from pytest_attn.reports.lines import aligned, describe_ranks, duration, duration_in_column, narrowed
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, count
 from pytest_attn.reports.verdict import Cause, Tone, Verdict

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import read_line
-from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, read_runs
+from pytest_attn.reports.records import LAST_FAILED, Run, RunFacts, read_line, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
 #: pytest's exit codes after which all of a run's tests have run: passed, failed, none there

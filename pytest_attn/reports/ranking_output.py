@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_attn.backends.configured import options_of, split
-from pytest_attn.reports.columns import aligned
-from pytest_attn.reports.lines import duration_in_column
+from pytest_attn.reports.lines import aligned, duration_in_column
 from pytest_attn.reports.ranking import (
     ALPHA,
     BETWEEN_PROCESSES,

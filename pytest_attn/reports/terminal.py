@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pytest_attn.reports.columns import aligned
-from pytest_attn.reports.lines import duration
+from pytest_attn.reports.lines import aligned, duration
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.verdict import Tone, Verdict
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.reports.records import Record, RecordWriter
-from pytest_attn.reports.runs import LAST_FAILED, RunFacts, grouped, stable_id, to_run_line
+from pytest_attn.reports.records import LAST_FAILED, Record, RecordWriter, RunFacts, grouped, stable_id, to_run_line
 from pytest_attn.version import __version__
 
 if TYPE_CHECKING:

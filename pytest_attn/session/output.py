@@ -13,10 +13,9 @@ import pytest
 from pytest_attn.backends.configured import split
 from pytest_attn.backends.registry import tables
 from pytest_attn.reports import files
-from pytest_attn.reports.columns import room
-from pytest_attn.reports.github import workflow_commands
 from pytest_attn.reports.latency import is_notable, latency_summary
-from pytest_attn.reports.markdown import markdown_summary, support_page
+from pytest_attn.reports.lines import room
+from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, verdict_of

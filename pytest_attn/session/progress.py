@@ -13,7 +13,7 @@ from unicodedata import east_asian_width
 
 import pytest
 
-from pytest_attn.reports.columns import terminal_width
+from pytest_attn.reports.lines import terminal_width
 from pytest_attn.session.kinds import is_case
 
 #: how long something takes before it is worth a word, in seconds

@@ -3,8 +3,7 @@
 import itertools
 
 from fakes.records import run_of
-from pytest_attn.reports.records import changed, to_line
-from pytest_attn.reports.runs import grouped, to_run_line
+from pytest_attn.reports.records import changed, grouped, to_line, to_run_line
 from pytest_attn.version import __version__
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_attn import Pages, Workload
 from pytest_attn.backends.registry import Registry, capability_table
-from pytest_attn.reports.columns import aligned
+from pytest_attn.reports.lines import aligned
 
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))

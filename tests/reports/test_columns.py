@@ -4,7 +4,7 @@ import pytest
 
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry, tables
-from pytest_attn.reports.columns import aligned, narrowed, room
+from pytest_attn.reports.lines import aligned, narrowed, room
 from pytest_attn.workloads.catalog import builtin_catalog
 
 TABLE = [

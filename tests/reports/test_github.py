@@ -1,7 +1,6 @@
 """What GitHub Actions gets: annotations that cannot be broken out of, and a summary in Markdown."""
 
-from pytest_attn.reports.github import workflow_commands
-from pytest_attn.reports.markdown import markdown_summary
+from pytest_attn.reports.markdown import markdown_summary, workflow_commands
 from pytest_attn.reports.records import new_record
 
 MACHINE = {"name": "NVIDIA H200", "device": "cuda:0", "torch": "2.11.0"}

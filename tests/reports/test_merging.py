@@ -10,8 +10,7 @@ from fakes.runs import lines_of_run, write, write_runs
 from pytest_attn.__main__ import main
 from pytest_attn.reports.html.page import report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import changed, read_records, to_line
-from pytest_attn.reports.runs import grouped, stable_id
+from pytest_attn.reports.records import changed, grouped, read_records, stable_id, to_line
 
 COUNT = 8
 FILES = [f"part-{number}.jsonl" for number in range(1, COUNT + 1)]
