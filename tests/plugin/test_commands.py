@@ -57,7 +57,7 @@ def test_what_cannot_be_written_is_an_error_and_leaves_nothing(files, capsys):
 
 
 def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, monkeypatch):
-    monkeypatch.setattr("pytest_attn.reports.html.page.missing_libraries", lambda: ["altair"])
+    monkeypatch.setattr("pytest_attn.__main__.missing_libraries", lambda: ["altair"])
     with pytest.raises(SystemExit):
         main(["report", "one.jsonl"])
     assert 'needs altair; pip install "pytest-attn[report]"' in capsys.readouterr().err
