@@ -133,6 +133,10 @@ class Capabilities:
         return (" ".join(DTYPES[d].short for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
 
 
+#: the dtypes and sizes of attention that is written in torch's operations, or compiled for each
+ANY_SIZE = Capabilities(dtypes=("bfloat16", "float16", "float32"), head_dim=None, head_dim_step=1, v_head_dim=True)
+
+
 def refusals_without(features: Iterable[str], w: Workload, backward: bool = False) -> list[str]:
     """Return in which words an interface without these features refuses a workload that needs them."""
     needed = traits_of(w) | ({"backward"} if backward else set())

@@ -6,8 +6,12 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -58,3 +62,32 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def within(context: Callable[[], AbstractContextManager[object]], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return fn, called in a context in both directions: a library may patch torch for the backward pass, too."""
+    import torch
+
+    class Within(torch.autograd.Function):
+        """Keeps the graph of the call, to go through it in the context."""
+
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            ctx.leaves = [t.detach().requires_grad_() for t in tensors]
+            with torch.enable_grad(), context():
+                ctx.out = fn(*ctx.leaves)
+            out: torch.Tensor = ctx.out.detach()
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *douts: torch.Tensor) -> Any:
+            with context():
+                return torch.autograd.grad(ctx.out, ctx.leaves, douts[0], retain_graph=True, allow_unused=True)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            return Within.apply(q, k, v)  # type: ignore[no-untyped-call]
+        with context():
+            return fn(q, k, v)
+
+    return call

@@ -103,6 +103,17 @@ def refusal_of_build(error: Exception) -> str | None:
     return None if is_fault or not re.search(r"head|build|support|dtype|fp16", text) else text
 
 
+def refusal_of_trial(trial: Callable[[], object]) -> str | None:
+    """Call a library with little, and return what its build says it was made without; any other fault is raised."""
+    try:
+        trial()
+    except RuntimeError as error:
+        if (reason := refusal_of_build(error)) is None:
+            raise
+        return reason
+    return None
+
+
 def try_imports(libraries: Sequence[Library]) -> None:
     """Try several libraries at the same time, each in its child process, so that `broken_because` then answers at once."""
     untried = [one for one in libraries if one.missing_because() is None and one.module not in sys.modules]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -134,32 +133,3 @@ def heads_refusals(workload: Workload, ranks: int) -> list[str]:
     if workload.kv_heads % ranks:
         reasons.append(f"needs kv_heads that are a multiple of {ranks}, not {workload.kv_heads}")
     return reasons
-
-
-def within(context: Callable[[], AbstractContextManager[object]], fn: AttentionFn) -> AttentionFn:
-    """Return fn, called in a context in both directions: a library may patch torch for the backward pass, too."""
-    import torch
-
-    class Within(torch.autograd.Function):
-        """Keeps the graph of the call, to go through it in the context."""
-
-        @staticmethod
-        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-            ctx.leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-            with torch.enable_grad(), context():
-                ctx.out = fn(*ctx.leaves)
-            out: torch.Tensor = ctx.out.detach()
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *douts: torch.Tensor) -> Any:
-            with context():
-                return torch.autograd.grad(ctx.out, ctx.leaves, douts[0], retain_graph=True, allow_unused=True)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-            return Within.apply(q, k, v)  # type: ignore[no-untyped-call]
-        with context():
-            return fn(q, k, v)
-
-    return call

@@ -108,7 +108,7 @@ class Registry:
             base, _, variant = name.partition("+")
             backend = self._load(base)
             if variant:
-                backend = backend.variant(variant) or _varied(backend, variant)
+                backend = backend.variant(variant) or (Graphed(backend) if variant == "graph" else Compiled(backend, variant))
             self._loaded[name] = backend
         return self._loaded[name]
 
@@ -210,10 +210,6 @@ def _configured(backend: Backend, options: Options) -> Backend:
 
 def _has_configurations(backend: Backend) -> bool:
     return backend.tunable is None or bool(backend.tunable)
-
-
-def _varied(backend: Backend, variant: str) -> Backend:
-    return Graphed(backend) if variant == "graph" else Compiled(backend, variant)
 
 
 def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:

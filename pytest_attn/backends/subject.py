@@ -154,15 +154,11 @@ class Subject(ABC):
         with quiet(), current(machine.device):
             reasons = (
                 self.broken_because()
-                or self._quantized_refusals(workload)
+                or (self.capabilities or Capabilities()).quantized_refusals(workload)  # nobody else reads descales
                 or self.unsupported_because(workload, machine, backward)
                 or ()
             )
         return reasons if isinstance(reasons, str) else "; ".join(reasons) or None
-
-    def _quantized_refusals(self, workload: Workload) -> list[str]:
-        """Refuse quantized tensors unless the adapter says that it takes them: nobody else reads descales."""
-        return (self.capabilities or Capabilities()).quantized_refusals(workload)
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.judged import H200
 
 from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends import machine as machines
@@ -13,7 +14,6 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 CPU = machines.machine_of(torch.device("cpu"))
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 CAUSAL = Workload(48, heads=2, mask="causal")
 
 

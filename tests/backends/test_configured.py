@@ -8,17 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import LIBRARIES, put, uninstall
+from fakes.judged import H200, judged
 from judging import spec_of
 
 from pytest_attn import Machine, Neighborhood, Pages, Workload
 from pytest_attn.backends.configured import expanded, joined, label_of, options_of, split
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.correctness.spec import ReferenceCache
 
-CPU = torch.device("cpu")
 CPU_MACHINE = Machine("cpu", "CPU", None, "cpu", 16 << 30, 1, "2.13.0+cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
 
@@ -107,7 +106,7 @@ def test_a_configuration_is_a_backend_of_its_own(registry):
     assert registry["mine"].configuration == {}
     assert registry["mine@BLOCK=16+graph"].name == "mine@BLOCK=16+graph"
     assert "mine@BLOCK=32:warps=4" not in registry.names
-    assert judge(backend, CheckSpec(W, CPU), ReferenceCache()).passed
+    assert judged(backend, W).passed
     assert set(registry.seen) == {(32, 4)}
 
 

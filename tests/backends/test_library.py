@@ -5,13 +5,12 @@ import warnings
 
 import pytest
 from fakes import forget, install, uninstall
+from fakes.judged import H200
 
-from pytest_attn import Machine
 from pytest_attn.backends import library
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
 
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 TRY_IN_CHILD = library.try_in_child
 BROKEN = Library(("planted-broken",), "planted_broken.kernels", "pip install planted-broken")
 SOUND = Library(("planted-sound",), "planted_sound", "pip install planted-sound")

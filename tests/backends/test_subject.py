@@ -2,13 +2,14 @@
 
 import functools
 import warnings
+from typing import get_type_hints
 
 import pytest
 import torch
 
 from pytest_attn import Backend, KnownDefect, Machine, Pages, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.declaration import Declaration, Declared
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Subject, obstacle_of_any
@@ -232,3 +233,8 @@ def test_what_prepares_nothing_is_no_subject():
 
     with pytest.raises(TypeError, match="prepare"):
         Unfinished()
+
+
+def test_the_keywords_for_type_checkers_are_the_fields_of_a_declaration():
+    fields, keywords = get_type_hints(Declaration), get_type_hints(Declared)
+    assert list(fields.items()) == list(keywords.items())

@@ -4,17 +4,14 @@ import contextlib
 
 import pytest
 import torch
+from fakes.judged import H200, judged
 
 from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.variants import Compiled, Graphed, capturing, compilation_of, compile_kernel
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 W = Workload(32, heads=2, head_dim=32)
 
 
@@ -148,7 +145,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(graphs, monkeypatch):
 
 def test_a_graph_is_replayed_on_the_data_of_each_call(graphs):
     backend, _ = graphs
-    comparison = judge(Graphed(backend), CheckSpec(W, CPU), ReferenceCache())
+    comparison = judged(Graphed(backend), W)
     assert comparison.passed, describe(comparison)
     kernel = Graphed(backend).prepare(draw_inputs(W))
     first = kernel(*(torch.randn(1, 2, 32, 32) for _ in range(3)))
@@ -160,6 +157,6 @@ def test_a_graph_is_replayed_on_the_data_of_each_call(graphs):
 def test_a_replay_that_writes_nothing_shows_as_nan(graphs):
     backend, graph = graphs
     graph.replays = False
-    comparison = judge(Graphed(backend), CheckSpec(W, CPU), ReferenceCache())
+    comparison = judged(Graphed(backend), W)
     assert not comparison.passed
     assert "NaN" in describe(comparison)

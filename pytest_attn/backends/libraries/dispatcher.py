@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pytest_attn.backends.backend import Backend, LibraryBackend
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
@@ -21,7 +21,7 @@ COMPILABLE = ("compile", "max_autotune")
 def may_say(*words: str, masks: tuple[str, ...]) -> Capabilities:
     """Declare what a dispatched function may be told; dtypes and sizes are the matter of the kernel behind it."""
     features = frozenset(("scale", "grouped heads", *words))
-    return Capabilities(frozenset(masks), features, tuple(DTYPES), head_dim=None, head_dim_step=1, v_head_dim=True)
+    return replace(ANY_SIZE, masks=frozenset(masks), features=features, dtypes=tuple(DTYPES))
 
 
 #: what can be told with a mask as a tensor

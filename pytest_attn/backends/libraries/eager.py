@@ -8,7 +8,7 @@ import math
 import torch
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.capabilities import FEATURES, Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES
 from pytest_attn.backends.dense import alibi_bias, boolean_mask, index_tensors
 from pytest_attn.backends.layouts import ALL_QUANTIZED, is_key, on_values
 from pytest_attn.backends.machine import Machine
@@ -24,13 +24,10 @@ class Eager(Backend):
     name, precision = "eager", "eager"
     variants = ("compile", "max_autotune", "graph")
     needs = "any device"
-    capabilities = Capabilities(
+    capabilities = dataclasses.replace(
+        ANY_SIZE,
         masks=frozenset(("any",)),
         features=frozenset(FEATURES) - {"packed", "packed pages", "cached"},
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dim=None,
-        head_dim_step=1,
-        v_head_dim=True,
         quantized=ALL_QUANTIZED,
     )
 
@@ -112,13 +109,10 @@ class Int8Dynamic(Backend):
     name, precision = "int8_dynamic", "int8"
     is_approximate = True
     needs = "float64, so any device but MPS"
-    capabilities = Capabilities(
+    capabilities = dataclasses.replace(
+        ANY_SIZE,
         masks=frozenset(("any",)),
         features=frozenset(("scale", "grouped heads", "padded")),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dim=None,
-        head_dim_step=1,
-        v_head_dim=True,
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -37,7 +37,7 @@ from pytest_attn.backends.layouts import (
     sequence_boundaries,
     without_padding,
 )
-from pytest_attn.backends.library import Library, refusal_of_build
+from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import AttentionFn
@@ -52,6 +52,8 @@ from pytest_attn.workloads.workload import Workload
 FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
 #: what flash4, flex_flash and, where it is installed, te_flash run on
 FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
+#: the parameters that say where packed sequences end
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class FlashAttention(LibraryBackend):
@@ -69,14 +71,26 @@ class FlashAttention(LibraryBackend):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Choose the function that takes the workload's layout."""
         w = inputs.workload
-        if w.kv_pages and w.is_packed:
-            return self._packed_pages(inputs)
+        if w.kv_pages and w.is_packed:  # as flash-attn 2 takes them
+            ends = (inputs.cu_seqlens, ends_of(inputs.kv_lens), w.q_len, w.kv_len)
+            return self._varlen(inputs, ends, block_table=inputs.page_table)
         if w.kv_pages:
-            return self._paged(inputs)
+            name, lengths, table = self.paged_words
+            kernel = self._calling(name, inputs, **{lengths: inputs.kv_lens, table: inputs.page_table})
+            return lambda q, k, v: kernel(q.transpose(1, 2), k, v).transpose(1, 2)
         if w.is_packed or w.kv_lens is not None or w.documents:
-            return self._packed(inputs)
-        function, options = self.source.load().flash_attn_func, self.options(inputs)
-        return in_bshd(lambda q, k, v: without_lse(function(q, k, v, **options)))
+            packed, kernel_of = without_padding(inputs)
+            return kernel_of(as_packed(self._varlen(inputs, sequence_boundaries(packed)), packed.workload))
+        return in_bshd(self._calling("flash_attn_func", inputs))
+
+    def _varlen(self, inputs: Inputs, ends: Sequence[Any], **options: Any) -> AttentionFn:
+        return self._calling("flash_attn_varlen_func", inputs, **dict(zip(_LENGTHS, ends, strict=True)), **options)
+
+    def _calling(self, name: str, inputs: Inputs, **options: Any) -> AttentionFn:
+        """Return one of the library's functions, of q, k and v alone."""
+        function = getattr(self.source.load(), name)
+        options = {**self.options(inputs), **options}
+        return lambda q, k, v: without_lse(function(q, k, v, **options))
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """Return the arguments that all three functions take."""
@@ -92,34 +106,6 @@ class FlashAttention(LibraryBackend):
             "softcap": w.softcap or 0.0,
             **self.configuration,
         }
-
-    def _packed(self, inputs: Inputs) -> AttentionFn:
-        function, options = self.source.load().flash_attn_varlen_func, self.options(inputs)
-        inputs, kernel_of = without_padding(inputs)
-        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
-        options.update(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return without_lse(function(q, k, v, **options))
-
-        return kernel_of(as_packed(call, inputs.workload))
-
-    def _paged(self, inputs: Inputs) -> AttentionFn:
-        name, lengths, table = self.paged_words
-        function = getattr(self.source.load(), name)
-        options = {**self.options(inputs), lengths: inputs.kv_lens, table: inputs.page_table}
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return without_lse(function(q.transpose(1, 2), k, v, **options)).transpose(1, 2)
-
-        return call
-
-    def _packed_pages(self, inputs: Inputs) -> AttentionFn:
-        """Hand packed queries and the page table to flash_attn_varlen_func, as flash-attn 2 takes them."""
-        function, w = self.source.load().flash_attn_varlen_func, inputs.workload
-        options = {**self.options(inputs), "cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": ends_of(inputs.kv_lens)}
-        options.update(max_seqlen_q=w.q_len, max_seqlen_k=w.kv_len, block_table=inputs.page_table)
-        return lambda q, k, v: without_lse(function(q, k, v, **options))
 
 
 def without_lse(returned: Any) -> Any:
@@ -139,13 +125,7 @@ def refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     one = torch.zeros(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
-    try:
-        FLASH2.load().flash_attn_func(one, one, one)
-    except RuntimeError as error:
-        if (reason := refusal_of_build(error)) is None:
-            raise
-        return reason
-    return None
+    return refusal_of_trial(lambda: FLASH2.load().flash_attn_func(one, one, one))
 
 
 # -- flash-attn 2 ------------------------------------------------------------------------------------------------------------
@@ -281,9 +261,8 @@ class Flash3(FlashAttention):
         """Into how many parts the keys are split, and whether the query heads of a group share a tile; forward only."""
         if backward:
             return ()
-        splits: list[Options] = [{"num_splits": number} for number in (1, 2, 4, 8, 16, 32)]
         packings = (True, False) if workload.group > 1 else ()
-        return [*splits, *({"pack_gqa": packing} for packing in packings)]
+        return [*_SPLITS, *({"pack_gqa": packing} for packing in packings)]
 
     @property
     def source(self) -> Library:  # type: ignore[override]
@@ -451,7 +430,7 @@ class OverFlash2(RankBackend):
 
 _KNOWN = {"q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"}
 _ASKS_MORE = ("return_attn_probs", "return_lse", "return_softmax_lse")
-_OF_LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "min_seqlen_k"}
+_OF_LENGTHS = {*_LENGTHS, "min_seqlen_k"}
 _OF_CACHE = {"k_cache", "v_cache", "keys", "values", "cache_seqlens", "cache_batch_idx", "block_table", "page_table"}
 _TUNING = ("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved")
 _WITHOUT_EFFECT = frozenset((*_TUNING, "seqlen_k_per_split", "disable_scheduler_metadata", "gather_bwd_token_chunk"))
@@ -599,7 +578,6 @@ def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:
 # -- what there is -------------------------------------------------------------------------------------------------------
 
 _QKV, _KV = ("q", "k", "v"), ("k", "v")
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _USED = ("seqused_q", "seqused_k")
 _OPTIONS = (
     *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),

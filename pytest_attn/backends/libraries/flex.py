@@ -19,7 +19,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, needs_cuda
-from pytest_attn.backends.capabilities import FEATURES, Capabilities, refusals_without
+from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES, Capabilities, refusals_without
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.libraries.flash_attention import FLASH4
@@ -33,13 +33,10 @@ from pytest_attn.workloads.workload import Workload, is_interleaved, repeated
 #: Rows and keys of one block of a block mask.
 BLOCK = 128
 
-_ALL_BUT_PAGES = Capabilities(
+_ALL_BUT_PAGES = dataclasses.replace(
+    ANY_SIZE,
     masks=frozenset(("any",)),
     features=frozenset(FEATURES) - {"paged", "packed pages", "page layouts", "cached", "left-padded"},
-    dtypes=("bfloat16", "float16", "float32"),
-    head_dim=None,
-    head_dim_step=1,
-    v_head_dim=True,
 )
 #: More rows of one key head do not fit its tile: inductor finds "no choices" (seen with 256 and 508, torch 2.11).
 _MOST_DECODE_ROWS = 128
@@ -217,7 +214,7 @@ class FlexFlash(Flex):
         dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
         on_hopper = machine.capability is None or machine.capability < (10, 0)
         largest = max(workload.head_dim, workload.v_head_dim)
-        if on_hopper and largest > 128 and _has_block_mask(workload):
+        if on_hopper and largest > 128 and (workload.mask is not None or workload.kv_lens is not None):
             reasons.append(f"has blocks for masks up to head_dim 128 on sm90, not {dims}")
         if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
             reasons.append(f"GQA backward needs equal dims, not {dims}")
@@ -241,10 +238,6 @@ class FlexFlash(Flex):
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
         return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
-
-
-def _has_block_mask(w: Workload) -> bool:
-    return w.mask is not None or w.kv_lens is not None
 
 
 def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> AttentionFn:
@@ -315,9 +308,9 @@ def block_mask_of(inputs: Inputs, block_rows: int) -> Any:
     keys = inputs.k.shape[0] if w.is_packed else w.kv_len
     if inputs.sinks is not None:
         mask_mod, keys = _showing_the_sink(mask_mod, keys), keys + 1
-    per_batch = w.kv_lens is not None or not _is_structural(w)
+    per_batch = w.kv_lens is not None or not w.has_positional_mask
     batch = w.batch if per_batch and not w.is_packed else None
-    heads = None if _is_structural(w) else w.heads
+    heads = None if w.has_positional_mask else w.heads  # of positions alone: one block mask serves all
     rows = inputs.q.shape[0] if w.is_packed else w.q_len
     return create_block_mask(mask_mod, batch, heads, rows, keys, device=str(inputs.device), BLOCK_SIZE=(block_rows, BLOCK))
 
@@ -327,11 +320,6 @@ def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
         return (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
 
     return shown
-
-
-def _is_structural(w: Workload) -> bool:
-    """Whether the mask depends on positions only, not on batch and head, so that one block mask serves all."""
-    return w.has_positional_mask
 
 
 def _packed_mask(inputs: Inputs) -> MaskMod:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -21,7 +21,8 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
-from pytest_attn.backends.capabilities import Capabilities, refusals_without
+from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
+from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
     CUDNN_NAN_OF_ONE_TILE,
@@ -57,15 +58,12 @@ from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload, is_interleaved, repeated
 
 #: what SDPA's signature can say, with a mask as a tensor
-_MASK_TENSOR = Capabilities(
+_MASK_TENSOR = replace(
+    ANY_SIZE,
     masks=frozenset(("any",)),
     features=frozenset(
         ("bias", "alibi", "scale", "grouped heads", "padded", "backward", "interleaved heads", "ALiBi per batch entry")
     ),
-    dtypes=("bfloat16", "float16", "float32"),
-    head_dim=None,
-    head_dim_step=1,
-    v_head_dim=True,
 )
 
 
@@ -303,7 +301,7 @@ class SdpaFa3(LibraryBackend):
         """Activate around each call, and around its backward pass where there is one."""
         w = inputs.workload
         causal, scale, grouped = w.mask is not None, w.scale, w.group > 1
-        return _activating(self.implementation, _sdpa(causal, scale, grouped), backward)
+        return within(functools.partial(_activated, self.implementation), _sdpa(causal, scale, grouped))
 
 
 class SdpaFa4(SdpaFa3):
@@ -352,41 +350,6 @@ def _sdpa(causal: bool, scale: float | None, grouped: bool) -> AttentionFn:
     return call
 
 
-def _activating(implementation: str, attention: AttentionFn, backward: bool) -> AttentionFn:
-    """Activate around the forward pass, and again around the backward pass, which autograd runs after the call returned."""
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        with _activated(implementation):
-            return attention(q, k, v)
-
-    if not backward:
-        return forward
-
-    def gradients(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> Any:
-        with _activated(implementation):  # the graph is kept: a measured backward pass is repeated
-            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-    return _own_graph(forward, gradients)
-
-
-def _own_graph(forward: AttentionFn, gradients: Callable[..., Any]) -> AttentionFn:
-    """Return `forward` as one autograd node, whose backward pass is `gradients` over a graph of its own."""
-
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                ctx.leaves = [t.detach().requires_grad_() for t in tensors]
-                ctx.out = forward(*ctx.leaves)
-            return ctx.out.detach()  # type: ignore[no-any-return]
-
-        @staticmethod
-        def backward(ctx: Any, dout: torch.Tensor) -> Any:
-            return gradients(ctx.out, ctx.leaves, dout)
-
-    return lambda q, k, v: Node.apply(q, k, v)  # type: ignore[no-untyped-call]
-
-
 def _not_activated_because(implementation: str) -> str | None:
     try:
         with _activated(implementation):
@@ -399,7 +362,7 @@ def _not_activated_because(implementation: str) -> str | None:
 def _failure_of_one_token(implementation: str, device: str, backward: bool, head_dim: int, dtype: str) -> str | None:
     of = {"dtype": getattr(torch, dtype), "device": device, "requires_grad": backward}
     q, k, v = (torch.zeros(1, 1, 1, head_dim, **of) for _ in range(3))
-    kernel = _activating(implementation, _sdpa(causal=False, scale=None, grouped=False), backward)
+    kernel = within(functools.partial(_activated, implementation), _sdpa(causal=False, scale=None, grouped=False))
     try:
         out = kernel(q, k, v)
         if backward:
@@ -491,13 +454,10 @@ class KvCache(Backend):
     name = "kv_cache"
     precision = "sdpa"
     needs = "CPU, CUDA or XPU"
-    capabilities = Capabilities(
+    capabilities = replace(
+        ANY_SIZE,
         masks=frozenset(("bottom-right", "window")),
         features=frozenset(("scale", "grouped heads", "cached")),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dim=None,
-        head_dim_step=1,
-        v_head_dim=True,
     )
 
     def precision_on(self, kind: str) -> str:

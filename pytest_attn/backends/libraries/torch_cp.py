@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType, ModuleType
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
+from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
 from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, within
+from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variants import unlimited_recompiles
@@ -106,13 +108,10 @@ class TorchCpFlex(_OfTorch):
 
     name = "torch_cp_flex"
     needs = "torch >= 2.10, ranks; a GPU for gradients"
-    capabilities = Capabilities(
+    capabilities = replace(
+        ANY_SIZE,
         masks=frozenset(("any",)),
         features=frozenset(("scale", "grouped heads", "padded", "backward")),
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dim=None,
-        head_dim_step=1,
-        v_head_dim=True,
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -25,7 +25,7 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
 )
 from pytest_attn.backends.backend import LibraryBackend
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
 from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
@@ -38,7 +38,7 @@ from pytest_attn.backends.layouts import (
     without_padding,
 )
 from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler
-from pytest_attn.backends.library import Library, refusal_of_build
+from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
 from pytest_attn.backends.precision import Precision
@@ -345,14 +345,6 @@ def _goes_to_flash4(workload: Workload) -> bool:
     return FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
 
 
-def _causal_through_flash4(workload: Workload, machine: Machine) -> bool:
-    return _goes_to_flash4(workload) and bottom_right_window(workload) == (-1, 0)
-
-
-def _dq_through_flash4(workload: Workload, machine: Machine) -> bool:
-    return _goes_to_flash4(workload) and FLASH4_DQ.applies(workload, machine)
-
-
 class TeFlash(TransformerEngine):
     """flash-attn's kernels, of the version that Transformer Engine prefers among those installed."""
 
@@ -364,11 +356,13 @@ class TeFlash(TransformerEngine):
         KnownDefect(
             issue="seen on an H200 with transformer-engine 2.20.2 and flash-attn 4.0.0b36, no report found",
             summary="a causal mask goes to flash-attn 4 as a window (-1, 0), where -1 does not mean an open side: out is zero",
-            applies=_causal_through_flash4,
+            applies=lambda workload, machine: _goes_to_flash4(workload) and bottom_right_window(workload) == (-1, 0),
             tensors=("out", "dq", "dk", "dv"),
             shows=lambda comparison, workload: comparison.found == 0,
         ),
-        replace(FLASH4_DQ, applies=_dq_through_flash4),
+        replace(
+            FLASH4_DQ, applies=lambda workload, machine: _goes_to_flash4(workload) and FLASH4_DQ.applies(workload, machine)
+        ),
     )
 
     def refusal_in(self, error: Exception) -> str | None:
@@ -392,29 +386,22 @@ class TeFlash(TransformerEngine):
         return scores_bytes(workload, False) // workload.batch if workload.alibi else 0
 
 
-def _masked(workload: Workload, machine: Machine) -> bool:
-    return workload.mask is not None or workload.kv_lens is not None
-
-
 class TeUnfused(TransformerEngine):
     """Two matrix products with a softmax between, in the workload's dtype."""
 
     name, kernel, precision = "te_unfused", "UnfusedDotProductAttention", "eager"
     launches = ("softmax",)  # its own, or torch's for few rows
     needs = "CUDA, sm80 to sm121"
-    capabilities = Capabilities(
+    capabilities = replace(
+        ANY_SIZE,
         masks=_MASKS | {"any"},
         features=_FEATURES | {"softcap", "bias", "alibi", "sinks"},
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dim=None,
-        head_dim_step=1,
-        v_head_dim=True,
     )
     known_defects = (
         KnownDefect(
             issue="transformer_engine/pytorch/utils.py, attention_mask_func",
             summary="masked scores become -10000, which exceeds scores further below",
-            applies=_masked,
+            applies=lambda workload, machine: workload.mask is not None or workload.kv_lens is not None,
             tensors=("out", "dq", "dk", "dv"),
             inputs="large",
         ),
@@ -444,13 +431,7 @@ class TeUnfused(TransformerEngine):
 def _refused_by_build(token: Workload, device: str) -> str | None:
     """Try one token: flash-attn is often built for a few head dimensions, of which Transformer Engine knows nothing."""
     inputs = draw_inputs(token, device=device)
-    try:
-        TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v)
-    except RuntimeError as error:
-        if (reason := refusal_of_build(error)) is None:
-            raise
-        return reason
-    return None
+    return refusal_of_trial(lambda: TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v))
 
 
 # -- over ranks --------------------------------------------------------------------------------------------------------------

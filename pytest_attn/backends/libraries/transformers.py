@@ -75,10 +75,11 @@ class TransformersDispatch(Dispatcher):
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what the function's arguments cannot say, then what the kernel refuses."""
         if self._is_flash:
-            return _beyond_flash(workload) or super().native_refusals(_as_padded(workload), machine, backward)
+            padded = workload.replace(v_head_dim=workload.head_dim)  # as transformers hands values to FlashAttention
+            return _beyond_flash(workload) or super().native_refusals(padded, machine, backward)
         if self.dispatched == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
             return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
-        if self.dispatched == "eager" and _has_fully_masked_rows(workload):
+        if self.dispatched == "eager" and (sees_nothing(workload) or 0 in (workload.kv_lens or ())):
             return ["averages all values in rows that see no key"]
         if self.dispatched == "flex_attention":
             return _beyond_flex(workload, machine) or super().native_refusals(workload, machine, backward)
@@ -147,11 +148,6 @@ def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:
     return call
 
 
-def _as_padded(w: Workload) -> Workload:
-    """Return the workload that reaches FlashAttention: transformers pads values up to the head dimension of the keys."""
-    return w.replace(v_head_dim=w.head_dim)
-
-
 def _beyond_flash(w: Workload) -> list[str]:
     """Refuse what a sliding_window, a padding mask and padded values cannot say."""
     if w.v_head_dim > w.head_dim:
@@ -218,11 +214,6 @@ def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=inputs.q.dtype).masked_fill_(~mask, lowest)
     return mask.clamp(min=lowest)
-
-
-def _has_fully_masked_rows(w: Workload) -> bool:
-    """Whether a query sees no key at all: the first of a causal mask or window sees the least, without keys none does."""
-    return sees_nothing(w) or 0 in (w.kv_lens or ())
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------

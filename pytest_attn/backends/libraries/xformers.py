@@ -24,7 +24,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, visible_and_bias
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
-from pytest_attn.backends.library import Library, refusal_of_build
+from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.dtypes import element_bytes
@@ -175,13 +175,7 @@ def _refused_by_build(operator: Any, head_dim: int, v_head_dim: int, dtype: torc
     """Try an operator with one token: it does not know for which head dimensions flash-attn was built."""
     fmha = Xformers.source.load()
     q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype, device=device) for dim in (head_dim, v_head_dim))
-    try:
-        fmha.memory_efficient_attention(q, q, v, op=(operator, None))
-    except RuntimeError as error:
-        if (reason := refusal_of_build(error)) is None:
-            raise
-        return reason
-    return None
+    return refusal_of_trial(lambda: fmha.memory_efficient_attention(q, q, v, op=(operator, None)))
 
 
 def _one_line(text: str) -> str:
@@ -227,7 +221,7 @@ def mask_of(fmha: ModuleType, w: Workload, device: torch.device | str) -> Any:
     """Return the object that says the workload's mask; None where every key is visible."""
     masks, lengths = fmha.attn_bias, sequences_of(w)
     if lengths is not None:
-        return _blocks(masks.BlockDiagonalMask.from_seqlens(*lengths, device=_torch_device(device)), w)
+        return _blocks(masks.BlockDiagonalMask.from_seqlens(*lengths, device=torch.device(device)), w)
     band = w.band
     if band is None or band.is_open:
         return None
@@ -300,10 +294,6 @@ def empty_inputs(fmha: ModuleType, w: Workload, device: str) -> Any:
     else:
         bias = mask_of(fmha, w, device)
     return fmha.Inputs(query=q, key=k, value=v, attn_bias=bias, scale=w.scale)
-
-
-def _torch_device(device: torch.device | str) -> torch.device:
-    return torch.device(device)
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
@@ -105,7 +103,4 @@ def _calling(module: Any, w: Workload) -> AttentionFn:
     options: dict[str, Any] = {"softmax_scale": w.softmax_scale, "causal": causal, "softcap": w.softcap or 0.0}
     options["window_size"] = (-1, -1) if causal else window
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return module(q, k, v, **options)
-
-    return in_bshd(call)
+    return in_bshd(partial(module, **options))

@@ -5,17 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import HERE, install, uninstall
+from fakes.judged import H200, assert_passes, judged
 
-from pytest_attn import Document, Machine, Window, Workload
+from pytest_attn import Document, Window, Workload
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE
 from pytest_attn.backends.libraries import cudnn as adapter
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 FILES = {"cudnn/__init__.py": "cudnn.py"}
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
@@ -56,8 +52,7 @@ CLAIMED = [
 def test_it_says_the_workload_in_the_words_of_the_library(cudnn, workload):
     backend = cudnn()
     assert backend.unsupported_because(workload, H200, backward=True) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward=True)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_another_meaning_in_the_library_is_found(cudnn, said, instead, workload)
     source = (HERE / "cudnn.py").read_text()
     assert said in source
     backend = cudnn(**{"cudnn/__init__.py": source.replace(said, instead)})
-    assert not judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache()).passed
+    assert not judged(backend, workload, backward=True).passed
 
 
 def test_a_graph_is_built_once_per_layout_and_without_stats_for_inference(cudnn):

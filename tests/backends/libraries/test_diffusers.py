@@ -1,17 +1,12 @@
 import pytest
-import torch
 from fakes import HERE, LIBRARIES, source_of, uninstall
 from fakes import put as put_library
+from fakes.judged import CPU, H200, assert_passes, judged
 
-from pytest_attn import Document, Machine, Window, Workload
+from pytest_attn import Document, Window, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 FILES = LIBRARIES["diffusers"][0]
 FLASH = LIBRARIES["flash2"][0]
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
@@ -45,8 +40,7 @@ MASKED = [
 def test_torchs_kernels_take_every_mask(diffusers, name, workload):
     backend = diffusers(name)
     assert backend.obstacle(workload, machine_of(CPU), True) is None
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward=True)
 
 
 @pytest.mark.one_in(3)
@@ -54,13 +48,13 @@ def test_torchs_kernels_take_every_mask(diffusers, name, workload):
 def test_flex_takes_a_mask_tensor(diffusers, workload):
     backend = diffusers("flex")
     assert backend.obstacle(workload, machine_of(CPU), False) is None
-    assert judge(backend, CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert judged(backend, workload).passed
 
 
 @pytest.mark.parametrize("workload", [SQUARE, W.replace(mask="causal")], ids=lambda w: w.id)
 def test_flex_ignores_is_causal_and_that_is_known(diffusers, workload):
     backend = diffusers("flex")
-    comparison = judge(backend, CheckSpec(workload, CPU), ReferenceCache())
+    comparison = judged(backend, workload)
     assert not comparison.passed
     (defect,) = backend.known_defects
     assert defect.applies(workload, H200)
@@ -71,7 +65,7 @@ def test_flex_ignores_is_causal_and_that_is_known(diffusers, workload):
 def test_flex_that_heeds_is_causal_passes(diffusers):
     heeding = (HERE / "diffusers.py").read_text().replace("if attn_mask is None:", "if attn_mask is None and not is_causal:")
     backend = diffusers("flex", **{"diffusers/models/attention_dispatch.py": heeding})
-    assert judge(backend, CheckSpec(SQUARE, CPU), ReferenceCache()).passed
+    assert judged(backend, SQUARE).passed
 
 
 @pytest.mark.parametrize(
@@ -88,22 +82,21 @@ def test_flash_is_told_in_its_own_alignment(diffusers, name, workload):
     backend = diffusers(name, with_flash=True)
     assert backend.broken_because() is None
     assert backend.capabilities.refusals(workload, True) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward=True)
 
 
 @pytest.mark.parametrize("name", ["flash", "flash_varlen"])
 def test_another_alignment_behind_the_dispatcher_is_found(diffusers, name):
     wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
     backend = diffusers(name, with_flash=True, **{"flash_attn/flash_attn_interface.py": wrong})
-    assert not judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+    assert not judged(backend, W.replace(mask="causal-bottom-right")).passed
 
 
 @pytest.mark.parametrize("fault", ["scale=scale, enable_gqa", "scale=scale,\n        enable_gqa"])
 def test_an_argument_that_is_not_handed_on_is_found(diffusers, fault):
     wrong = (HERE / "diffusers.py").read_text().replace(fault, fault.replace("scale=scale", "scale=None"))
     backend = diffusers("flex" if "\n" not in fault else "native", **{"diffusers/models/attention_dispatch.py": wrong})
-    assert not judge(backend, CheckSpec(W.replace(scale=0.3), CPU), ReferenceCache()).passed
+    assert not judged(backend, W.replace(scale=0.3)).passed
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,7 @@ def test_the_active_backend_of_diffusers_comes_back(diffusers):
 
     backend = diffusers("flex")
     assert backend.broken_because() is None
-    judge(backend, CheckSpec(W, CPU), ReferenceCache())
+    judged(backend, W)
     dispatch = import_module("diffusers.models.attention_dispatch")
     assert dispatch._AttentionBackendRegistry._active_backend == "native"
 

@@ -1,17 +1,12 @@
 import pytest
-import torch
 from fakes import LIBRARIES, install, source_of, uninstall
 from fakes import put as put_library
+from fakes.judged import H200, assert_passes, judged
 
-from pytest_attn import Document, Machine, Pages, Window, Workload
+from pytest_attn import Document, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 FILES = LIBRARIES["flash2"][0]
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 DECODE = W.replace(q_len=3, mask="causal-bottom-right")
@@ -50,18 +45,17 @@ def flash2(monkeypatch, tmp_path):
 def test_it_says_the_workload_in_the_words_of_the_library(flash2, workload, backward):
     backend = flash2()
     assert backend.capabilities.refusals(workload, backward) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward)
 
 
 def test_decoding_appends_to_the_librarys_cache(flash2):
     flash2()
-    assert judge(Registry()["flash2_kvcache"], CheckSpec(DECODE, CPU), ReferenceCache()).passed
+    assert judged(Registry()["flash2_kvcache"], DECODE).passed
 
 
 def test_the_library_appends_new_keys_to_a_cached_prefix(flash2):
     flash2()
-    assert judge(Registry()["flash2_kvcache"], CheckSpec(CACHED, CPU), ReferenceCache()).passed
+    assert judged(Registry()["flash2_kvcache"], CACHED).passed
 
 
 def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
@@ -72,13 +66,13 @@ def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
     with pytest.raises(
         ContractError, match="of v_cache, where the new key 31 of batch entry 0 belongs, holds that of the new"
     ):
-        judge(Registry()["flash2_kvcache"], CheckSpec(CACHED, CPU), ReferenceCache())
+        judged(Registry()["flash2_kvcache"], CACHED)
 
 
 def test_another_alignment_in_the_library_is_found(flash2):
     wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
     backend = flash2(**{"flash_attn/flash_attn_interface.py": wrong})
-    assert not judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+    assert not judged(backend, W.replace(mask="causal-bottom-right")).passed
 
 
 @pytest.mark.parametrize(

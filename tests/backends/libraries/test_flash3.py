@@ -1,6 +1,6 @@
 import pytest
-import torch
 from fakes import install, source_of, uninstall
+from fakes.judged import CPU, H200, assert_passes, judged
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.libraries.flash_attention import _refused_by_build
@@ -8,13 +8,9 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 
-CPU = torch.device("cpu")
 HERE_MACHINE = machine_of(CPU)
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 NEW, OLD = "flash_attn_3/flash_attn_interface.py", "flash_attn_interface.py"
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
@@ -38,10 +34,6 @@ def faulty(old, new):
     return source.replace(old, new)
 
 
-def judged(backend, workload, backward=False):
-    return judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
-
-
 @pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
 @pytest.mark.parametrize(
     ("workload", "backward"),
@@ -61,8 +53,7 @@ def judged(backend, workload, backward=False):
 def test_it_says_the_workload_in_the_words_of_either_generation(flash3, generation, workload, backward):
     backend = flash3(generation)
     assert backend.unsupported_because(workload, HERE_MACHINE, backward) == []
-    comparison = judged(backend, workload, backward)
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward)
 
 
 @pytest.mark.parametrize(("path", "module"), [(NEW, "flash_attn_3.flash_attn_interface"), (OLD, "flash_attn_interface")])

@@ -1,17 +1,10 @@
 import pytest
-import torch
 from fakes import install, source_of, uninstall
+from fakes.judged import A100, B200, H200, assert_passes, judged
 
 from pytest_attn import Document, Machine, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-A100 = Machine("cuda:0", "NVIDIA A100", (8, 0), "sm80", 80 << 30, 1, "2.11.0+cu130")
-B200 = Machine("cuda:0", "NVIDIA B200", (10, 0), "sm100", 180 << 30, 1, "2.11.0+cu130")
 RTX = Machine("cuda:0", "NVIDIA RTX PRO 6000", (12, 0), "sm120", 96 << 30, 1, "2.11.0+cu130")
 PATH = "flash_attn/cute/__init__.py"
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
@@ -25,10 +18,6 @@ def flash4(monkeypatch, tmp_path):
 
     yield put
     uninstall([PATH])
-
-
-def judged(backend, workload, backward=False):
-    return judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
 
 
 @pytest.mark.parametrize(
@@ -50,8 +39,7 @@ def judged(backend, workload, backward=False):
 def test_it_says_the_workload_in_the_words_of_the_library(flash4, workload, backward):
     backend = flash4()
     assert backend.unsupported_because(workload, H200, backward) == []
-    comparison = judged(backend, workload, backward)
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward)
 
 
 @pytest.mark.parametrize(

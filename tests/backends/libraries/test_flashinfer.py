@@ -1,21 +1,14 @@
 import shutil
-from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 from fakes import HERE, install, uninstall
+from fakes.judged import A100, H200, HOST, assert_passes, judged
 
-from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Pages, Window, Workload
+from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-HOST = replace(H200, device="cpu")
-A100 = Machine("cuda:0", "NVIDIA A100", (8, 0), "sm80", 80 << 30, 1, "2.11.0+cu130")
 COMPILER = "def get_cuda_path():\n    return '/usr/local/cuda'\n"
 WORDS = "Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"
 NO_COMPILER = f"def get_cuda_path():\n    raise RuntimeError({WORDS!r})\n"
@@ -89,8 +82,7 @@ ONLY_FA2 = [
 def test_it_says_the_workload_in_the_words_of_the_library(flashinfer, template, workload):
     backend = flashinfer(template)
     assert backend.unsupported_because(workload, HOST) == []
-    comparison = judge(backend, CheckSpec(workload, CPU), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def test_another_meaning_in_the_library_is_found(flashinfer, said, instead, work
     source = (HERE / "flashinfer.py").read_text()
     assert said in source
     backend = flashinfer("fa2", **{"flashinfer/__init__.py": source.replace(said, instead)})
-    assert not judge(backend, CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert not judged(backend, workload).passed
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@ import dataclasses
 import pytest
 import torch
 from fakes import install, uninstall
+from fakes.judged import H200
 
-from pytest_attn import Machine, Pages, Window, Workload, draw_inputs
+from pytest_attn import Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.libraries import flex
 from pytest_attn.backends.libraries.flex import block_mask_of
 from pytest_attn.backends.registry import Registry
 
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 B200 = dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0), architecture="sm100")
 PATH = "flash_attn/cute/__init__.py"
 W = Workload(48, 80, heads=4, kv_heads=2, head_dim=64)

@@ -1,18 +1,13 @@
 import json
 
 import pytest
-import torch
 from fakes import install, source_of, uninstall
+from fakes.judged import CPU, H200, assert_passes, judged
 
-from pytest_attn import Document, Machine, Pages, Window, Workload
+from pytest_attn import Document, Pages, Window, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 FILES = {"kernels/__init__.py": "kernels.py"}
 METADATA = {
     "id": "_me_flash",
@@ -69,21 +64,20 @@ def test_it_speaks_the_signature_that_it_finds(hub, source, precision, workload,
     backend = hub(source)
     assert backend.obstacle(workload, machine_of(CPU), backward) is None
     assert backend.precision_on("cuda") == precision
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward)
 
 
 def test_a_kernel_with_packed_sequences_only_serves_dense_ones(hub):
     backend = hub(f"{FLASH2}del flash_attn_func\n")
     assert backend.obstacle(W, machine_of(CPU), False) is None
-    assert judge(backend, CheckSpec(W.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+    assert judged(backend, W.replace(mask="causal-bottom-right")).passed
 
 
 @pytest.mark.parametrize("source", [FLASH2, FLASH4], ids=["flash2", "flash4"])
 @pytest.mark.parametrize("workload", [W, W.replace(kv_lens=(80, 51))], ids=["dense", "packed"])
 def test_another_alignment_in_the_kernel_is_found(hub, source, workload):
     backend = hub(source.replace('"bottom-right" if causal', '"top-left" if causal'))
-    assert not judge(backend, CheckSpec(workload.replace(mask="causal-bottom-right"), CPU), ReferenceCache()).passed
+    assert not judged(backend, workload.replace(mask="causal-bottom-right")).passed
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@ import types
 
 import pytest
 import torch
+from fakes.judged import judged
 
 import pytest_attn
 from pytest_attn import Machine, Pages, Window, Workload
 from pytest_attn.backends.libraries import eager
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
-CPU = torch.device("cpu")
 THIS_CPU = Machine("cpu", "CPU", None, "cpu", 8 << 30, 0, "2.11.0")
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 
@@ -50,7 +48,7 @@ def test_it_is_exact_attention_on_what_int8_leaves(workload, distribution):
     backend = Registry()["int8_dynamic"]
     assert backend.unavailable_because(THIS_CPU) is None
     assert backend.unsupported_because(workload, THIS_CPU) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, inputs=(distribution,)), ReferenceCache())
+    comparison = judged(backend, workload, inputs=(distribution,))
     assert comparison.passed, describe(comparison)
     assert comparison.is_approximate
     assert comparison.worst.excess < 0.75
@@ -71,7 +69,7 @@ def test_it_is_exact_attention_on_what_int8_leaves(workload, distribution):
 )
 def test_a_fault_after_or_in_the_quantization_is_found(text, replacement):
     workload = Workload(128, heads=2)
-    assert not judge(faulty(text, replacement), CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert not judged(faulty(text, replacement), workload).passed
 
 
 @pytest.mark.parametrize("dim", [-1, -2])

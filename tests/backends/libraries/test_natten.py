@@ -2,19 +2,13 @@ import math
 from importlib import import_module
 
 import pytest
-import torch
 from fakes import HERE, install, uninstall
+from fakes.judged import HOST, assert_passes, judged
 
 from pytest_attn import Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-#: its backend looks at the device of the tensors that it is asked about
-H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 FILES = {"natten/functional.py": "natten.py", "natten/backends.py": "natten_backends.py"}
 LIBNATTEN = {"natten/libnatten.py": "'a shared library in fact'"}
 
@@ -50,9 +44,8 @@ CLAIMED = [
 @pytest.mark.parametrize("workload", CLAIMED, ids=lambda workload: workload.id)
 def test_it_says_the_workload_in_the_words_of_the_library(natten, workload):
     backend = natten()
-    assert backend.unsupported_because(workload, H200, backward=True) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert backend.unsupported_because(workload, HOST, backward=True) == []
+    assert_passes(backend, workload, backward=True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +63,7 @@ def test_another_meaning_in_the_library_is_found(natten, said, instead, workload
     source = (HERE / "natten.py").read_text()
     assert said in source
     backend = natten(**{"natten/functional.py": source.replace(said, instead)})
-    assert not judge(backend, CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert not judged(backend, workload).passed
 
 
 def test_the_version_says_whether_it_has_kernels_of_its_own(natten):
@@ -99,7 +92,7 @@ def test_with_libnatten_it_needs_no_room_for_scores(natten):
     ids=lambda value: value.id if isinstance(value, Workload) else "",
 )
 def test_it_refuses_what_the_library_has_no_words_for(natten, workload, reason):
-    assert natten().unsupported_because(workload, H200) == [reason]
+    assert natten().unsupported_because(workload, HOST) == [reason]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +107,13 @@ def test_it_refuses_in_the_words_of_every_kernel(natten, workload, operation, la
     kernels = [
         f"Can't run {name} {operation}; NATTEN was not built with libnatten." for name in ("Blackwell", "Hopper", "CUTLASS")
     ]
-    assert natten().unsupported_because(workload, H200) == [*kernels, last]
+    assert natten().unsupported_because(workload, HOST) == [*kernels, last]
 
 
 def test_one_kernel_that_can_run_is_enough(natten):
     source = (HERE / "natten_backends.py").read_text()
     able = source + "\n\ndef can_run_cutlass_fna(query, key, value, raise_error=False):\n    return True\n"
-    assert natten(**{"natten/backends.py": able}).unsupported_because(layout(30, kernel=(3,), head_dim=24), H200) == []
+    assert natten(**{"natten/backends.py": able}).unsupported_because(layout(30, kernel=(3,), head_dim=24), HOST) == []
 
 
 def test_a_kernel_that_the_build_lacks_is_refused_in_its_own_words(natten):
@@ -128,5 +121,5 @@ def test_a_kernel_that_the_build_lacks_is_refused_in_its_own_words(natten):
     source = (HERE / "natten.py").read_text() + f"\n\ndef na1d(*_, **__):\n    raise RuntimeError({words!r})\n"
     backend = natten(**{"natten/functional.py": source})
     with pytest.raises(RefusedError, match="Hopper FNA-2D forward kernel dispatch failed! invalid causal mask"):
-        judge(backend, CheckSpec(CLAIMED[0], CPU), ReferenceCache())
+        judged(backend, CLAIMED[0])
     assert backend.refusal_in(RuntimeError("CUDA error: an illegal memory access")) is None

@@ -8,9 +8,10 @@ import torch
 
 from pytest_attn import Machine, Window, Workload
 from pytest_attn.backends.builtin import BUILTIN, OVER_RANKS
+from pytest_attn.backends.contexts import within
 from pytest_attn.backends.libraries import flash_attention
 from pytest_attn.backends.library import Library
-from pytest_attn.backends.over_ranks import Place, within
+from pytest_attn.backends.over_ranks import Place
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding

@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 from fakes import LIBRARIES, put, uninstall
+from fakes.judged import CPU, HOST
 from fakes.masks import checkered
 
-from pytest_attn import BooleanMask, Causal, Document, Machine, Neighborhood, Window, Workload, draw_inputs
+from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.dense import boolean_mask, dense
 from pytest_attn.backends.libraries.flashinfer import _options
 from pytest_attn.backends.registry import Registry
@@ -16,8 +17,6 @@ from pytest_attn.models.exact import exact_attention
 from pytest_attn.models.interception import intercept_attention
 from pytest_attn.models.recognition import to_inputs
 
-CPU = torch.device("cpu")
-H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # libraries are asked on the CPU
 W = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=64)
 SQUARE = W.replace(kv_len=24)
 PACKED = Workload(q_lens=(30, 7, 20), heads=2, head_dim=64)
@@ -158,9 +157,9 @@ def test_what_a_backend_makes_of_a_workload_is_read_back_as_that_workload(instal
     backend = installed(name)
     assert backend.broken_because() is None
     model = as_a_model_calls(backend, monkeypatch)
-    taken = [w for w in WORKLOADS if not backend.unsupported_because(w, H200) and (w.cached or name != "flash2_kvcache")]
+    taken = [w for w in WORKLOADS if not backend.unsupported_because(w, HOST) and (w.cached or name != "flash2_kvcache")]
     if name == "diffusers:flex":  # which ignores is_causal
-        taken = [w for w in taken if not backend.known_defects[-1].applies(w, H200)]
+        taken = [w for w in taken if not backend.known_defects[-1].applies(w, HOST)]
     if name == "flashinfer_fa3":
         taken = [w.replace(batch=1) for w in taken if w.kv_lens is None and not w.documents]
     print(f"{name}: {len(taken)} workloads")

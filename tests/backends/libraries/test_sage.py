@@ -1,19 +1,14 @@
 import pytest
 import torch
 from fakes import HERE, install, uninstall
+from fakes.judged import A100, B200, H200, judged
 
-from pytest_attn import Machine, Pages, Window, Workload
+from pytest_attn import Pages, Window, Workload
 from pytest_attn.backends.libraries import sage
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-A100 = Machine("cuda:0", "NVIDIA A100", (8, 0), "sm80", 80 << 30, 1, "2.11.0+cu130")
-B200 = Machine("cuda:0", "NVIDIA B200", (10, 0), "sm100", 180 << 30, 1, "2.11.0+cu130")
 W = Workload(130, 192, batch=2, heads=4, kv_heads=2)
 SQUARE = Workload(200, heads=4, kv_heads=2, mask="causal")
 PADDED = Workload(130, 200, heads=2)
@@ -30,8 +25,8 @@ def installed(monkeypatch, tmp_path):
     uninstall({"sageattention/__init__.py": ""})
 
 
-def judged(backend, workload, *distributions):
-    return judge(backend, CheckSpec(workload, CPU, inputs=distributions or ("structured", "flat")), ReferenceCache())
+def judged_on_all(backend, workload):
+    return judged(backend, workload, inputs=("structured", "flat", "outlier", "peaky", "large"))
 
 
 def values_pass(comparison):
@@ -55,7 +50,7 @@ def test_version_1_computes_exact_attention_on_its_int8_values_and_changes_k(ins
     backend = installed("1.0.6")["sage"]
     assert backend.unavailable_because(H200) is None
     assert backend.unsupported_because(workload, H200) == []
-    comparison = judged(backend, workload, "structured", "flat", "outlier", "peaky", "large")
+    comparison = judged_on_all(backend, workload)
     assert values_pass(comparison), describe(comparison)
     assert comparison.changed == ("k",)
     in_place, padding = backend.known_defects
@@ -130,7 +125,7 @@ def test_version_2_stays_within_the_error_of_its_steps(installed, name, workload
     backend = installed("2.2.0")[name]
     assert backend.unavailable_because(H200) is None
     assert backend.unsupported_because(workload, H200) == []
-    comparison = judged(backend, workload, "structured", "flat", "outlier", "peaky", "large")
+    comparison = judged_on_all(backend, workload)
     assert comparison.passed, describe(comparison)
     assert comparison.is_approximate
     assert not any(defect.applies(workload, H200) for defect in backend.known_defects)

@@ -4,19 +4,15 @@ import pytest
 import torch
 from fakes import install, uninstall
 from fakes.attention import attention
+from fakes.judged import CPU, H200, assert_passes, judged
 from torch.nn import attention as torch_attention
 
-from pytest_attn import Machine, Window, Workload, draw_inputs
+from pytest_attn import Window, Workload, draw_inputs
 from pytest_attn.backends.libraries.sdpa import _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
 HERE_MACHINE = dataclasses.replace(machine_of(CPU), torch_version="2.11.0+cu130")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 PATHS = {"sdpa_fa3": ("flash_attn_interface.py", "flash-attn-3"), "sdpa_fa4": ("flash_attn/cute/interface.py", "flash-attn-4")}
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 SQUARE = W.replace(kv_len=48, mask="causal")
@@ -97,15 +93,14 @@ def test_forward_and_backward_go_through_the_hook(hooked, name, workload):
     backend = hooked(name, hook)
     assert backend.broken_because() is None
     assert backend.unsupported_because(workload, HERE_MACHINE, backward=True) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=True), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert_passes(backend, workload, backward=True)
     assert {"forward", "backward"} <= set(hook.asked)
 
 
 @pytest.mark.parametrize(("planted", "wrong"), [({"forward": 1.05}, "out"), ({"backward": 1.05}, "dq")])
 def test_a_fault_behind_the_hook_is_found(hooked, planted, wrong):
     backend = hooked("sdpa_fa4", Hook(**planted))
-    comparison = judge(backend, CheckSpec(SQUARE, CPU, backward=True), ReferenceCache())
+    comparison = judged(backend, SQUARE, backward=True)
     assert wrong in {t.name for t in comparison.tensors if not t.passed}
 
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 from fakes import HERE, LIBRARIES, install, uninstall
 from fakes import put as put_library
+from fakes.judged import HOST, assert_passes, judged
 from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 
-CPU = torch.device("cpu")
-H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # its selection asked on the CPU
 PACKAGE = "transformer_engine/pytorch/attention/dot_product_attention"
 DPA, UTILS = f"{PACKAGE}/dot_product_attention.py", f"{PACKAGE}/utils.py"
 FILES = LIBRARIES["transformer_engine"][0]
@@ -89,9 +85,8 @@ CLAIMED = [
 )
 def test_it_says_the_workload_in_the_words_of_the_library(put, name, workload, backward):
     backend = put(name)
-    assert backend.unsupported_because(workload, H200, backward) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert backend.unsupported_because(workload, HOST, backward) == []
+    assert_passes(backend, workload, backward)
     ran = sys.modules[f"{MODULE}.dot_product_attention"].RAN
     assert ran[-1] == (name.removeprefix("te_"), backward)
 
@@ -130,13 +125,13 @@ FULLY_MASKED = "gives queries that see no key other results than zeros"
     ],
 )
 def test_it_refuses_in_the_words_of_the_selection(put, name, workload, reasons):
-    assert put(name).unsupported_because(workload, H200) == reasons
+    assert put(name).unsupported_because(workload, HOST) == reasons
 
 
 def test_what_cudnn_says_against_it_is_the_refusal(put):
     told = "CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed\\n  CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
     source = (HERE / "te_utils.py").read_text().replace('FUSED_REASON = ""\n', f'FUSED_REASON = "{told}"\n')
-    assert put("te_fused", **{UTILS: source}).unsupported_because(W, H200) == [
+    assert put("te_fused", **{UTILS: source}).unsupported_because(W, HOST) == [
         "Disabling FusedAttention: CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
     ]
 
@@ -146,16 +141,16 @@ def test_what_a_flash_attn_was_built_without_is_a_refusal(put):
     check = f"    if q.shape[-1] not in (64, 128):\n        raise RuntimeError({told!r})\n"
     source = (HERE / "te_dpa.py").read_text().replace("def _check_build(q):\n    pass\n", f"def _check_build(q):\n{check}")
     backend = put("te_flash", **{DPA: source})
-    assert backend.unsupported_because(W.replace(head_dim=40), H200) == [told]
-    assert backend.unsupported_because(W.replace(head_dim=64), H200) == []
+    assert backend.unsupported_because(W.replace(head_dim=40), HOST) == [told]
+    assert backend.unsupported_because(W.replace(head_dim=64), HOST) == []
 
 
 def test_a_release_without_an_option_refuses_what_needs_it(put):
     source = (HERE / "te_dpa.py").read_text()
     source = source.replace("        softcap=0.0,\n", "").replace("softcap, softmax_type\n", "0.0, softmax_type\n")
     backend = put("te_flash", **{DPA: source})
-    assert backend.unsupported_because(W.replace(softcap=3.0), H200) == ["this release has no softcap"]
-    assert backend.unsupported_because(W, H200) == []
+    assert backend.unsupported_because(W.replace(softcap=3.0), HOST) == ["this release has no softcap"]
+    assert backend.unsupported_because(W, HOST) == []
 
 
 @pytest.mark.parametrize(
@@ -176,13 +171,13 @@ def test_another_meaning_in_the_library_is_found(put, name, right, wrong, worklo
     source = (HERE / "te_dpa.py").read_text()
     assert right in source
     backend = put(name, **{DPA: source.replace(right, wrong)})
-    assert not judge(backend, CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert not judged(backend, workload).passed
 
 
 def test_cudnn_is_given_the_memory_that_its_layout_names(put, monkeypatch):
     backend = put("te_fused")
     monkeypatch.setattr(type(backend), "as_taken", lambda self, *tensors: tensors)
-    assert not judge(backend, CheckSpec(W, CPU), ReferenceCache()).passed
+    assert not judged(backend, W).passed
 
 
 def test_each_kernel_runs_whatever_ran_before_and_leaves_no_trace(put, monkeypatch, capfd):
@@ -230,11 +225,11 @@ def test_causal_masks_through_flash_attn_4_are_a_known_defect(put, monkeypatch):
     defect, of_dq = put("te_flash").known_defects
     causal = W.replace(mask="causal-bottom-right")
     monkeypatch.setattr("pytest_attn.backends.libraries.transformer_engine.FLASH4", Library(("absent",), "absent", ""))
-    assert not defect.applies(causal, H200), "flash-attn 2 takes -1 for an open side"
+    assert not defect.applies(causal, HOST), "flash-attn 2 takes -1 for an open side"
     monkeypatch.setattr("pytest_attn.backends.libraries.transformer_engine.FLASH4", Library(("torch",), "torch", ""))
-    assert defect.applies(causal, H200)
-    assert defect.applies(SQUARE.replace(mask=Document((13, 11), causal=True)), H200)
+    assert defect.applies(causal, HOST)
+    assert defect.applies(SQUARE.replace(mask=Document((13, 11), causal=True)), HOST)
     for other in (W, W.replace(mask=Window(9, 0)), causal.replace(softcap=3.0), causal.replace(alibi=True)):
-        assert not defect.applies(other, H200), other.id
-    assert of_dq.applies(W.replace(head_dim=8), H200)
-    assert not of_dq.applies(W.replace(head_dim=8, softcap=3.0), H200), "flash-attn 4 is not taken there"
+        assert not defect.applies(other, HOST), other.id
+    assert of_dq.applies(W.replace(head_dim=8), HOST)
+    assert not of_dq.applies(W.replace(head_dim=8, softcap=3.0), HOST), "flash-attn 4 is not taken there"

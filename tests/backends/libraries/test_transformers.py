@@ -1,17 +1,13 @@
 import pytest
-import torch
 from fakes import HERE, LIBRARIES, install, source_of, uninstall
 from fakes import put as put_library
+from fakes.judged import CPU, H200, judged
 
-from pytest_attn import Document, Machine, Window, Workload
+from pytest_attn import Document, Window, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.masks import interval
 
-CPU = torch.device("cpu")
-H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 MODELING = "transformers/modeling_utils.py"
 FILES = LIBRARIES["transformers"][0]
 FLASH = LIBRARIES["flash2"][0]
@@ -33,7 +29,7 @@ def transformers(monkeypatch, tmp_path):
 
 
 def passes(backend, workload, backward=False):
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
+    comparison = judged(backend, workload, backward)
     return comparison.passed
 
 
@@ -186,7 +182,7 @@ def test_eager_refuses_a_sequence_without_keys_under_any_mask():
 def test_padded_keys_do_drop_queries(transformers):
     """The refusal's ground: with as many queries as keys, transformers takes both to be padded."""
     padded = SQUARE.replace(kv_lens=(48, 33))
-    comparison = judge(transformers("flash_attention_2"), CheckSpec(padded, CPU), ReferenceCache())
+    comparison = judged(transformers("flash_attention_2"), padded)
     assert not comparison.passed
 
 

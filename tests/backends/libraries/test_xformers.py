@@ -1,18 +1,13 @@
 import pytest
-import torch
 from fakes import HERE, LIBRARIES, uninstall
 from fakes import put as put_library
+from fakes.judged import HOST, assert_passes, judged
 from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Document, Machine, Neighborhood, Window, Workload
 from pytest_attn.backends.libraries.xformers import XformersCutlass
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
-CPU = torch.device("cpu")
-H200 = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")  # its operators asked on the CPU
 FILES = LIBRARIES["xformers"][0]
 FMHA, MASKS = "xformers/ops/fmha/__init__.py", "xformers/ops/fmha/attn_bias.py"
 W = Workload(41, 75, batch=2, heads=4, head_dim=32)
@@ -76,9 +71,8 @@ CLAIMED = [
 )
 def test_it_says_the_workload_in_the_words_of_the_library(put, name, workload, backward):
     backend = put(name)
-    assert backend.unsupported_because(workload, H200, backward) == []
-    comparison = judge(backend, CheckSpec(workload, CPU, backward=backward), ReferenceCache())
-    assert comparison.passed, describe(comparison)
+    assert backend.unsupported_because(workload, HOST, backward) == []
+    assert_passes(backend, workload, backward)
 
 
 LOCAL = "attn_bias type is <class 'xformers.ops.fmha.attn_bias.LocalAttentionFromBottomRightMask'>"
@@ -126,7 +120,7 @@ LOCAL = "attn_bias type is <class 'xformers.ops.fmha.attn_bias.LocalAttentionFro
     ],
 )
 def test_it_refuses_in_the_words_of_the_operators(put, name, workload, backward, reasons):
-    assert put(name).unsupported_because(workload, H200, backward) == reasons
+    assert put(name).unsupported_because(workload, HOST, backward) == reasons
 
 
 def test_what_a_flash_attn_was_built_without_is_a_refusal(put):
@@ -134,9 +128,9 @@ def test_what_a_flash_attn_was_built_without_is_a_refusal(put):
     source = (HERE / "xformers_fmha.py").read_text()
     check = f"    if operator is flash.FwOp and query.shape[-1] not in (64, 128):\n        raise RuntimeError({told!r})\n"
     backend = put("xformers", **{FMHA: source.replace("    pass\n", check)})
-    assert backend.unsupported_because(W, H200) == [f"fa2F@2.8.3: {told}"]
-    assert backend.unsupported_because(W.replace(head_dim=64), H200) == []
-    assert backend.unsupported_because(W.replace(dtype="fp32"), H200) == []  # CUTLASS's
+    assert backend.unsupported_because(W, HOST) == [f"fa2F@2.8.3: {told}"]
+    assert backend.unsupported_because(W.replace(head_dim=64), HOST) == []
+    assert backend.unsupported_because(W.replace(dtype="fp32"), HOST) == []  # CUTLASS's
 
 
 @pytest.mark.parametrize(
@@ -160,7 +154,7 @@ def test_another_meaning_in_the_library_is_found(put, file, right, wrong, worklo
     source = (HERE / FILES[file]).read_text()
     assert right in source
     backend = put("xformers", **{file: source.replace(right, wrong or right.replace("False", "True"))})
-    assert not judge(backend, CheckSpec(workload, CPU), ReferenceCache()).passed
+    assert not judged(backend, workload).passed
 
 
 def test_an_extension_that_does_not_load_is_reported_in_the_librarys_own_words(put):
@@ -189,7 +183,7 @@ def test_cutlass_ends_at_sm90(put):
 
 def test_gradients_of_fully_masked_rows_are_a_known_defect_of_cutlass():
     defect, *_ = XformersCutlass.known_defects
-    assert defect.applies(Workload(257, 129, mask="causal-bottom-right"), H200)
-    assert defect.applies(Workload(q_lens=(9, 4), kv_lens=(3, 4), mask="causal-bottom-right"), H200)
-    assert not defect.applies(Workload(129, 257, mask="causal-bottom-right"), H200)
-    assert not defect.applies(Workload(257, 129), H200)
+    assert defect.applies(Workload(257, 129, mask="causal-bottom-right"), HOST)
+    assert defect.applies(Workload(q_lens=(9, 4), kv_lens=(3, 4), mask="causal-bottom-right"), HOST)
+    assert not defect.applies(Workload(129, 257, mask="causal-bottom-right"), HOST)
+    assert not defect.applies(Workload(257, 129), HOST)
