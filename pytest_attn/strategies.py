@@ -16,7 +16,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -96,9 +96,11 @@ def workloads(
 
     cached=True draws a cached prefix. Raises ValueError for what is unknown, or where nothing legal is left.
     """
-    refuse_unknown("layouts", layouts, LAYOUT_KINDS)
-    refuse_unknown("features", features, FEATURES)
-    refuse_unknown("fixed values", fixed, FIXED)
+    named = (("layouts", layouts, LAYOUT_KINDS), ("features", features, FEATURES), ("fixed values", fixed, FIXED))
+    for what, names, known in named:
+        for name in names:
+            if name not in known:
+                raise ValueError(f"workloads(): unknown {what} {name!r}; known: {', '.join(known)}")
     dims = tuple(dim if isinstance(dim, tuple) else (dim, dim) for dim in head_dims)
     require_counts("head_dims", [dim for pair in dims for dim in pair])
     require_counts("page_sizes", [pages.size if isinstance(pages, Pages) else pages for pages in page_sizes])
@@ -169,13 +171,6 @@ def is_possible(feature: str, fixed: Mapping[str, object], dims: Sequence[tuple[
     if feature == "grouped heads":
         return max_heads > 1
     return feature not in fixed
-
-
-def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise ValueError for a name that is not known."""
-    for name in given:
-        if name not in known:
-            raise ValueError(f"workloads(): unknown {what} {name!r}; known: {', '.join(known)}")
 
 
 def require_counts(name: str, values: Sequence[int]) -> None:

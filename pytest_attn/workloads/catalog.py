@@ -104,7 +104,8 @@ class Catalog:
         found = [
             entry.workload
             for entry in self
-            if name in ("all", entry.group, entry.workload.name, entry.workload.id) or _matches(name, entry)
+            if name in ("all", entry.group, entry.workload.name, entry.workload.id)
+            or ("*" in name and fnmatch.fnmatchcase(entry.workload.id, name))
         ]
         if not found:
             groups = ", ".join(dict.fromkeys(entry.group for entry in self))
@@ -113,24 +114,17 @@ class Catalog:
         return found
 
 
-def _matches(pattern: str, entry: Entry) -> bool:
-    return "*" in pattern and fnmatch.fnmatchcase(entry.workload.id, pattern)
-
-
 def builtin_catalog() -> Catalog:
     """Return a new catalog with every built-in workload."""
     catalog = Catalog()
-    for group in (*small_workloads(), *model_workloads(), *long_workloads()):
+    models = (_images_and_video, _language_models, _encoders, _neighborhoods, _masks_and_scores, _decoding)
+    groups = (group for groups in (_small, *models, _long) for group in groups())
+    for group in groups:
         for workload in group.workloads:
-            catalog.add(workload, group.name, group.source, _alias(workload, group.name), group.on_request)
+            # the name that Flux's benchmark has for it
+            alias = f"cuda_attn_{str(workload.name).removeprefix('flux-')}_bfloat16" if group.name == "flux" else None
+            catalog.add(workload, group.name, group.source, alias, group.on_request)
     return catalog
-
-
-def _alias(workload: Workload, group: str) -> str | None:
-    """Return the name that Flux's benchmark has for a workload."""
-    if group != "flux" or workload.name is None:
-        return None
-    return f"cuda_attn_{workload.name.removeprefix('flux-')}_bfloat16"
 
 
 # -- ours: small problems at the places where kernels break -------------------------------------------------------------------
@@ -153,13 +147,8 @@ def _diagonal_blocks(batch: int, heads: int, q_len: int, kv_len: int, device: to
     return (rows == torch.arange(kv_len, device=device)[None, :] // 32)[None, None]
 
 
-def small_workloads() -> Iterator[Group]:
-    """Yield the groups, in the order of the catalog."""
-    yield from (_smoke(), _edges(), _features())
-
-
-def _smoke() -> Group:
-    return Group(
+def _small() -> Iterator[Group]:
+    yield Group(
         "smoke",
         "ours: seconds on two CPU cores",
         [
@@ -175,10 +164,7 @@ def _smoke() -> Group:
             W(64, heads=2, head_dim=32, softcap=5.0, mask="causal", name="smoke-softcap"),
         ],
     )
-
-
-def _edges() -> Group:
-    return Group(
+    yield Group(
         "edges",
         "ours: tile edges, tails, unequal lengths, odd groups and head dimensions",
         [
@@ -200,10 +186,8 @@ def _edges() -> Group:
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
         ],
     )
-
-
-def _features() -> Group:
-    return Group(
+    br = partial(W, heads=4, kv_heads=2, mask="causal-bottom-right")
+    yield Group(
         "features",
         "ours: every option of a workload, small, alone and with others",
         [
@@ -214,13 +198,7 @@ def _features() -> Group:
             W(130, batch=2, heads=4, head_dim=32, bias="bhqk", softcap=5.0, name="features-bias-softcap"),
             W(100, heads=2, head_dim=32, v_head_dim=48, scale=0.3, name="features-scale-dv48"),
             W(100, heads=2, head_dim=48, v_head_dim=32, mask=Document((30, 50, 20), causal=True), name="features-documents"),
-            W(
-                96,
-                heads=2,
-                head_dim=32,
-                mask=Neighborhood((8, 12), (3, 5), causal=(True, False)),
-                name="features-neighborhood",
-            ),
+            W(96, heads=2, head_dim=32, mask=Neighborhood((8, 12), (3, 5), 1, 1, (True, False)), name="features-neighborhood"),
             W(100, 40, heads=2, head_dim=32, mask="causal-bottom-right", name="features-blind-rows"),
             W(130, batch=2, heads=2, head_dim=32, mask="causal", name="features-batch"),
             W(8, heads=8, head_dim=32, name="features-square"),
@@ -231,38 +209,11 @@ def _features() -> Group:
             W(90, heads=2, head_dim=32, bias="hqk", softcap=4.0, bias_before_softcap=True, name="features-bias-first"),
             W(heads=4, head_dim=64, q_lens=(200, 70, 40), name="features-packed"),
             W(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 70, 40), kv_lens=(70, 20, 30), name="features-packed-cross"),
-            W(
-                heads=4,
-                kv_heads=2,
-                head_dim=32,
-                q_lens=(10, 0, 70, 33),
-                kv_lens=(70, 20, 5, 90),
-                mask="causal-bottom-right",
-                name="features-packed-br",
-            ),
+            br(head_dim=32, q_lens=(10, 0, 70, 33), kv_lens=(70, 20, 5, 90), name="features-packed-br"),
             W(1, 100, batch=3, heads=4, kv_heads=2, kv_pages=Pages(16), kv_lens=(100, 90, 33), name="features-paged"),
-            W(
-                3,
-                100,
-                batch=3,
-                heads=4,
-                kv_heads=2,
-                kv_pages=Pages(16),
-                kv_lens=(100, 0, 33),
-                mask="causal-bottom-right",
-                name="features-paged-br",
-            ),
-            W(
-                heads=4,
-                kv_heads=2,
-                head_dim=64,
-                q_lens=(5, 1, 17),
-                kv_lens=(64, 33, 17),
-                kv_pages=Pages(16),
-                mask="causal-bottom-right",
-                name="features-packed-pages",
-            ),
-            W(16, cached=48, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right", name="features-cached"),
+            br(3, 100, batch=3, kv_pages=Pages(16), kv_lens=(100, 0, 33), name="features-paged-br"),
+            br(q_lens=(5, 1, 17), kv_lens=(64, 33, 17), kv_pages=Pages(16), name="features-packed-pages"),
+            br(16, cached=48, batch=2, head_dim=32, name="features-cached"),
             W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
         ],
     )
@@ -277,16 +228,6 @@ def _relative_position(score: torch.Tensor, _b: object, _h: object, q: torch.Ten
 
 def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return (kv <= q) | (kv < 64)
-
-
-def model_workloads() -> Iterator[Group]:
-    """Yield the groups, in the order of the catalog."""
-    yield from _images_and_video()
-    yield from _language_models()
-    yield from _encoders()
-    yield from _neighborhoods()
-    yield from _masks_and_scores()
-    yield from _decoding()
 
 
 def _images_and_video() -> Iterator[Group]:
@@ -480,23 +421,19 @@ def _decoding() -> Iterator[Group]:
 LONG_GROUPS = {"long-64k": 1 << 16, "long-256k": 1 << 18, "long-1m": 1 << 20}
 
 
-def long_workloads() -> Iterator[Group]:
-    """Yield the groups; each is asked for by name only."""
+def _long() -> Iterator[Group]:
+    of = partial(W, head_dim=128)
     for name, tokens in LONG_GROUPS.items():
-        yield Group(name, f"ours: {tokens:,} tokens on one GPU, asked for by name", _of(name, tokens), on_request=True)
+        workloads = [
+            of(tokens, heads=8, mask="causal", name=f"{name}-causal"),
+            of(tokens, heads=8, mask=Window(4095, 0), name=f"{name}-window"),
+            of(tokens, heads=32, kv_heads=8, mask="causal", name=f"{name}-gqa"),
+            of(tokens + 37, heads=2, mask="causal", name=f"{name}-tail"),
+            of(1, tokens, heads=32, kv_heads=8, mask="causal-bottom-right", name=f"{name}-decode"),
+        ]
+        yield Group(name, f"ours: {tokens:,} tokens on one GPU, asked for by name", workloads, on_request=True)
 
 
 def is_for_gpu(workload: Workload) -> bool:
     """Whether a workload is of one of these groups."""
     return (workload.name or "").rpartition("-")[0] in LONG_GROUPS
-
-
-def _of(name: str, tokens: int) -> list[Workload]:
-    of = partial(Workload, head_dim=128)
-    return [
-        of(tokens, heads=8, mask="causal", name=f"{name}-causal"),
-        of(tokens, heads=8, mask=Window(4095, 0), name=f"{name}-window"),
-        of(tokens, heads=32, kv_heads=8, mask="causal", name=f"{name}-gqa"),
-        of(tokens + 37, heads=2, mask="causal", name=f"{name}-tail"),
-        of(1, tokens, heads=32, kv_heads=8, mask="causal-bottom-right", name=f"{name}-decode"),
-    ]

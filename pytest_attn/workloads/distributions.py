@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_attn.workloads.masks import interval, intervals
+from pytest_attn.workloads.masks import intervals
 from pytest_attn.workloads.positions import borders, far_positions, is_long, sampled_positions
 from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths
 
@@ -110,16 +110,16 @@ def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     """Point every second query at one key, so that seeing that key, or not, changes the row beyond any rounding."""
     import torch
 
-    q_start = k_start = 0
+    mask, q_start, k_start = w.plain_mask, 0, 0
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
         lane = 0 if w.is_packed else batch
         if is_long(q_len, kv_len) and not w.is_packed:
             _plant_long(w, q[lane, :, :q_len], k[lane, :, :kv_len])
-            continue
-        rows = torch.arange(0, q_len, 2)
-        targets = torch.tensor([_needle_target(w, int(row), q_len, kv_len) for row in rows])
-        rows, targets = rows[targets >= 0], targets[targets >= 0]
-        if len(rows):
+        elif q_len and kv_len:
+            rows = torch.arange(0, q_len, 2)
+            tells_intervals = mask is None or mask.has_intervals
+            span = intervals(mask, rows, q_len, kv_len) if tells_intervals else None
+            targets = edge_targets(rows, span, q_len, kv_len)
             keys = k[lane, :, (targets + k_start).to(k.device)][key_heads(w)].double()
             height = math.log(kv_len + 1) + 1  # gives the needle most of the row's weight
             aimed = keys * (height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
@@ -146,18 +146,22 @@ def _plant_long(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
         q[:, rows] = torch.where(targets[..., None] >= 0, aimed.add_(own.double(), alpha=0.25).to(q.dtype), own)
 
 
-def _needle_target(w: Workload, row: int, q_len: int, kv_len: int) -> int:
-    """Choose the key that this row's query points at, -1 for none: a different edge of the mask for each kind of row."""
-    if kv_len == 0:
-        return -1
-    span = interval(w.plain_mask, row, q_len, kv_len)
-    diagonal = min(max(row + kv_len - q_len, 0), kv_len - 1)
+def edge_targets(rows: Tensor, span: tuple[Tensor, Tensor] | None, q_len: int, kv_len: int) -> Tensor:
+    """Choose the key that each row's query points at: a different edge of the mask for each kind of row.
+
+    rows, returned: (n,). span: the first and one past the last key that each row sees; None for a mask that tells none.
+    """
+    import torch
+
+    diagonal = (rows + kv_len - q_len).clamp(0, kv_len - 1)
+    last = torch.full_like(rows, kv_len - 1)
     if span is None:
-        return (diagonal, kv_len - 1, 0, (row * 7919) % kv_len)[row // 2 % 4]
-    first, end = span
-    edges = (diagonal, end - 1, first, end, first - 1, kv_len - 1)
-    target = edges[row // 2 % len(edges)]
-    return target if 0 <= target < kv_len else diagonal
+        edges = torch.stack((diagonal, last, torch.zeros_like(rows), rows * 7919 % kv_len))
+    else:
+        first, end = span
+        edges = torch.stack((diagonal, end - 1, first, end, first - 1, last))
+    chosen = edges.gather(0, (rows // 2 % len(edges))[None])[0]
+    return torch.where((chosen >= 0) & (chosen < kv_len), chosen, diagonal)
 
 
 _DRAWN_BY: dict[str, Callable[..., QKV]] = {
@@ -205,25 +209,13 @@ class LongNeedles:
         import torch
 
         first, end = intervals(self.mask, rows, self.q_len, self.kv_len)
-        plain = self._edges(rows, first, end).expand(self.heads, -1)
+        edges = edge_targets(rows, (first, end), self.q_len, self.kv_len)
+        plain = torch.where(rows % 2 == 0, edges, -1).expand(self.heads, -1)  # even rows, as in short sequences
         at = torch.searchsorted(self.looked_at, rows).clamp(max=len(self.looked_at) - 1)
         is_looked_at = (self.looked_at[at] == rows) & (end > first)
         aimed = self._few(rows) if self.q_len <= _FEW_ROWS else self._at_borders(rows, at, first, end)
         is_seen = is_looked_at & (aimed >= first) & (aimed < end)
         return torch.where(is_seen, aimed, plain)
-
-    def _edges(self, rows: Tensor, first: Tensor, end: Tensor) -> Tensor:
-        """Return an edge of the mask for even rows, as `distributions` has them for short sequences."""
-        import torch
-
-        diagonal = self._diagonal(rows)
-        choices = torch.stack((diagonal, end - 1, first, end, first - 1, torch.full_like(rows, self.kv_len - 1)))
-        chosen = choices.gather(0, (rows // 2 % len(choices))[None])[0]
-        chosen = torch.where((chosen >= 0) & (chosen < self.kv_len), chosen, diagonal)
-        return torch.where(rows % 2 == 0, chosen, -1)
-
-    def _diagonal(self, rows: Tensor) -> Tensor:
-        return (rows + self.kv_len - self.q_len).clamp(0, self.kv_len - 1)
 
     def _few(self, rows: Tensor) -> Tensor:
         """Return both ends of as many equal parts of the keys as there are pairs of (row, head)."""
@@ -245,12 +237,13 @@ class LongNeedles:
         mixed = (at * 7919 + head * 104_729 + 13).remainder(1 << 20)
         low = torch.searchsorted(self.borders, first)
         high = torch.searchsorted(self.borders, end) - 1  # the last border that is seen
-        here = torch.searchsorted(self.borders, self._diagonal(rows), right=True) - 1
+        diagonal = (rows + self.kv_len - self.q_len).clamp(0, self.kv_len - 1)
+        here = torch.searchsorted(self.borders, diagonal, right=True) - 1
         seen = (high - low + 1).clamp(min=1)
         nearest = (here.minimum(high) - head % 2).maximum(low)
         near = high - mixed % seen.clamp(max=_NEAR)
         anywhere = low + mixed % seen
-        is_border = self.borders[here.clamp(min=0)] == self._diagonal(rows)
+        is_border = self.borders[here.clamp(min=0)] == diagonal
         kind = torch.where(is_border, 1, (at + head) % 4)
         index = torch.where(kind == 1, nearest, torch.where(kind == 2, near, anywhere))
         aimed = self.borders[index.clamp(0, len(self.borders) - 1)]

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
-from pytest_attn import Document, Window, Workload, draw_inputs
+from pytest_attn import Window, Workload, draw_inputs
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
@@ -20,7 +20,7 @@ from pytest_attn.correctness.judge import compare_all, judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads import distributions, positions
 from pytest_attn.workloads.catalog import LONG_GROUPS, builtin_catalog
-from pytest_attn.workloads.distributions import LongNeedles, _needle_target
+from pytest_attn.workloads.distributions import LongNeedles, edge_targets
 from pytest_attn.workloads.masks import interval, intervals, visible_pairs
 
 CPU = torch.device("cpu")
@@ -126,12 +126,11 @@ def test_short_workloads_have_the_needles_that_they_had():
     assert all(
         not positions.has_long_sequences(w) for g in ("smoke", "edges", "features") for w in builtin_catalog().select(g)
     )
-    for mask in ("causal", "causal-bottom-right", None, Window(5, 7), Document((10, 20, 10), causal=True)):
-        w = Workload(40, heads=2, mask=mask)
-        rows = torch.arange(0, 40, 2)
-        long = LongNeedles(w, 40, 40)
-        edges = long._edges(rows, *intervals(w.plain_mask, rows, 40, 40))
-        assert edges.tolist() == [_needle_target(w, int(row), 40, 40) for row in rows]
+    rows = torch.arange(0, 12, 2)
+    for mask, edges in (("causal", [0, 2, 0, 7, 8, 39]), (None, [0, 39, 0, 6, 8, 39]), (Window(5, 7), [0, 9, 0, 14, 2, 39])):
+        span = intervals(Workload(40, mask=mask).plain_mask, rows, 40, 40)
+        assert edge_targets(rows, span, 40, 40).tolist() == edges
+    assert edge_targets(rows, None, 40, 40).tolist() == [0, 39, 0, 6 * 7919 % 40, 8, 39]
 
 
 @pytest.mark.parametrize(
