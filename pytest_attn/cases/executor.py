@@ -44,8 +44,8 @@ class Executor:
     is_expendable = False
     #: whether calls there have a time limit of their own
     has_deadline = False
-    #: why a saved failure cannot name the callable of a test; "" where it can
-    unnamed_because = ""
+    #: why a saved failure cannot name the callable of a test; None where it can
+    unnamed_because: str | None = None
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
@@ -60,9 +60,9 @@ class Executor:
         """How many processes compute the case together."""
         return self.sharding.ranks
 
-    def skip_reason(self) -> str:
-        """Say why nothing can run there, "" where it can."""
-        return ""
+    def skip_reason(self) -> str | None:
+        """Say why nothing can run there, None where it can."""
+        return None
 
     def asked(self, subject: Subject | None) -> Subject | None:
         """Return what is asked whether it takes the case there."""
@@ -103,7 +103,7 @@ class OnRanks(Executor):
         self._device, self._machine = session.machines.device(device), session.machines.machine(device)
         self._pool: Pool | None = None
 
-    def skip_reason(self) -> str:
+    def skip_reason(self) -> str | None:
         """Say that this device, torch or machine has no ranks, or that the workload cannot be split so."""
         device = self._device
         if device.type not in ("cpu", "cuda"):

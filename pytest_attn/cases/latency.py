@@ -250,8 +250,8 @@ class LatencyMode(ABC):
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
         """Return the mode of a run; None where that is another one."""
 
-    def untimed_because(self, device: torch.device) -> str:
-        """Say why nothing is timed here; "" where it is."""
+    def untimed_because(self, device: torch.device) -> str | None:
+        """Say why nothing is timed here; None where it is."""
         if reason := self.session.kernels.untimed_because:
             return reason
         if self.session.settings.latency == "off":

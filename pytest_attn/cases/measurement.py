@@ -50,10 +50,10 @@ class TimingPlace:
         del key, kind
         return ""
 
-    def untimed_because(self, device: torch.device, session: AttentionSession) -> str:
-        """Say why nothing can be timed there, "" where it can."""
+    def untimed_because(self, device: torch.device, session: AttentionSession) -> str | None:
+        """Say why nothing can be timed there, None where it can."""
         del device, session
-        return ""
+        return None
 
     def devices(self, device: torch.device) -> list[torch.device]:
         """Return what is timed on, and must be free meanwhile."""
@@ -144,8 +144,8 @@ class Measurement:
         return name_for_processes(self.item)
 
     @property
-    def untimed_because(self) -> str:
-        """Why it cannot be timed for a reason of its own, "" where it can."""
+    def untimed_because(self) -> str | None:
+        """Why it cannot be timed for a reason of its own, None where it can."""
         return self.place.untimed_because(self.spec.device, self.session)
 
     # -- how it is judged ----------------------------------------------------------------------------------------------
@@ -284,11 +284,11 @@ class TimedOnRanks(TimingPlace):
         ranks = count(self._ranks, "rank")
         return f" | {ranks}, {self._shard}, {topology_of(kind, self._ranks)}" if key else f", on {ranks}"
 
-    def untimed_because(self, device: torch.device, session: AttentionSession) -> str:
+    def untimed_because(self, device: torch.device, session: AttentionSession) -> str | None:
         """Say that ranks share a GPU, where they do: each waits for the kernels of the others."""
         there = session.machines.machine(str(device)).device_count
         is_shared = device.type == "cuda" and there < self._ranks
-        return f"{self._ranks} ranks share {count(there, 'GPU')}" if is_shared else ""
+        return f"{self._ranks} ranks share {count(there, 'GPU')}" if is_shared else None
 
     def devices(self, device: torch.device) -> list[torch.device]:
         """Return each rank's own."""

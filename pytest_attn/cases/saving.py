@@ -49,7 +49,7 @@ from pytest_attn.session.session import AttentionSession
 class FailureSaver:
     """Saves the failure of one judgment in a folder.
 
-    subject: None where only its output is known. unnamed_because: why the script cannot name the callable, "" where it can.
+    subject: None where only its output is known. unnamed_because: why the script cannot name the callable, None where it can.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FailureSaver:
         spec: CheckSpec,
         subject: Subject | None,
         command: str,
-        unnamed_because: str = "",
+        unnamed_because: str | None = None,
     ) -> None:
         self._unnamed_because = unnamed_because
         self.folder, self._session, self._item = folder, session, item

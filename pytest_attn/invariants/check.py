@@ -58,16 +58,15 @@ def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[st
             lost = f"not run: this process has no CUDA any more since {invariant.name} was ({said})"
 
 
-def lost_because(device: torch.device) -> str:
-    """Return what CUDA says where this process cannot use it any more, "" where it can."""
+def lost_because(device: torch.device) -> str | None:
+    """Return what CUDA says where this process cannot use it any more, None where it can."""
     if device.type != "cuda":
-        return ""
-
+        return None
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    return ""
+    return None
 
 
 def _find(invariant: Invariant, probe: Probe) -> Finding:

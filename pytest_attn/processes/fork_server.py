@@ -282,13 +282,13 @@ def _tried() -> str:
     return unwatched or obstacle_to_fork()
 
 
-def _unwatched_because(process: int) -> str:
-    """Say why this system does not let a process be watched, "" where it does."""
+def _unwatched_because(process: int) -> str | None:
+    """Say why this system does not let a process be watched, None where it does."""
     try:
         os.close(os.pidfd_open(process))
     except (AttributeError, OSError) as error:
         return f"processes cannot be watched: {error}"
-    return ""
+    return None
 
 
 def obstacle_to_fork() -> str:

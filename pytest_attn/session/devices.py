@@ -178,17 +178,17 @@ def _visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]  # through NVML: no context
 
 
-def untimed_because(gpu_per_worker: bool, device: torch.device) -> str:
-    """Say why this process must not time: others work on the same device at the same time; "" where it may."""
+def untimed_because(gpu_per_worker: bool, device: torch.device) -> str | None:
+    """Say why this process must not time: others work on the same device at the same time; None where it may."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if "PYTEST_XDIST_WORKER" not in os.environ or workers == 1:
-        return ""
+        return None
     if device.type != "cuda":
         return f"{workers} workers share the {device.type}; latencies need -n 0"
     if not gpu_per_worker:
         return f"{workers} workers share a GPU; latencies need -n 0, or --attn-gpu-per-worker with as many GPUs"
     sharers = int(os.environ.get(_SHARERS, "1"))
-    return f"{sharers} workers share a GPU; latencies need at most as many workers as GPUs" if sharers > 1 else ""
+    return f"{sharers} workers share a GPU; latencies need at most as many workers as GPUs" if sharers > 1 else None
 
 
 @contextmanager
@@ -226,15 +226,15 @@ _SHARES_GPUS = (2, 30)
 _HAVE_NCCL = (None, "libtorch_cuda.so", "libnccl.so.2")
 
 
-def too_few_gpus_because(ranks: int, machine: Machine) -> str:
-    """Say that there are fewer GPUs than ranks, and which NCCL lets ranks share one; "" where there are enough, or it does."""
+def too_few_gpus_because(ranks: int, machine: Machine) -> str | None:
+    """Say that there are fewer GPUs than ranks, and which NCCL lets ranks share one; None where enough, or where it does."""
     if machine.kind != "cuda" or machine.device_count >= ranks:
-        return ""
+        return None
     import torch
 
     found, short = loaded_nccl(), f"needs {ranks} GPUs, this machine has {machine.device_count}"
     if found >= _SHARES_GPUS:
-        return ""
+        return None
     if torch.version.hip:
         return short
     there = f"NCCL {'.'.join(map(str, found))} is loaded" if found else "no NCCL is loaded"

@@ -108,8 +108,8 @@ Target = Callable[..., Any] | Backend | str
 class SelectedKernels:
     """The kernels that tests hand over, and the selected backends where a test takes one."""
 
-    #: why nothing is timed, "" where it is
-    untimed_because = ""
+    #: why nothing is timed, None where it is
+    untimed_because: str | None = None
     #: whether the kernels are those that the tests name, whose failures are kept and whose launches are asserted
     are_tested = True
 
@@ -164,10 +164,10 @@ class SelectedKernels:
         del own
         return spec.subject(self.registrations.registry, target, name, within, dequantized)
 
-    def skipped_because(self, test: str, name: str) -> str:
-        """Say why a case need not run any more, "" where it must."""
+    def skipped_because(self, test: str, name: str) -> str | None:
+        """Say why a case need not run any more, None where it must."""
         del test, name
-        return ""
+        return None
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Turn the report of a case into what it means in this run."""
@@ -224,9 +224,9 @@ class Mutants(SelectedKernels):
         """Return the faulty kernel, whatever the test handed over."""
         return own or super().subject(target, name, spec, own, within, dequantized)
 
-    def skipped_because(self, test: str, name: str) -> str:
+    def skipped_because(self, test: str, name: str) -> str | None:
         """Say that the same test has killed a mutant on another workload."""
-        return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else ""
+        return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else None
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Make a killed mutant a passed test, and note its fate on the report; the fault-free kernel must pass by itself.

@@ -59,10 +59,10 @@ class Collected:
 
 
 class CudaContext:
-    """The CUDA context of this process. lost_because: which test ended it, "" while none has."""
+    """The CUDA context of this process. lost_because: which test ended it, None while none has."""
 
     def __init__(self) -> None:
-        self.lost_because = ""
+        self.lost_because: str | None = None
 
     def look_after(self, nodeid: str) -> None:
         """Find out whether a test that failed left the context unusable, as an illegal memory access does."""

@@ -117,8 +117,8 @@ class Sharding:
         """Return how much of each packed sequence a rank holds."""
         return [len(positions_of(self.shard, length, self.ranks)[rank]) for length in lengths]
 
-    def refused_because(self) -> str:
-        """Say why the workload cannot be split so, "" where it can. Raises ValueError for a function that splits wrongly."""
+    def refused_because(self) -> str | None:
+        """Say why the workload cannot be split so, None where it can. Raises ValueError for a function that splits wrongly."""
         w = self.workload
         if w.kv_pages and self.shard == "head-tail":
             return "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail"
@@ -133,7 +133,7 @@ class Sharding:
                 return f"rank {empty[0]} of {self.ranks} would have no {name}"
         ascending = all(bool((one[1:] > one[:-1]).all()) for one in self.keys)
         if ascending or not (w.kv_lens or w.kv_pages) or w.packs_keys:
-            return ""
+            return None
         return "padding and pages need keys in ascending order on each rank"
 
     def _tokens(self, size: int) -> list[torch.Tensor]:

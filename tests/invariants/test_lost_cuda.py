@@ -36,7 +36,7 @@ class Ends(Kernel):
 @pytest.fixture
 def ends(monkeypatch):
     monkeypatch.setattr(Ends, "is_lost", False)
-    monkeypatch.setattr(check, "lost_because", lambda device: SAID if Ends.is_lost else "")
+    monkeypatch.setattr(check, "lost_because", lambda device: SAID if Ends.is_lost else None)
     return KernelBackend(HONEST_NAME, Ends())
 
 
@@ -70,7 +70,7 @@ def test_an_exception_of_a_kernel_that_leaves_cuda_there_ends_nothing(monkeypatc
 
 
 def test_a_device_without_cuda_cannot_lose_it():
-    assert check.lost_because(torch.device("cpu")) == ""
+    assert check.lost_because(torch.device("cpu")) is None
 
 
 def test_cuda_says_why_it_is_lost(monkeypatch):

@@ -61,8 +61,8 @@ def test_nothing_is_loaded_to_ask_it(nccl):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ((2, 30, 0), ""),
-        ((2, 31, 2), ""),
+        ((2, 30, 0), None),
+        ((2, 31, 2), None),
         (
             (2, 28, 9),
             "needs 2 GPUs, this machine has 1; ranks share one over NCCL 2.30 or newer, and NCCL 2.28.9 is loaded:"
@@ -78,7 +78,7 @@ def test_nothing_is_loaded_to_ask_it(nccl):
 def test_what_is_said_where_there_are_fewer_gpus_than_ranks(monkeypatch, found, said):
     monkeypatch.setattr(devices, "loaded_nccl", lambda: found)
     assert too_few_gpus_because(2, ONE) == said
-    assert too_few_gpus_because(2, replace(ONE, device_count=2)) == ""
-    assert too_few_gpus_because(4, replace(ONE, device="cpu", device_count=0)) == ""
+    assert too_few_gpus_because(2, replace(ONE, device_count=2)) is None
+    assert too_few_gpus_because(4, replace(ONE, device="cpu", device_count=0)) is None
     monkeypatch.setattr("torch.version.hip", "6.4")
     assert too_few_gpus_because(2, ONE) == (said and "needs 2 GPUs, this machine has 1")
