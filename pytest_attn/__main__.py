@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
-from pytest_attn.models.capture_command import add_capture
 from pytest_attn.reports.files import write_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import aligned, room
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "merge" in given:
         return int(given.merge(given))
     if "capture" in given:
-        return int(given.capture(given))
+        return _capture(given)
     wanted = given.device
     try:
         require_torch()
@@ -61,8 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )
-    add_capture(add_commands(parser))
+    words = "Run a function, and print the workloads of its attention calls as code, with counts."
+    capture = add_commands(parser).add_parser("capture", help=words, description=words)
+    capture.add_argument("function", metavar="FILE.py:FUNCTION", help="a function without arguments that runs the model")
+    capture.set_defaults(capture=True, error=capture.error)
     return parser
+
+
+def _capture(given: argparse.Namespace) -> int:
+    """Print the workloads that a function's attention asks, as code; another FILE:FUNCTION exits with 2."""
+    from pytest_attn.models.capture import NotReadError, capture, workloads_as_code
+
+    path, _, name = given.function.rpartition(":")
+    if not Path(path).is_file():
+        given.error(f"there is no file {path or given.function!r}; expected FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    function = runpy.run_path(path).get(name)
+    if function is None or not callable(function):
+        given.error(f"{path} has no function {name!r}")
+    assert function is not None
+    try:
+        calls = capture(function)
+    except NotReadError as error:
+        given.error(str(error))
+    if not calls:
+        given.error(f"{name} made no attention call that is caught; pytest_attn.capture(step, functions=[...]) takes your own")
+    print(workloads_as_code(calls))
+    return 0
 
 
 def _lines(machine: Machine, closing: str) -> Iterator[str]:

@@ -29,8 +29,7 @@ from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.invariants.check import Names, judge_invariants
-from pytest_attn.invariants.registry import chosen
+from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.latency.peak import measured_peak
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject

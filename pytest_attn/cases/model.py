@@ -27,12 +27,19 @@ from pytest_attn.latency.work import StaleError
 from pytest_attn.models.check import Target, judge_model, module_step
 from pytest_attn.models.comparison import CallComparison, ModelComparison, headline
 from pytest_attn.models.compiled import compilations, is_compiled
-from pytest_attn.models.replacement import ModelAttention, replacement
+from pytest_attn.models.interception import as_functions
 from pytest_attn.models.step import untouched
 from pytest_attn.models.step_timing import StepWork, attention_share, optimizer_untouched
-from pytest_attn.models.substitution import BackendSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
+from pytest_attn.models.substitution import (
+    BackendSubstitute,
+    ModelAttention,
+    Substitute,
+    Substitution,
+    SubstitutionError,
+    replacement,
+    substitutes_of,
+)
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
-from pytest_attn.models.user_functions import as_functions
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import CaseParameter, id_from_root
 from pytest_attn.workloads.workload import Workload

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pytest_attn.invariants.invariant import QUANTIZES, Invariant, on
-from pytest_attn.invariants.probe import Probe, Results, at_first
-from pytest_attn.invariants.variations import TOO_LONG
+from pytest_attn.invariants.invariant import SHORT, UNQUANTIZED, Invariant, Need, Probe, Results, at_first, on, prefixed
 from pytest_attn.workloads.dtypes import times
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload, is_interleaved
@@ -22,10 +19,7 @@ class Algebra(Invariant):
     name = "algebra"
     summary = "v times -2 gives out times -2; heads, batch entries and unmasked keys in another order change nothing else"
     calls = 2
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Quantized values are not linear."""
-        return QUANTIZES if probe.is_approximate else None
+    needs = (UNQUANTIZED,)
 
     def run(self, probe: Probe) -> str:
         """Scale v, then reorder; thoroughly also compute halves of the keys apart."""
@@ -39,13 +33,11 @@ def _is_linear(probe: Probe) -> str:
         return ""  # v cannot be chosen apart from k
     if inputs.descales is not None:  # whose elements may be the largest of their dtype
         undone = {name: t if name == "lse" else -t for name, t in probe.run(replace(inputs, v=times(inputs.v, -1))).items()}
-        changed = probe.change(undone)
-        return f"v times -1, undone in the results: {changed}" if changed else ""
+        return prefixed("v times -1, undone in the results", probe.change(undone))
     found = probe.run(replace(inputs, v=inputs.v * -2, dout=inputs.dout * -0.5))
     factors = {"out": -0.5, "dv": -2.0}
     undone = {name: t * factors.get(name, 1.0) for name, t in found.items()}
-    changed = probe.change(undone)
-    return f"v times -2 and dout times -1/2, undone in the results: {changed}" if changed else ""
+    return prefixed("v times -2 and dout times -1/2, undone in the results", probe.change(undone))
 
 
 def _is_symmetric(probe: Probe) -> str:
@@ -66,9 +58,8 @@ def _is_symmetric(probe: Probe) -> str:
     changes = {name: rolled(getattr(inputs, name), name in "kv", 1) for name in ("q", "k", "v", "dout")}
     found = probe.run(replace(inputs, **changes))  # type: ignore[arg-type]
     undone = {name: rolled(t, name in ("dk", "dv"), -1) for name, t in found.items()}
-    changed = probe.change(undone)
     what = ", ".join(name for name, step in steps.items() if step)
-    return f"{what} rolled, and the results rolled back: {changed}" if changed else ""
+    return prefixed(f"{what} rolled, and the results rolled back", probe.change(undone))
 
 
 def _is_merged(probe: Probe) -> str:
@@ -89,7 +80,7 @@ def _is_merged(probe: Probe) -> str:
     out = sum((half["lse"] - lse).exp()[..., None] * half["out"].float() for half in halves)
     assert isinstance(out, torch.Tensor)
     misfit = probe.misfit({"out": out.to(inputs.dout.dtype), "lse": lse})
-    return f"two halves of the keys, put together by their lse: {misfit}" if misfit else ""
+    return prefixed("two halves of the keys, put together by their lse", misfit)
 
 
 def _heads_are_alike(w: Workload) -> bool:
@@ -111,7 +102,6 @@ def _keys_are_alike(w: Workload) -> bool:
 #: Largest q . k asked for, before it is scaled: kernels may hold it in the tensors' dtype, whose largest is 65,504 in float16.
 _LARGEST = {"bfloat16": 4e6, "float16": 3e4, "float32": 4e6}
 _SPREAD = 2e4
-_ONE_TENSOR = "v is a part of k, so that large keys are large values"
 _ROUNDING = 1.02  # an average in 16 bits may exceed the largest value by so much
 
 
@@ -121,29 +111,24 @@ class Magnitude(Invariant):
     name = "magnitude"
     summary = "scores of about 10,000, and rows whose scores all lie far below or above 0, give finite and right results"
     calls = 2
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Leave out quantized kernels, and what takes too long."""
-        if probe.is_approximate:
-            return QUANTIZES
-        if probe.workload.is_quantized or probe.workload.v_in_k:
-            return "quantized tensors hold no such numbers" if probe.workload.is_quantized else _ONE_TENSOR
-        return None if probe.is_short else TOO_LONG
+    needs = (
+        UNQUANTIZED,
+        Need(lambda probe: not probe.workload.is_quantized, "quantized tensors hold no such numbers"),
+        Need(lambda probe: not probe.workload.v_in_k, "v is a part of k, so that large keys are large values"),
+        SHORT,
+    )
 
     def run(self, probe: Probe) -> str:
         """Call with large scores, then with large shifts."""
         for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
             with on(words):
                 found = probe.run(inputs)
-            if misfit := _no_average(found, inputs) if _rounds_scores(probe) else probe.misfit(found, inputs):
+            # where scores of 10,000 are off by more than the softmax bears, out may be any average of values
+            rounds_scores = probe.spec.profile.rounds_scores or probe.spec.profile.rounds_scaled_query
+            misfit = _no_average(found, inputs) if rounds_scores else probe.misfit(found, inputs)
+            if misfit:
                 return f"{words}: {misfit}"
         return ""
-
-
-def _rounds_scores(probe: Probe) -> bool:
-    """Whether scores of 10,000 are off by more than the softmax bears, so that out may be any average of values."""
-    precision = probe.spec.profile
-    return precision.rounds_scores or precision.rounds_scaled_query
 
 
 def _no_average(found: Results, inputs: Inputs) -> str:
@@ -163,7 +148,7 @@ def _large(probe: Probe) -> Inputs:
     drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
     wanted = min(_SPREAD / probe.workload.softmax_scale, _LARGEST[probe.workload.dtype] / 4)
     factor = (wanted / probe.workload.head_dim**0.5) ** 0.5
-    return dataclasses.replace(drawn, q=drawn.q * factor, k=drawn.k * factor)
+    return replace(drawn, q=drawn.q * factor, k=drawn.k * factor)
 
 
 def _shifted(probe: Probe) -> Inputs:
@@ -174,9 +159,6 @@ def _shifted(probe: Probe) -> Inputs:
     k, q = drawn.k.clone(), drawn.q.clone()
     k[..., 0] = 64
     sign = torch.where(torch.arange(w.heads, device=probe.device) % 3 == 2, 1.0, -1.0)
-    q[..., 0] = _per_head(sign * shift / 64, q, w.is_packed).to(q.dtype)
-    return dataclasses.replace(drawn, q=q, k=k)
-
-
-def _per_head(values: Tensor, like: Tensor, is_packed: bool) -> Tensor:
-    return values.expand(like.shape[:-1]) if is_packed else values[:, None].expand(like.shape[:-1])
+    per_head = sign * shift / 64
+    q[..., 0] = (per_head if w.is_packed else per_head[:, None]).expand(q.shape[:-1]).to(q.dtype)
+    return replace(drawn, q=q, k=k)

@@ -11,10 +11,66 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, what_was_raised
-from pytest_attn.invariants.probe import Probe
-from pytest_attn.invariants.registry import chosen
+from pytest_attn.invariants.algebra import Algebra, Magnitude
+from pytest_attn.invariants.gradients import Gradients, LseGradient
+from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, Probe, what_was_raised
+from pytest_attn.invariants.layout import Alignment, Layout, Offsets
+from pytest_attn.invariants.leak import Leak
+from pytest_attn.invariants.poison import Poison
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
+from pytest_attn.invariants.rerun import Rerun, State
+from pytest_attn.invariants.runtime import Device, Graph, Opcheck
+from pytest_attn.invariants.variations import Batch, Equivalence, Options, Shapes
+
+__tracebackhide__ = True  # what it raises is the test's own mistake
+
+INVARIANTS: tuple[Invariant, ...] = (
+    Rerun(),
+    Poison(),
+    Layout(),
+    Leak(),
+    Gradients(),
+    LseGradient(),
+    Algebra(),
+    Magnitude(),
+    Options(),
+    Equivalence(),
+    Batch(),
+    Shapes(),
+    Offsets(),
+    Opcheck(),
+    State(),
+    Graph(),
+    Device(),
+    Alignment(),
+)
+
+
+def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, thorough: bool) -> tuple[Invariant, ...]:
+    """Return invariants by name: those named by `only`, else the default ones, and with `thorough` all; less `skip`.
+
+    Raises ValueError for a name that is not one of the known, and where none is left: nothing asked is nothing held.
+    """
+    wanted, unwanted = _names(only), _names(skip)
+    left = tuple(
+        invariant
+        for invariant in INVARIANTS
+        if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
+    )
+    if not left:
+        asked = ", ".join(wanted) or "the default ones"
+        raise ValueError(f"no invariant is left to run: skip has all of {asked}; name fewer there, or others in only")
+    return left
+
+
+def _names(names: Iterable[str] | str | None) -> tuple[str, ...]:
+    listed = (names,) if isinstance(names, str) else tuple(names or ())
+    known = [invariant.name for invariant in INVARIANTS]
+    for name in listed:
+        if name not in known:
+            raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
+    return listed
+
 
 Names = Iterable[str] | str | None
 
@@ -60,23 +116,29 @@ def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[st
 
 def lost_because(device: torch.device) -> str | None:
     """Return what CUDA says where this process cannot use it any more, None where it can."""
-    if device.type != "cuda":
-        return None
     try:
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
 
 
+#: what holds of a kernel with dropout: the same call under the same seed gives the same result
+_WITH_DROPOUT = ("rerun", "layout", "alignment", "poison", "state")
+
+
 def _find(invariant: Invariant, probe: Probe) -> Finding:
     """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend."""
-    before, probe.note = probe.calls, ""
+    before, probe.note = probe.count.calls, ""
 
     def finding(outcome: Outcome, evidence: str) -> Finding:
-        return Finding(invariant.name, outcome, evidence, probe.calls - before)
+        return Finding(invariant.name, outcome, evidence, probe.count.calls - before)
 
-    reason = _known_to_end_cuda(invariant, probe) or _dropped(invariant, probe) or invariant.inapplicable_because(probe)
+    reason = _known_to_end_cuda(invariant, probe)
+    if not reason and probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
+        reason = "compares calls in which dropout may leave other probabilities"
+    reason = reason or invariant.inapplicable_because(probe)
     if reason:
         return finding("not applicable", reason)
     try:
@@ -90,20 +152,9 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
     return finding("broken", evidence) if evidence else finding("passed", probe.note)
 
 
-#: what holds of a kernel with dropout: the same call under the same seed gives the same result
-_WITH_DROPOUT = ("rerun", "layout", "alignment", "poison", "state")
-
-
-def _dropped(invariant: Invariant, probe: Probe) -> str:
-    """Say that an invariant compares calls in which dropout may leave others, "" where it does not."""
-    if not probe.workload.dropout or invariant.name in _WITH_DROPOUT:
-        return ""
-    return "compares calls in which dropout may leave other probabilities"
-
-
-def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str:
-    """Say which known defect would take CUDA from this process, "" where none would."""
+def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str | None:
+    """Say which known defect would take CUDA from this process, None where none would."""
     machine = machine_of(probe.device)
     known = probe.subject.defects_on(probe.workload, machine, probe.backward)
     fatal = (defect for defect in known if defect.ends_cuda and invariant.name in defect.invariants)
-    return next((f"{defect.issue}: {defect.summary}" for defect in fatal), "")
+    return next((f"{defect.issue}: {defect.summary}" for defect in fatal), None)

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from pytest_attn.correctness.reference import Expected, heads_first
-from pytest_attn.invariants.invariant import QUANTIZES, Invariant, NotApplicable
-from pytest_attn.invariants.probe import Probe, at_first
+from pytest_attn.invariants.invariant import (
+    BACKWARD,
+    FEW_PAIRS,
+    UNQUANTIZED,
+    Invariant,
+    Need,
+    NotApplicable,
+    Probe,
+    at_first,
+    prefixed,
+)
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.workload import grouped
+from pytest_attn.workloads.workload import Workload, grouped
 
-_FORWARD_ONLY = "the case has no backward pass"
 _SIGMAS = 8.0
 _STRAY = 16.0  # times the budget of an element that is exactly 0: twice its limit
-
-
-def _inapplicable_because(probe: Probe) -> str | None:
-    if not probe.backward:
-        return _FORWARD_ONLY
-    if probe.is_approximate:
-        return QUANTIZES
-    return None if probe.is_short else "too many rows and keys to look at every pair"
 
 
 class Gradients(Invariant):
@@ -34,10 +34,7 @@ class Gradients(Invariant):
     name = "gradients"
     summary = "a gradient of one row reaches that row and the keys that it sees; sums of gradients balance; all are finite"
     calls = 1
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Backward only."""
-        return _inapplicable_because(probe)
+    needs = (BACKWARD, UNQUANTIZED, FEW_PAIRS)
 
     def run(self, probe: Probe) -> str:
         """Look at the base's gradients, then at those of single rows."""
@@ -67,7 +64,7 @@ def _imbalance(probe: Probe) -> str:
             f"sum of dq * q and sum of dk * k differ in a head: {at_first('sum dq * q', of_rows, off)},"
             f" sum dk * k = {float(of_keys[off][0]):.6g}, and rounding explains {float(variance[off][0]) ** 0.5:.2g}"
         )
-    if w.sinks or w.softcap is not None or w.score_mod is not None:
+    if not _scores_are_products(w):
         return ""
     total, budget = dk.sum(-2), tensors["dk"].tau.double().square().sum(-2).sqrt()
     stray = total.abs() > _SIGMAS * budget + _ulp(dk.abs().sum(-2))
@@ -77,6 +74,11 @@ def _imbalance(probe: Probe) -> str:
             f" and rounding explains {float(budget[stray][0]):.2g}"
         )
     return ""
+
+
+def _scores_are_products(w: Workload) -> bool:
+    """Whether scores are scale * q . k but for a constant."""
+    return not w.sinks and w.softcap is None and w.score_mod is None
 
 
 def _weighted(expected: Expected, by: Tensor) -> Tensor:
@@ -99,8 +101,7 @@ def _stray_gradients(probe: Probe) -> str:
         stray = idle & ~(gradient.abs() <= _STRAY * right.tau)  # a row that sees one key has the rounding of P (dP - dP)
         if bool(stray.any()):
             return f"dout of a single row in each head: {at_first(name, gradient, stray)}, which that row has no part in"
-    misfit = probe.misfit(found, inputs)
-    return f"dout of a single row in each head: {misfit}" if misfit else ""
+    return prefixed("dout of a single row in each head", probe.misfit(found, inputs))
 
 
 def _single_rows(inputs: Inputs) -> Inputs:
@@ -120,15 +121,16 @@ class LseGradient(Invariant):
     name = "lse-gradient"
     summary = "what flows back through lse arrives: shifting all keys by c changes lse by scale * q . c"
     calls = 1
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Backward, with lse, and scores that are scale * q . k but for a constant."""
-        w = probe.workload
-        if not probe.spec.declared.has_lse:
-            return "the kernel returns no lse"
-        if w.sinks or w.softcap is not None or w.score_mod is not None:
-            return "softcap, sinks and score_mod change what a shift of the keys does"
-        return _inapplicable_because(probe)
+    needs = (
+        Need(lambda probe: probe.spec.declared.has_lse, "the kernel returns no lse"),
+        Need(
+            lambda probe: _scores_are_products(probe.workload),
+            "softcap, sinks and score_mod change what a shift of the keys does",
+        ),
+        BACKWARD,
+        UNQUANTIZED,
+        FEW_PAIRS,
+    )
 
     def run(self, probe: Probe) -> str:
         """Send 1 back through lse of every row that sees a key, and nothing through out."""
@@ -145,12 +147,8 @@ class LseGradient(Invariant):
         share = heads_first(arriving, w).double()[..., None] * q * w.softmax_scale
         expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
         total = dk.sum(-2)
-        unit = max(_unit(w.dtype), probe.spec.profile.operand_unit)
+        unit = max(DTYPES[w.dtype].spacing, 2.0**-20, probe.spec.profile.operand_unit)
         off = (total - expected).abs() > 16 * unit * (size + dk.abs().sum(-2))
         if not bool(off.any()):
             return ""
         return f"a gradient of 1 for lse: {at_first('sum of dk', total, off)}, exact {float(expected[off][0]):.6g}"
-
-
-def _unit(dtype: str) -> float:
-    return max(DTYPES[dtype].spacing, 2.0**-20)

@@ -2,17 +2,316 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.call import is_cuda_error
-from pytest_attn.correctness.contract import ContractError
-from pytest_attn.invariants.probe import Probe
+import torch
+from torch import Tensor
 
-CLOSED_OVER = "options of a callable are closed over; a backend can be run with others"
-QUANTIZES = "a kernel that quantizes its inputs mixes keys, and rounds in other places"
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.machine import current, machine_of
+from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
+from pytest_attn.backends.variants import compilation_of
+from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
+from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
+from pytest_attn.correctness.judge import compare_tensor
+from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.workload import Workload
+
+#: out, lse, dq, dk and dv by name, in the workload's native layout
+Results: TypeAlias = "Mapping[str, Tensor]"
+
+
+def first_difference(found: Results, expected: Results, before: str = "was") -> str:
+    """Say where `found` first differs from `expected`, bit for bit but for the sign of zeros; "" where it does not."""
+    texts = (difference(name, found[name], expected[name], before) for name in expected)
+    return next(filter(None, texts), "")
+
+
+def difference(name: str, found: Tensor, expected: Tensor, before: str = "was", where: Tensor | None = None) -> str:
+    """Say where one tensor differs; `where`, boolean and broadcastable, restricts the question."""
+    unequal = (found != expected) & ~(found.isnan() & expected.isnan())
+    if where is not None:
+        unequal = unequal & where
+    if not bool(unequal.any()):
+        return ""
+    share = f"{int(unequal.sum()):,} of {unequal.numel():,} elements differ"
+    return f"{at_first(name, found, unequal)}, {before} {_value(expected, unequal)} ({share})"
+
+
+def at_first(name: str, tensor: Tensor, where: Tensor) -> str:
+    """Write the first element of a tensor where `where` is True: "out[0, 1, 7, 0] = 0.5"."""
+    index = ", ".join(str(int(i)) for i in where.nonzero()[0])
+    return f"{name}[{index}] = {_value(tensor, where)}"
+
+
+def _value(tensor: Tensor, where: Tensor) -> str:
+    return f"{float(tensor[where][0]):.6g}"
+
+
+def prefixed(words: str, evidence: str) -> str:
+    """Return evidence with what the kernel was asked in front of it, "" for none."""
+    return evidence and f"{words}: {evidence}"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """q, k, v and dout as a kernel is handed them: in its own layout, with whatever strides."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tensors:
+        """Return all four, changed."""
+        return Tensors(*(change(getattr(self, name)) for name in ("q", "k", "v", "dout")))
+
+
+class StartedCall:
+    """A call whose forward pass is done: `finish` runs the backward pass, where there is one, and returns the results."""
+
+    def __init__(self, probe: Probe, leaves: list[Tensor], handed_out: dict[str, Tensor], dout: Tensor) -> None:
+        """leaves: q, k and v as the kernel has them. handed_out: out and lse as it returned them."""
+        self._probe, self._leaves, self.handed_out, self._dout = probe, leaves, handed_out, dout
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Copies of out and lse, in native layout, as they are now."""
+        return self._results({}, {name: t.detach().clone() for name, t in self.handed_out.items()})
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return out, lse and gradients, in native layout."""
+        __tracebackhide__ = True
+        if self._probe.backward:
+            return self.gradients(("out",), (self._dout,))
+        return self._results({})
+
+    def gradients(self, of: tuple[str, ...], flowing: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Return the results, with the gradients that arise where `flowing` arrives at the outputs `of`."""
+        __tracebackhide__ = True
+        outputs = [self.handed_out[name] for name in of]
+        if not all(output.requires_grad for output in outputs):
+            raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
+        with self._probe.calling():
+            grads = torch.autograd.grad(outputs, self._leaves, flowing, allow_unused=True)
+        zeros = (leaf.new_zeros(leaf.shape) if grad is None else grad for leaf, grad in zip(self._leaves, grads, strict=True))
+        return self._results(dict(zip(("dq", "dk", "dv"), zeros, strict=True)))
+
+    def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
+        probe = self._probe
+        if probe.device.type == "cuda":
+            torch.cuda.synchronize(probe.device)
+        both = {**(outputs or self.handed_out), **gradients}
+        native = {name: (t if name == "lse" else probe.spec.in_layout(t)).detach() for name, t in both.items()}
+        return probe.empty_rows.forget(native)
+
+
+#: Scores above which exact attention on further inputs takes too long to ask for.
+_LONG = {"cpu": 1 << 27, "cuda": 1 << 32}
+_KEPT_REFERENCES = 2
+#: Limits count this much more: they were calibrated on the distributions of `check`, and invariants look for what is gross.
+_SLACK = 2.0
+
+
+@dataclass
+class Count:
+    """Calls of one kernel, by all probes of it."""
+
+    calls: int = 0
+
+
+class Probe:
+    """One kernel on one workload and one draw of inputs.
+
+    `base` is its plain answer, which the others are compared with. `thorough` asks for more repetitions. `note` is what is to
+    be told of an invariant that holds. `is_backend`: the kernel can run other workloads. `is_approximate`: it quantizes its
+    inputs.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        spec: CheckSpec,
+        inputs: Inputs,
+        deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
+        thorough: bool = False,
+        count: Count | None = None,
+    ) -> None:
+        self.empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
+        self.subject, self.spec, self.inputs = subject, spec, inputs
+        self.workload, self.device, self.backward = inputs.workload, spec.device, spec.backward
+        self.is_backend, self.is_approximate = subject.is_backend, subject.is_approximate
+        self.deadline, self.thorough = deadline, thorough
+        self.count = count or Count()
+        self._current = spec.device
+        self._kernel: AttentionFn | None = None
+        self._base: dict[str, Tensor] | None = None
+        self.note = ""
+        self._references: list[tuple[Inputs, Reference]] = []
+        self._keep: Tensor | None = None
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Whether exact attention on further inputs is quick."""
+        return score_elements(self.workload) <= _LONG["cuda" if self.device.type == "cuda" else "cpu"]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether other strides or options cost another compilation, of seconds."""
+        return compilation_of(self.kernel) is not None
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> dict[str, Tensor]:
+        """The results on the inputs as they are, in contiguous tensors."""
+        __tracebackhide__ = True
+        if self._base is None:
+            self._base = self.run(self.inputs)
+        return self._base
+
+    def settle(self, base: dict[str, Tensor], note: str) -> None:
+        """Take another answer for the plain one, and say why."""
+        self._base, self.note = base, note
+
+    @property
+    def kernel(self) -> AttentionFn:
+        """The callable, prepared for the workload where a backend makes it."""
+        __tracebackhide__ = True
+        if self._kernel is None:
+            with self.calling():
+                self._kernel = self.subject.prepare(self.inputs, self.backward)
+        return self._kernel
+
+    def calling(self) -> AbstractContextManager[object]:
+        """Surround a call as the case wants it, silencing a library's warnings."""
+        stack = ExitStack()
+        stack.enter_context(self.deadline())
+        stack.enter_context(current(self._current))
+        stack.enter_context(self.subject.calling())
+        stack.enter_context(late_refusals_of(self.subject))
+        return stack
+
+    def handed(self, inputs: Inputs | None = None) -> Tensors:
+        """Return copies of q, k, v and dout, contiguous in the kernel's layout."""
+        given = inputs or self.inputs
+        dout = self.empty_rows.blanked(given.dout)
+        return Tensors(*self.spec.handed(given), self.spec.in_layout(dout).clone())
+
+    def run(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Call the kernel on other values of q, k, v and dout."""
+        __tracebackhide__ = True
+        return self.call(self.handed(inputs))
+
+    def call(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Call the kernel, forward and where asked backward, on tensors in its own layout."""
+        __tracebackhide__ = True
+        return self.begin(tensors).finish()
+
+    def begin(self, tensors: Tensors) -> StartedCall:
+        """Call the kernel forward. Raises ContractError for a result that cannot be compared."""
+        __tracebackhide__ = True
+        kernel, spec = self.kernel, self.spec
+        v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
+        leaves = [t.detach().requires_grad_(self.backward) for t in (tensors.q, tensors.k, v)]
+        self.count.calls += 1
+        with self.calling(), seeded(spec), nullcontext() if self.backward else torch.no_grad():
+            result = kernel(*leaves)
+        names = spec.results
+        empty = Reference(self.inputs, spec.profile)
+        handed_out = check_contract(result, names, empty, self.workload, spec.layout)
+        if "keep" in names:
+            self._keep = handed_out[names.index("keep")].clone()
+        by_name = {name: t for name, t in zip(names, handed_out, strict=True) if name in ("out", "lse")}
+        return StartedCall(self, leaves, by_name, tensors.dout)
+
+    # -- other workloads -----------------------------------------------------------------------------------------------
+
+    def on(self, other: Inputs | Workload) -> Probe | None:
+        """Return a probe of the same backend on another workload, None where it refuses it or is known to be wrong there."""
+        workload = other if isinstance(other, Workload) else other.workload
+        if not self.is_backend:
+            return None
+        machine = machine_of(self.device)
+        if self.subject.obstacle(workload, machine, self.backward):
+            return None
+        if any(not defect.invariants for defect in self.subject.defects_on(workload, machine, self.backward)):
+            return None  # those that name invariants show in these alone, not in plain calls
+        spec = dataclasses.replace(self.spec, workload=workload)
+        inputs = other if isinstance(other, Inputs) else draw_inputs(other, spec.inputs[0], spec.seed, self.device)
+        return self._beside(spec, inputs)
+
+    def on_device(self, device: torch.device) -> Probe:
+        """Return a probe of the same kernel on tensors of another device, in whose calls this one's stays the current one."""
+        given = {field.name: getattr(self.inputs, field.name) for field in dataclasses.fields(self.inputs)}
+        moved = {name: value.to(device) for name, value in given.items() if hasattr(value, "to")}
+        inputs = dataclasses.replace(self.inputs, device=device, **moved)
+        spec = dataclasses.replace(self.spec, device=device)
+        there = self._beside(spec, inputs)
+        there._current = self._current
+        return there
+
+    def with_kernel(self, kernel: AttentionFn) -> Probe:
+        """Return a probe of a callable that stands for the kernel."""
+        probe = self._beside(self.spec, self.inputs)
+        probe._kernel = kernel
+        return probe
+
+    def _beside(self, spec: CheckSpec, inputs: Inputs) -> Probe:
+        """Return a probe of the same subject, whose calls count with these."""
+        return Probe(self.subject, spec, inputs, self.deadline, self.thorough, self.count)
+
+    # -- judging -------------------------------------------------------------------------------------------------------
+
+    def reference(self, inputs: Inputs) -> Reference:
+        """Return exact attention on `inputs`, as the kernel quantizes them where it does. The last two are kept."""
+        for known, reference in self._references:
+            if known is inputs:
+                return reference
+        with quiet():
+            given = self.subject.dequantized(inputs)
+            if self._keep is not None:
+                given = dataclasses.replace(given, keep=self._keep)
+            reference = compute_reference(given, self.spec.profile, self.backward)
+        self._references = [(inputs, reference), *self._references][:_KEPT_REFERENCES]
+        return reference
+
+    def misfit(self, results: Results, inputs: Inputs | None = None) -> str:
+        """Say where results leave the budget of exact attention on `inputs`, "" where they do not."""
+        inputs = inputs or self.inputs
+        reference = self.reference(inputs)
+        of_out, of_gradients = limits_named(self.spec.limits)
+        for name, tensor in results.items():
+            limits = of_gradients if name.startswith("d") else of_out
+            row = compare_tensor(name, self.spec.inputs[0], tensor, reference, inputs.workload, limits)
+            if row.excess > _SLACK:
+                at = ", ".join(map(str, row.worst))
+                rounding = f"{row.excess:.3g} times what rounding explains"
+                over = "not finite where exact is" if row.wrong_positions else rounding
+                return f"{name}[{at}] = {row.found:.6g}, exact {row.exact:.6g} ({over})"
+        return ""
+
+    def change(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
+        """Say where results differ from those expected, by default the base, by more than rounding in another order.
+
+        Equal bits need no further spec. Otherwise both must lie within the budget of exact attention. A fault-free kernel
+        may take another path for other strides, or add up in the order in which its blocks come.
+        """
+        expected = self.base if expected is None else expected
+        unequal = first_difference(found, expected)
+        too_far = (self.misfit(found, inputs) or self.misfit(expected, inputs)) if unequal else ""
+        return f"{unequal}; {too_far}" if too_far else ""
 
 
 class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error
@@ -41,24 +340,45 @@ def what_was_raised(error: Exception) -> str:
     return f"the kernel raised {type(error).__name__}: {said}"
 
 
+class Need(NamedTuple):
+    """What must hold of a workload and its kernel before an invariant says anything; otherwise: why it says nothing."""
+
+    is_met: Callable[[Probe], bool]
+    otherwise: str
+
+
+BACKEND = Need(lambda probe: probe.is_backend, "options of a callable are closed over; a backend can be run with others")
+BACKWARD = Need(lambda probe: probe.backward, "the case has no backward pass")
+CUDA = Need(lambda probe: probe.device.type == "cuda", "needs a CUDA device")
+UNQUANTIZED = Need(
+    lambda probe: not probe.is_approximate, "a kernel that quantizes its inputs mixes keys, and rounds in other places"
+)
+SHORT = Need(lambda probe: probe.is_short, "exact attention on further inputs would take too long")
+FEW_PAIRS = Need(lambda probe: probe.is_short, "too many rows and keys to look at every pair")
+ANY_STRIDES = Need(
+    lambda probe: not probe.spec.declared.contiguous, "the marker says that the kernel takes contiguous tensors only"
+)
+
+
 class Invariant(ABC):
-    """A statement that every right kernel fulfils.
+    """A statement that every right kernel fulfils."""
 
-    name: what users select. summary: the statement. calls: the most calls of the kernel that it makes by default.
-    thorough: whether it is left out unless asked for. may_end_cuda: whether it asks for what ends some kernels with the CUDA
-    context of their process.
-    """
-
+    #: what users select
     name: str
+    #: the statement
     summary: str
+    #: the most calls of the kernel that it makes by default
     calls: int
-    thorough: bool = False
-    may_end_cuda: bool = False
+    #: what must hold before it is run; the first that does not is the reason that reports give
+    needs: tuple[Need, ...] = ()
+    #: whether it is left out unless asked for
+    thorough = False
+    #: whether it asks for what ends some kernels with the CUDA context of their process
+    may_end_cuda = False
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
-        del probe
-        return None
+        return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
 
     @abstractmethod
     def run(self, probe: Probe) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import fused, refusals, swapped
-from pytest_attn.invariants.invariant import Invariant, NotApplicable, on
-from pytest_attn.invariants.probe import Probe, Tensors
+from pytest_attn.invariants.invariant import ANY_STRIDES, Invariant, NotApplicable, Probe, Tensors, on, prefixed
 from pytest_attn.workloads.dtypes import beside
 
 #: A tensor with the same shape and values, and other strides.
@@ -79,7 +78,6 @@ _THOROUGH = (
     Arrangement("dout alone with room behind its rows", same, same, same, padded),
     Arrangement("dout's elements two apart", same, same, same, innermost),
 )
-CONTIGUOUS_ONLY = "the marker says that the kernel takes contiguous tensors only"
 
 
 class Layout(Invariant):
@@ -88,14 +86,17 @@ class Layout(Invariant):
     name = "layout"
     summary = "tensors with other strides give what contiguous ones give, or are refused"
     calls = len(_DEFAULT) + 1
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Leave out kernels that are documented to take contiguous tensors."""
-        return CONTIGUOUS_ONLY if probe.spec.declared.contiguous else None
+    needs = (ANY_STRIDES,)
 
     def run(self, probe: Probe) -> str:
         """Call with each arrangement that the kernel does not refuse."""
-        return judge_arrangements(probe, _arrangements(probe), _expanded)
+        if probe.thorough:
+            arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
+        elif probe.is_compiled:  # each costs a compilation: the most mixed one
+            arrangements = _DEFAULT[1:2]
+        else:
+            arrangements = _DEFAULT if probe.backward else _DEFAULT[:2]
+        return judge_arrangements(probe, arrangements, _expanded)
 
 
 def judge_arrangements(
@@ -111,7 +112,8 @@ def judge_arrangements(
             with on(arrangement.words), refusals():
                 found = probe.call(arrangement.of(probe.handed()))
         except RefusedError as error:
-            refusal = f"{arrangement.words}: refused in its own words: {_first_line(error)}"
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            refusal = f"{arrangement.words}: refused in its own words: {first_line}"
             continue
         answered += 1
         if changed := probe.change(found, base):
@@ -123,47 +125,27 @@ def judge_arrangements(
     return ""
 
 
-def _arrangements(probe: Probe) -> tuple[Arrangement, ...]:
-    """Choose arrangements: all, those of models, or the most mixed of these where each costs a compilation."""
-    if probe.thorough:
-        return *_DEFAULT, *_THOROUGH
-    if probe.is_compiled:
-        return _DEFAULT[1:2]
-    return _DEFAULT if probe.backward else _DEFAULT[:2]
-
-
 def _expanded(probe: Probe) -> str:
     """Call with all key heads one, of stride 0, and dout one row, against the same values in contiguous tensors."""
     if probe.workload.kv_pages is not None or not probe.is_short:
         return ""
-    axis = 1 if probe.spec.layout != "bshd" else 2
-    tensors = probe.handed()
 
-    def one_head(tensor: Tensor) -> Tensor:
+    def repeated(tensor: Tensor, axis: int) -> Tensor:
         return tensor.narrow(axis, 0, 1).expand(tensor.shape)
 
-    dout = tensors.dout.narrow(-1, 0, 1).expand(tensors.dout.shape)
+    tensors, inputs = probe.handed(), probe.inputs
+    heads = 1 if probe.spec.layout != "bshd" else 2
+    expanded = Tensors(tensors.q, repeated(tensors.k, heads), repeated(tensors.v, heads), repeated(tensors.dout, -1))
     words = "k and v with heads of stride 0, dout with elements of stride 0"
     try:
         with on(words), refusals():
-            found = probe.call(Tensors(tensors.q, one_head(tensors.k), one_head(tensors.v), dout))
+            found = probe.call(expanded)
     except RefusedError:
         return ""
-    of_heads = 1 if not probe.workload.is_packed else -2
-    inputs = probe.inputs
-
-    def written_out(tensor: Tensor, axis: int) -> Tensor:
-        return tensor.narrow(axis, 0, 1).expand(tensor.shape).contiguous()
-
-    values = dataclasses.replace(
-        inputs, k=written_out(inputs.k, of_heads), v=written_out(inputs.v, of_heads), dout=written_out(inputs.dout, -1)
-    )
-    misfit = probe.misfit(found, values)
-    return f"{words}: {misfit}" if misfit else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    heads = 1 if not probe.workload.is_packed else -2
+    values = {"k": repeated(inputs.k, heads), "v": repeated(inputs.v, heads), "dout": repeated(inputs.dout, -1)}
+    written_out = dataclasses.replace(inputs, **{name: t.contiguous() for name, t in values.items()})  # type: ignore[arg-type]
+    return prefixed(words, probe.misfit(found, written_out))
 
 
 def odd_where_one(tensor: Tensor) -> Tensor:
@@ -194,11 +176,8 @@ class Alignment(Invariant):
     summary = "tensors whose strides or addresses are not aligned to 16 bytes give what aligned ones give, or are refused"
     calls = len(_ARRANGEMENTS)
     thorough = True
+    needs = (ANY_STRIDES,)
     may_end_cuda = True
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Leave out kernels that are documented to take contiguous tensors."""
-        return CONTIGUOUS_ONLY if probe.spec.declared.contiguous else None
 
     def run(self, probe: Probe) -> str:
         """Call with each arrangement that the kernel does not refuse."""
@@ -233,7 +212,9 @@ class Offsets(Invariant):
         """Spread q, k, v and dout, one after the other, along each of their dimensions."""
         refusal, answered = "a single row has no offsets", False
         for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
-            for axis in _axes(getattr(probe.handed(), name)):
+            sizes = getattr(probe.handed(), name).shape[:-1]
+            spreadable = (dim for dim in range(len(sizes)) if sizes[dim] > 1)
+            for axis in sorted(spreadable, key=lambda dim: -sizes[dim]):
                 tensors = probe.handed()
                 spread = _spread(getattr(tensors, name), axis)
                 try:
@@ -248,12 +229,6 @@ class Offsets(Invariant):
         if not answered:
             raise NotApplicable(refusal)
         return ""
-
-
-def _axes(tensor: Tensor) -> list[int]:
-    """Return the dimensions but the last that can be spread, the longest first."""
-    sizes = tensor.shape[:-1]
-    return sorted((dim for dim in range(len(sizes)) if sizes[dim] > 1), key=lambda dim: -sizes[dim])
 
 
 def _spread(tensor: Tensor, axis: int) -> Tensor:

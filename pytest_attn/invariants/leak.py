@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
-from pytest_attn.invariants.invariant import QUANTIZES, Invariant
-from pytest_attn.invariants.probe import Probe, Results, at_first, difference
+from pytest_attn.invariants.invariant import FEW_PAIRS, UNQUANTIZED, Invariant, Probe, Results, at_first, difference, prefixed
 from pytest_attn.workloads.dtypes import DTYPES, exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
@@ -30,12 +29,7 @@ class Leak(Invariant):
     name = "leak"
     summary = "values that are unit vectors read the probabilities; what a row may not see does not change it"
     calls = 3
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Leave out kernels that mix keys, and workloads whose every pair is too much to write down."""
-        if probe.is_approximate:
-            return QUANTIZES
-        return None if probe.is_short else "too many rows and keys to look at every pair"
+    needs = (UNQUANTIZED, FEW_PAIRS)
 
     def run(self, probe: Probe) -> str:
         """Read the probabilities of equal scores, then change keys that some rows do not see."""
@@ -107,7 +101,7 @@ def _change_hidden_keys(probe: Probe) -> str:
         found, probe.run(inputs), fully_masked, inputs
     )
     text = text or _dq_is_off(probe, found, fully_masked)
-    return f"the second half of the keys set to 100 or -100, which this row may not see: {text}" if text else ""
+    return prefixed("the second half of the keys set to 100 or -100, which this row may not see", text)
 
 
 def _outputs_differ(found: Results, base: Results, rows: Tensor, inputs: Inputs) -> str:
@@ -156,14 +150,10 @@ def _fully_masked_rows(inputs: Inputs) -> Tensor:
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
         seen = late[start : start + kv_len].expand(w.heads, q_len, kv_len)
         if w.plain_mask is not None:
-            b, h, rows, keys = _indices(w.heads, q_len, kv_len, inputs.device)
-            seen = seen & w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, inputs.device))(b + batch, h, rows, keys)
+            h, rows, keys = (torch.arange(size, device=inputs.device) for size in (w.heads, q_len, kv_len))
+            may_see = w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, inputs.device))
+            b = torch.full((1, 1, 1), batch, device=inputs.device)
+            seen = seen & may_see(b, h[:, None, None], rows[None, :, None], keys[None, None])
         parts.append(~seen.any(-1))
         start += kv_len
     return torch.cat(parts, -1)[None]
-
-
-def _indices(heads: int, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return b = 0, h, q_idx and kv_idx, each along its own of (heads, q_len, kv_len)."""
-    h, rows, keys = (torch.arange(size, device=device) for size in (heads, q_len, kv_len))
-    return h[:1, None, None] * 0, h[:, None, None], rows[None, :, None], keys[None, None]

@@ -13,8 +13,7 @@ from torch import Tensor
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
-from pytest_attn.invariants.invariant import Invariant, on
-from pytest_attn.invariants.probe import Probe, Results, Tensors
+from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, on, prefixed
 from pytest_attn.workloads.dtypes import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
 
@@ -49,15 +48,12 @@ class Poison(Invariant):
         for name, band in zip(("q", "k", "v", "dout"), bands, strict=True):
             if band.is_written:
                 return f"the kernel wrote outside {name}, whose neighboring memory is no longer NaN"
-        changed = probe.change(found, clean) or _nan_both_times(probe, found)
-        return f"{places}: {changed}" if changed else ""
-
-
-def _nan_both_times(probe: Probe, found: Results) -> str:
-    """Say where a result is NaN and exact attention is not: the plain call's memory may have held NaN as well."""
-    holding = {name: result for name, result in found.items() if bool(result.isnan().any())}
-    misfit = probe.misfit(holding) if holding else ""
-    return f"{misfit}, and so it was in the plain call" if misfit else ""
+        changed = probe.change(found, clean)
+        if not changed:  # the plain call's memory may have held NaN as well
+            with_nan = {name: result for name, result in found.items() if bool(result.isnan().any())}
+            misfit = probe.misfit(with_nan) if with_nan else ""
+            changed = f"{misfit}, and so it was in the plain call" if misfit else ""
+        return prefixed(places, changed)
 
 
 def _poisoned(probe: Probe) -> tuple[Inputs, str]:
@@ -65,16 +61,11 @@ def _poisoned(probe: Probe) -> tuple[Inputs, str]:
     unowned = unowned_keys(probe.inputs)
     if unowned is None or not bool(unowned.any()):
         return probe.inputs, ""
-    is_masked = probe.inputs.page_table is None and _pads_by_mask(probe)
+    is_masked = probe.inputs.page_table is None and probe.subject.pads_by_mask(probe.workload)
     value = _LARGE if is_masked else math.nan
     value = value if probe.inputs.k.is_floating_point() else poison_of(probe.inputs.k)
     k, v = (filled(t, unowned, value) for t in (probe.inputs.k, probe.inputs.v))
     return dataclasses.replace(probe.inputs, k=k, v=v), f", and {value:g} in keys beyond the lengths"
-
-
-def _pads_by_mask(probe: Probe) -> bool:
-    """A backend says so; a function may do it."""
-    return probe.subject.pads_by_mask(probe.workload)
 
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:

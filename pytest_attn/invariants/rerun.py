@@ -9,8 +9,7 @@ import sys
 import torch
 from torch import Tensor
 
-from pytest_attn.invariants.invariant import Invariant
-from pytest_attn.invariants.probe import Probe, Tensors, first_difference
+from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, first_difference, prefixed
 from pytest_attn.workloads.dtypes import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
 
@@ -60,7 +59,12 @@ class Rerun(Invariant):
         for number in range(2, repeats + 1):
             if changed := self._changed(probe, probe.call(tensors)):
                 return f"rerun {number} of {repeats} on the same tensors: {changed}"
-        return self._beside_streams(probe, tensors) if is_cuda else ""
+        if not is_cuda:
+            return ""
+        late = self._changed(probe, _behind_late_inputs(probe, tensors))
+        if late:
+            return f"with inputs that were written late, by work queued before the call: {late}"
+        return prefixed("beside another stream's work", self._changed(probe, _beside_other_work(probe, tensors)))
 
     def _changed_for_good(self, probe: Probe, tensors: Tensors) -> str:
         """Call once more; say what changed, but where a kernel has only tuned itself: that is kept as the probe's base."""
@@ -74,13 +78,6 @@ class Rerun(Invariant):
             return changed
         told = f"the first call gave other bits than the {_SETTLED + 1} after it, as kernels do that tune themselves: {which}"
         probe.settle(found, told)
-        return ""
-
-    def _beside_streams(self, probe: Probe, tensors: Tensors) -> str:
-        if changed := self._changed(probe, _behind_late_inputs(probe, tensors)):
-            return f"with inputs that were written late, by work queued before the call: {changed}"
-        if changed := self._changed(probe, _beside_other_work(probe, tensors)):
-            return f"beside another stream's work: {changed}"
         return ""
 
     def _changed(self, probe: Probe, found: dict[str, Tensor]) -> str:
@@ -144,9 +141,7 @@ class State(Invariant):
         for name in ("q", "k") if probe.workload.v_in_k else ("q", "v"):
             getattr(tensors, name).detach().copy_(getattr(with_others, name))
         changed = probe.change(probe.call(tensors), of_other, other)
-        return (
-            f"the same tensors with other values in them, against new tensors with these values: {changed}" if changed else ""
-        )
+        return prefixed("the same tensors with other values in them, against new tensors with these values", changed)
 
 
 def other_values(inputs: Inputs) -> Inputs:

@@ -9,8 +9,7 @@ import torch
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.backends.variants import Capture
 from pytest_attn.correctness.call import refusals
-from pytest_attn.invariants.invariant import Invariant, NotApplicable
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.invariant import CUDA, Invariant, Need, NotApplicable, Probe, prefixed
 from pytest_attn.invariants.rerun import other_values
 
 
@@ -23,13 +22,8 @@ class Graph(Invariant):
     name = "graph"
     summary = "a CUDA graph of the kernel, replayed on other data over outputs of NaN, gives what a call gives"
     calls = 2 + Capture.calls
+    needs = (Need(lambda probe: not probe.backward, "replays the forward pass only"), CUDA)
     thorough = True
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Needs CUDA, and a forward pass alone."""
-        if probe.backward:
-            return "replays the forward pass only"
-        return None if probe.device.type == "cuda" else "needs a CUDA device"
 
     def run(self, probe: Probe) -> str:
         """Capture the kernel on zeros, then replay it on other values."""
@@ -45,7 +39,7 @@ class Graph(Invariant):
             raise NotApplicable(f"cannot be captured: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
         replayed = probe.with_kernel(lambda q, k, v: capture.replay((q, k, v))).run(other)
         changed = probe.change(replayed, expected, other)
-        return f"replayed in a CUDA graph on other values than it was captured on: {changed}" if changed else ""
+        return prefixed("replayed in a CUDA graph on other values than it was captured on", changed)
 
 
 class Device(Invariant):
@@ -57,11 +51,8 @@ class Device(Invariant):
     name = "device"
     summary = "tensors on another GPU than the current one give what they give on that one"
     calls = 1
+    needs = (Need(lambda probe: _second_to(probe.device) is not None, "needs a second CUDA device"),)
     thorough = True
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Needs two GPUs."""
-        return "needs a second CUDA device" if _second_to(probe.device) is None else None
 
     def run(self, probe: Probe) -> str:
         """Call the kernel on tensors of another device, while that of the case stays the current one."""
@@ -74,12 +65,15 @@ class Device(Invariant):
         except RefusedError as error:  # a callable may close over tensors of the first device
             raise NotApplicable(f"refused in its own words: {error}") from error
         changed = probe.change({name: tensor.to(probe.device) for name, tensor in found.items()})
-        return f"tensors on {second}, while {probe.device} is the current device: {changed}" if changed else ""
+        return prefixed(f"tensors on {second}, while {probe.device} is the current device", changed)
 
 
 def _second_to(device: torch.device) -> torch.device | None:
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     return torch.device("cuda", ((device.index or 0) + 1) % count) if count > 1 else None
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
 
 
 class Opcheck(Invariant):
@@ -88,10 +82,9 @@ class Opcheck(Invariant):
     name = "opcheck"
     summary = "torch.library.opcheck passes, where the callable is a registered operator"
     calls = 4
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Operators only."""
-        return None if _is_operator(probe.subject.user_function) else "the kernel is not a registered operator"
+    needs = (
+        Need(lambda probe: isinstance(probe.subject.user_function, _OPERATORS), "the kernel is not a registered operator"),
+    )
 
     def run(self, probe: Probe) -> str:
         """Run torch's own checks."""
@@ -103,8 +96,3 @@ class Opcheck(Invariant):
             said = torch.library.opcheck(operator, given, raise_exception=False)
         failed = {name: words for name, words in said.items() if words != "SUCCESS"}
         return "; ".join(f"{name}: {str(words).splitlines()[0]}" for name, words in failed.items())
-
-
-def _is_operator(subject: object) -> bool:
-    kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
-    return isinstance(subject, kinds)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pytest_attn.invariants.invariant import CLOSED_OVER, Invariant, NotApplicable
-from pytest_attn.invariants.probe import Probe
+from pytest_attn.invariants.invariant import BACKEND, SHORT, Invariant, Need, NotApplicable, Probe, prefixed
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.masks import Causal, Mask, Window
+from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload, repeated, sequence_lengths
-
-TOO_LONG = "exact attention on further inputs would take too long"
 
 
 @dataclass(frozen=True)
@@ -36,21 +32,14 @@ class Derived(Invariant):
     """An invariant that runs a backend on other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
 
     calls_thorough = 12
-
-    @abstractmethod
-    def variations(self, inputs: Inputs) -> Iterator[Variation]:
-        """Yield the other workloads that these inputs give rise to, the most telling first."""
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can run another workload, and only of short ones is the truth at hand."""
-        if not probe.is_backend:
-            return CLOSED_OVER
-        return None if probe.is_short else TOO_LONG
+    needs = (BACKEND, SHORT)
+    #: what yields the other workloads that some inputs give rise to, the most telling first
+    ways: tuple[Callable[[Inputs], Iterator[Variation]], ...]
 
     def run(self, probe: Probe) -> str:
         """Hold the kernel to exact attention on each variation."""
         at_most = self.calls_thorough if probe.thorough else self.calls
-        return judge_variations(probe, self.variations(probe.inputs), at_most)
+        return judge_variations(probe, (variation for way in self.ways for variation in way(probe.inputs)), at_most)
 
 
 def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:
@@ -62,7 +51,10 @@ def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int
     asked = 0
     if probe.is_compiled and not probe.thorough:
         at_most = 1
-    for variation, other in _taken(probe, variations):
+    for variation in variations:
+        other = probe.on(variation.inputs)
+        if other is None:
+            continue
         if asked == at_most:
             break
         asked += 1
@@ -73,25 +65,7 @@ def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int
     return ""
 
 
-def _taken(probe: Probe, variations: Iterable[Variation]) -> Iterator[tuple[Variation, Probe]]:
-    for variation in variations:
-        if other := probe.on(variation.inputs):
-            yield variation, other
-
-
-class Options(Derived):
-    """Each option makes the difference that it should, whatever was asked before.
-
-    Exact attention with the option changed lies far from that without, so who is within the budget of one is not of the other.
-    """
-
-    name = "options"
-    summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
-    calls = 3
-
-    def variations(self, inputs: Inputs) -> Iterator[Variation]:
-        """Change one option at a time."""
-        return (variation for vary in _CHANGED_OPTIONS for variation in vary(inputs))
+# -- an option changed -------------------------------------------------------------------------------------------------------
 
 
 def _lengths(inputs: Inputs) -> Iterator[Variation]:
@@ -100,18 +74,18 @@ def _lengths(inputs: Inputs) -> Iterator[Variation]:
     if w.kv_lens is None or len(set(zip(w.q_lens or w.kv_lens, w.kv_lens, strict=True))) == 1:
         return
     kv_lens, q_lens = (*w.kv_lens[1:], w.kv_lens[0]), w.q_lens and (*w.q_lens[1:], w.q_lens[0])
+
+    def cumulated(lengths: tuple[int, ...]) -> Tensor:
+        return torch.tensor((0, *lengths)).cumsum(0).to(inputs.device, torch.int32)
+
     changes: dict[str, object] = {"workload": w.replace(kv_lens=kv_lens, q_lens=q_lens)}
     if inputs.kv_lens is not None:
         changes["kv_lens"] = torch.tensor(kv_lens, dtype=torch.int32, device=inputs.device)
     if q_lens is not None:
-        changes["cu_seqlens"] = _cumulated(q_lens, inputs)
+        changes["cu_seqlens"] = cumulated(q_lens)
     if inputs.cu_seqlens_kv is not None:
-        changes["cu_seqlens_kv"] = _cumulated(kv_lens, inputs)
+        changes["cu_seqlens_kv"] = cumulated(kv_lens)
     yield Variation(f"key lengths rotated to {kv_lens}", dataclasses.replace(inputs, **changes))  # type: ignore[arg-type]
-
-
-def _cumulated(lengths: tuple[int, ...], inputs: Inputs) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(inputs.device, torch.int32)
 
 
 def _pages(inputs: Inputs) -> Iterator[Variation]:
@@ -123,19 +97,16 @@ def _pages(inputs: Inputs) -> Iterator[Variation]:
 def _mask(inputs: Inputs) -> Iterator[Variation]:
     """Change the mask to one of its kind, then drop it."""
     w = inputs.workload
-    if w.plain_mask is None:
+    mask = w.plain_mask
+    if mask is None:
         yield replaced(inputs, "causal", mask="causal-bottom-right")
         return
-    for words, mask in _other_masks(w.plain_mask):
-        yield replaced(inputs, words, mask=mask)
-
-
-def _other_masks(mask: Mask) -> Iterator[tuple[str, Mask | None]]:
     if (other := mask.another()) is not None:
-        yield other
-    yield "no mask", None
+        words, changed = other
+        yield replaced(inputs, words, mask=changed)
+    yield replaced(inputs, "no mask", mask=None)
     if mask.band is not None and mask.is_causal:
-        yield "a causal window of 8 keys", Window(7, 0)
+        yield replaced(inputs, "a causal window of 8 keys", mask=Window(7, 0))
 
 
 def _scale(inputs: Inputs) -> Iterator[Variation]:
@@ -161,19 +132,19 @@ def _left_out(inputs: Inputs) -> Iterator[Variation]:
         yield replaced(dataclasses.replace(inputs, alibi_slopes=None), "no ALiBi", alibi=False)
 
 
-_CHANGED_OPTIONS: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
+class Options(Derived):
+    """Each option makes the difference that it should, whatever was asked before.
+
+    Exact attention with the option changed lies far from that without, so who is within the budget of one is not of the other.
+    """
+
+    name = "options"
+    summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
+    calls = 3
+    ways = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
 
 
-class Equivalence(Derived):
-    """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
-
-    name = "equivalence"
-    summary = "the same attention said in another way is as right: masks, sequences, pages, groups, decoding"
-    calls = 2
-
-    def variations(self, inputs: Inputs) -> Iterator[Variation]:
-        """Say it in each other way; exact attention, and with it the budget, is that of the same values."""
-        return (variation for vary in _SAID_OTHERWISE for variation in vary(inputs))
+# -- the same attention said otherwise ---------------------------------------------------------------------------------------
 
 
 def _alone(inputs: Inputs) -> Iterator[Variation]:
@@ -275,13 +246,13 @@ def _ends_together(w: Workload) -> bool:
     return w.band is not None and (not w.band.top_left or (w.q_len == w.kv_len and w.kv_lens is None))
 
 
-_SAID_OTHERWISE: tuple[Callable[[Inputs], Iterator[Variation]], ...] = (
-    _alone,
-    _pages_elsewhere,
-    _heads_repeated,
-    _last_row,
-    _mask_written_otherwise,
-)
+class Equivalence(Derived):
+    """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
+
+    name = "equivalence"
+    summary = "the same attention said in another way is as right: masks, sequences, pages, groups, decoding"
+    calls = 2
+    ways = (_alone, _pages_elsewhere, _heads_repeated, _last_row, _mask_written_otherwise)
 
 
 class Batch(Invariant):
@@ -291,18 +262,17 @@ class Batch(Invariant):
     summary = "an entry of a batch gives the same result alone"
     calls = 1
 
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can run a smaller batch."""
-        w = probe.workload
-        if not probe.is_backend:
-            return CLOSED_OVER
-        if w.batch == 1 or w.kv_lens is not None:
-            return "a batch of 1" if w.batch == 1 else "sequences of their own lengths are run under equivalence"
-        if w.is_quantized:
-            return "descales belong to the entries of the whole batch"
-        if not w.has_positional_mask or w.score_mod is not None:
-            return "a function of the mask or score may depend on the entry's number"
-        return None if probe.is_short else TOO_LONG
+    needs = (
+        BACKEND,
+        Need(lambda probe: probe.workload.batch > 1, "a batch of 1"),
+        Need(lambda probe: probe.workload.kv_lens is None, "sequences of their own lengths are run under equivalence"),
+        Need(lambda probe: not probe.workload.is_quantized, "descales belong to the entries of the whole batch"),
+        Need(
+            lambda probe: probe.workload.has_positional_mask and probe.workload.score_mod is None,
+            "a function of the mask or score may depend on the entry's number",
+        ),
+        SHORT,
+    )
 
     def run(self, probe: Probe) -> str:
         """Ask about the last entry alone."""
@@ -312,7 +282,7 @@ class Batch(Invariant):
             raise NotApplicable("the backend refuses a batch of 1")
         among = {name: t[last:] for name, t in probe.base.items()}
         changed = alone.change(alone.base, among)
-        return f"entry {last} alone, against the same in its batch: {changed}" if changed else ""
+        return prefixed(f"entry {last} alone, against the same in its batch", changed)
 
 
 #: (q_len, kv_len): one row, one key, beside tiles of 32, 64 and 128, and lengths that differ either way
@@ -327,22 +297,18 @@ class Shapes(Invariant):
     name = "shapes"
     summary = "the workload's mask and options are right in other lengths, head dimensions and groups"
     calls = len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS)
+    needs = (BACKEND, Need(lambda probe: _fits_any_shape(probe.workload), "the mask or the lengths belong to this shape"))
     thorough = True
-
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Only a backend can run other shapes, and only masks that fit any."""
-        if not probe.is_backend:
-            return CLOSED_OVER
-        w = probe.workload
-        if w.v_in_k or w.is_packed or w.kv_lens is not None or w.band is None:
-            return "the mask or the lengths belong to this shape"
-        return None
 
     def run(self, probe: Probe) -> str:
         """Change one dimension at a time."""
         w, seed = probe.workload, probe.spec.seed
         made = (Variation(words, draw_inputs(other, "structured", seed, probe.device)) for words, other in _shapes(w))
         return judge_variations(probe, made, self.calls)
+
+
+def _fits_any_shape(w: Workload) -> bool:
+    return not w.v_in_k and not w.is_packed and w.kv_lens is None and w.band is not None
 
 
 def _shapes(w: Workload) -> Iterator[tuple[str, Workload]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import checkpoint
 
 from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
+from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
@@ -18,7 +21,6 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
-from pytest_attn.models.autograd_graph import in_checkpoint, nodes_behind
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
@@ -112,8 +114,6 @@ class AttentionCall:
     @property
     def mask(self) -> torch.Tensor | None:
         """The mask with padding, boolean, True = visible, broadcastable; None where all is visible, or packed."""
-        from pytest_attn.backends.dense import boolean_mask
-
         return None if self.workload.is_packed else boolean_mask(self.inputs)
 
     @property
@@ -350,6 +350,31 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
     cast = autocast(tensor)
     return tensor.view_as(tensor) if cast is tensor else cast
+
+
+def in_checkpoint() -> bool:
+    """Whether the model runs a part that it may compute again for the backward pass."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def nodes_behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:
+    """Return those of some nodes that a backward pass from out arrives at."""
+    found: set[Any] = set()
+    seen: set[Any] = {None}
+    waiting = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            found.add(node)
+        elif node is not None:
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 # -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------

@@ -19,13 +19,19 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.models.capture import AttentionCall, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
 from pytest_attn.models.compiled import judge_compiled, runs_compiled
-from pytest_attn.models.interception import InterceptedCall, Tracker, intercept_attention, is_of_transformers, never_called
+from pytest_attn.models.interception import (
+    InterceptedCall,
+    Tracker,
+    as_functions,
+    intercept_attention,
+    is_of_transformers,
+    never_called,
+)
 from pytest_attn.models.judge import judge_call, known_defect_of
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recognition import DropoutError
-from pytest_attn.models.replacement import Replacer, replacement
 from pytest_attn.models.step import require_arguments, run_step, untouched
-from pytest_attn.models.user_functions import as_functions
+from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.workloads.distributions import Draw
 
 #: what computes a model's attention instead of what it calls itself

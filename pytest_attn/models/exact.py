@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeAlias
+
+import torch
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.exact import (
@@ -25,39 +28,24 @@ from pytest_attn.correctness.reference import heads_first, segments_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
-from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    import torch
-
-
-class Rounding(Protocol):
-    """How the values are rounded that a kernel keeps in the dtype: from float64 to float64. precision: which these are."""
-
-    precision: Precision
-
-    def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Return x rounded to a dtype."""
 
 
 @dataclass
 class Scatter:
-    """Rounds at random, up or down with the odds that keep the mean."""
+    """Rounds at random, up or down with the odds that keep the mean. precision: says which values a kernel rounds."""
 
     precision: Precision
     generator: torch.Generator
 
     def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
         """Return x (float64) rounded to a dtype, still as float64."""
-        import torch
-
         chance = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float64)
         return on_grid(x, dtype, chance)
 
 
 @dataclass
 class Dithered:
-    """Rounds to nearest, as kernels do, on a grid that is moved by a factor: equal values get equal errors."""
+    """Rounds to nearest, as kernels do, on a grid that is moved by a factor: equal values get equal errors. See `Scatter`."""
 
     precision: Precision
     factor: float
@@ -67,10 +55,12 @@ class Dithered:
         return on_grid(x * self.factor, dtype, 0.5) / self.factor
 
 
+#: how the values are rounded that a kernel keeps in the dtype
+Rounding: TypeAlias = "Scatter | Dithered"
+
+
 def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.Tensor:
     """Return x on the grid of a dtype. chance: 0.5 rounds to nearest, a number drawn from 0 to 1 at random."""
-    import torch
-
     x = x.double()
     to = DTYPES[dtype]
     _, exponent = torch.frexp(x)
@@ -84,48 +74,33 @@ def exact_attention(inputs: Inputs, rounding: Rounding | None = None) -> torch.T
     It has gradients with respect to q, k, v and the parameters (workloads/parameters.py). rounding: of what a kernel rounds.
     Memory grows with the sequence, not with its square.
     """
-    function: Any = _function()
-    out: torch.Tensor = function.apply(inputs, rounding, *_tensors(inputs))
+    function: Any = _ExactAttention
+    parameters = (getattr(inputs, one.tensor) for one in PARAMETERS.values())
+    out: torch.Tensor = function.apply(inputs, rounding, inputs.q, inputs.k, inputs.v, *parameters)
     return out
 
 
-def _tensors(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
-    """Return what has a gradient: q, k, v and the parameters, None for what there is not."""
-    return inputs.q, inputs.k, inputs.v, *(getattr(inputs, one.tensor) for one in PARAMETERS.values())
+class _ExactAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Inputs, rounding: Rounding | None, *tensors: torch.Tensor | None) -> torch.Tensor:
+        passes = Passes(inputs, rounding)
+        out = passes.forward()
+        ctx.passes = passes
+        ctx.save_for_backward(out.clone())  # a model may change out in place, where its own attention does not keep it
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        (out,) = ctx.saved_tensors
+        return None, None, *ctx.passes.backward(out, dout)
 
 
-def _function() -> Any:
-    import torch
-
-    class ExactAttention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, inputs: Inputs, rounding: Rounding | None, *tensors: torch.Tensor | None) -> torch.Tensor:
-            passes = Passes(inputs, rounding)
-            out = passes.forward()
-            ctx.passes = passes
-            ctx.save_for_backward(out.clone())  # a model may change out in place, where its own attention does not keep it
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, dout: torch.Tensor) -> Any:
-            (out,) = ctx.saved_tensors
-            return None, None, *ctx.passes.backward(out, dout)
-
-    return ExactAttention
-
-
-@dataclass
 class Passes:
     """The two passes over one call, chunk by chunk. arithmetic: the dtype of products and sums, float64 by default."""
 
-    inputs: Inputs
-    rounding: Rounding | None
-    arithmetic: torch.dtype | None = None
-
-    @property
-    def workload(self) -> Workload:
-        """The attention problem."""
-        return self.inputs.workload
+    def __init__(self, inputs: Inputs, rounding: Rounding | None, arithmetic: torch.dtype | None = None) -> None:
+        self.inputs, self.workload, self.rounding, self.arithmetic = inputs, inputs.workload, rounding, arithmetic
+        self._writes_scores = rounding is not None and rounding.precision.rounds_scores
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.rounding is None else self.rounding(x, self.workload.dtype)
@@ -134,26 +109,20 @@ class Passes:
         """Round what only kernels round that write scores in the dtype."""
         return self._rounded(x) if self._writes_scores else x
 
-    @property
-    def _writes_scores(self) -> bool:
-        return self.rounding is not None and self.rounding.precision.rounds_scores
-
     def forward(self) -> torch.Tensor:
         """Return out, in the layout of q."""
-        w = self.workload
-        out = heads_first(self.inputs.q.new_zeros((*self.inputs.q.shape[:-1], w.v_head_dim)), w)
+        zeros = self.inputs.q.new_zeros((*self.inputs.q.shape[:-1], self.workload.v_head_dim))
+        out = heads_first(zeros.clone(), self.workload)
 
         def run(chunk: Chunk, place: tuple[Any, ...]) -> None:
             p, _, _ = self._probabilities(chunk)
             out[place] = self._rounded(over_keys(self._rounded(p), chunk.v)).to(out.dtype)
 
-        self._over_chunks(self.inputs.q.new_zeros((*self.inputs.q.shape[:-1], w.v_head_dim)), run)
+        self._over_chunks(zeros, run)
         return self._native(out)
 
     def backward(self, out: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients of q, k, v and the parameters; None for what there is not."""
-        import torch
-
         w, inputs = self.workload, self.inputs
         q, k, v = (heads_first(t, w) for t in (inputs.q, inputs.k, inputs.v))
         out = heads_first(out, w)
@@ -185,7 +154,9 @@ class Passes:
             sums["dv"][block.batches, kv_heads, keys] += over_rows(self._rounded(p), d_out, rows)
 
         self._over_chunks(dout, run)
-        dk, dv = (self._summed(sums[name], k.shape[1]) for name in ("dk", "dv"))
+        if heads != k.shape[1]:
+            sums = {name: over_group(self._rounded(total), heads // k.shape[1]) for name, total in sums.items()}
+        dk, dv = sums["dk"], sums["dv"]
         grads: list[torch.Tensor | None] = [self._native(self._rounded(g)).to(t.dtype) for g, t in ((dq, q), (dk, k), (dv, v))]
         for name, one in PARAMETERS.items():
             tensor = getattr(inputs, one.tensor)
@@ -199,15 +170,9 @@ class Passes:
 
     def _key_sums(self, of: torch.Tensor) -> torch.Tensor:
         """Return zeros for a gradient of keys, per query head where a kernel rounds these before it sums them up."""
-        import torch
-
         per_head = self.rounding is not None and self.rounding.precision.sums_rounded_heads
         heads = self.workload.heads if per_head else of.shape[1]
         return torch.zeros((of.shape[0], heads, *of.shape[2:]), dtype=torch.float64, device=of.device)
-
-    def _summed(self, total: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        group = total.shape[1] // kv_heads
-        return total if group == 1 else over_group(self._rounded(total), group)
 
     def _probabilities(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return P (n, heads, rows, keys), lse, and the derivative of the final scores by the scaled ones."""
@@ -216,25 +181,17 @@ class Passes:
         p = p.to(chunk.q.dtype)
         return p, lse, slope
 
-    def _chunk(self, block: Block, rows: torch.Tensor) -> Chunk:
-        chunk = Chunk(block, rows)
-        if self.arithmetic is not None:
-            chunk.q, chunk.k, chunk.v = (t.to(self.arithmetic) for t in (chunk.q, chunk.k, chunk.v))
-        return chunk
-
     def _over_chunks(self, dout: torch.Tensor, run: Callable[[Chunk, tuple[Any, ...]], None]) -> None:
         """Run over all chunks, each with its place in tensors like out, (batch, heads, rows, ...)."""
-        import dataclasses
-
-        import torch
-
-        inputs = dataclasses.replace(
-            self.inputs, q=self.inputs.q.detach(), k=self.inputs.k.detach(), v=self.inputs.v.detach(), dout=dout
-        )
+        q, k, v = (t.detach() for t in (self.inputs.q, self.inputs.k, self.inputs.v))
+        inputs = dataclasses.replace(self.inputs, q=q, k=k, v=v, dout=dout)
         with torch.no_grad():
             for segment in segments_of(inputs, self.workload, inputs.device, None, None):
                 for batches, kv_heads in head_blocks(segment):
                     block = Block(segment, batches, kv_heads)
                     for rows in row_chunks(block):
+                        chunk = Chunk(block, rows)
+                        if self.arithmetic is not None:
+                            chunk.q, chunk.k, chunk.v = (t.to(self.arithmetic) for t in (chunk.q, chunk.k, chunk.v))
                         first, last = int(rows[0]) + segment.q_start, int(rows[-1]) + 1 + segment.q_start
-                        run(self._chunk(block, rows), (block.batches, block.heads, slice(first, last)))
+                        run(chunk, (block.batches, block.heads, slice(first, last)))

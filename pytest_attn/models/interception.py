@@ -8,27 +8,42 @@ masks. A name that is missing from the second gets no mask at all, without a wor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import overrides
+from torch.nn.modules import module as every
+from torch.overrides import TorchFunctionMode
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, imported_functions
+from pytest_attn.backends.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+    imported_functions,
+    refuse_unread,
+    shortened,
+)
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.libraries.flex import FLEX
-from pytest_attn.backends.libraries.sdpa import SDPA
+from pytest_attn.backends.libraries.sdpa import SDPA, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
-from pytest_attn.models.autograd_graph import in_backward_pass
 from pytest_attn.models.exact import exact_attention
 from pytest_attn.models.recognition import to_inputs
-from pytest_attn.models.user_functions import user_functions
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd computes gradients at the moment, in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,11 @@ class Interceptor:
                 return original(*args, **kwargs)
             self._tracker.functions.add(function.place)
             if self._is_inside:
-                self._note_inner(function, args, kwargs)
+                # what the outer call is computed by: a function that is known, called within it
+                if chosen := function.kernel_of(dict(zip(function.parameters, args, strict=False)) | kwargs):
+                    self._ran.append(chosen)
+                elif function is not FLEX or not self._ran:
+                    self._ran.append(function.shown)
                 return original(*args, **kwargs)
             return self.intercept(function, original, args, kwargs)
 
@@ -140,28 +159,23 @@ class Interceptor:
             self._ran = call.ran
             return self._handler.handle(call)
 
-    def _note_inner(self, function: AttentionFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note what a call is computed by: a function that is known, called within it."""
-        if chosen := function.kernel_of(dict(zip(function.parameters, args, strict=False)) | dict(kwargs)):
-            self._ran.append(chosen)
-        elif function is not FLEX or not self._ran:
-            self._ran.append(function.shown)
-
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Catch nothing, and leave compiled functions as they are: what is called now belongs to the call."""
         self._is_inside = True
         try:
-            with _set_aside(self._mode), torch.compiler.set_stance("default"), _without_warnings_of_interception():
+            with _set_aside(self._mode), torch.compiler.set_stance("default"), warnings.catch_warnings():
+                # of what is so only because calls are intercepted: compiled parts run eagerly, and our aliases are no leaves
+                warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
             self._is_inside = False
 
     def mode(self) -> Any:
         """Return a mode that catches SDPA where no name holds it, and notices softmax."""
-        from torch.overrides import TorchFunctionMode
-
-        interceptor, sdpa = self, _bare(torch.nn.functional.scaled_dot_product_attention)
+        wrapped: Any = torch.nn.functional.scaled_dot_product_attention
+        interceptor, sdpa = self, getattr(wrapped, "__wrapped__", wrapped)
         softmax = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax}
 
         class Intercepting(TorchFunctionMode):
@@ -184,8 +198,6 @@ class Interceptor:
 @contextmanager
 def _set_aside(mode: Any) -> Iterator[None]:
     """Take a mode off the stack of modes, and put it back. Others stay: flex_attention needs its own to look up masks."""
-    from torch import overrides
-
     stack: Any = overrides
     above = next((n for n, one in enumerate(reversed(stack._get_current_function_mode_stack())) if one is mode), None)
     if above is None:  # it runs at the moment, or belongs to another thread
@@ -202,26 +214,11 @@ def _set_aside(mode: Any) -> Iterator[None]:
             stack._push_mode(one)
 
 
-@contextmanager
-def _without_warnings_of_interception() -> Iterator[None]:
-    """Leave out what torch warns of only because calls are intercepted: a test may take warnings for errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # compiled parts run eagerly
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # our aliases are none
-        yield
-
-
 def _backward(
     tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
     """Do what Tensor.backward does, as a function that modes see through."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function behind what stands in for it."""
-    found: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return found
 
 
 @contextmanager
@@ -288,7 +285,12 @@ def replaced(wrappers: Mapping[int, Callable[[Any], Any]], model: torch.nn.Modul
     made: dict[int, Any] = {}
     try:
         with quiet():  # some names warn when they are looked at
-            held = [(o, name, value, wrap) for o in _owners(model) for name, value, wrap in _held_by(o, wrappers)]
+            held = [
+                (owner, name, value, wrap)
+                for owner in _owners(model)
+                for name, value in list(vars(owner).items())
+                if (wrap := _wrapper_of(value, wrappers)) is not None
+            ]
         for owner, name, value, wrap in held:
             function = value.__func__ if type(value) is staticmethod else value
             wrapped = made.setdefault(id(function), wrap(function))
@@ -302,14 +304,6 @@ def replaced(wrappers: Mapping[int, Callable[[Any], Any]], model: torch.nn.Modul
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
-
-
-def _held_by(owner: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
-    """Yield name, value and wrapper of what an owner holds."""
-    for name, value in list(vars(owner).items()):
-        wrap = _wrapper_of(value, wrappers)
-        if wrap is not None:
-            yield name, value, wrap
 
 
 def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:
@@ -360,7 +354,8 @@ class Tracker:
         self._running: list[torch.nn.Module] = []
         self._ran: dict[str, torch.nn.Module] = {}
         self._callers: dict[str, torch.nn.Module] = {}
-        self._with_softmax: dict[str, None] = {}
+        #: modules that computed a softmax outside of every attention call
+        self.with_softmax: dict[str, None] = {}
         #: where the functions are through which calls went, also within other calls
         self.functions: set[tuple[str, str]] = set()
         self._model = model
@@ -374,8 +369,6 @@ class Tracker:
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Follow which module runs, by hooks that are removed afterwards: of the model, or of any module without one."""
-        from torch.nn.modules import module as every
-
         hooks = []
         try:
             if self._model is None:
@@ -414,7 +407,7 @@ class Tracker:
     def note_softmax(self) -> None:
         """Note that the module that runs computes a softmax of its own."""
         if self._running:
-            self._with_softmax[self.current] = None
+            self.with_softmax[self.current] = None
 
     @property
     def silent(self) -> list[str]:
@@ -422,19 +415,11 @@ class Tracker:
         kinds = {_kind(module) for module in self._callers.values()}
         return [name for name, module in self._ran.items() if name not in self._callers and _kind(module) in kinds]
 
-    @property
-    def with_softmax(self) -> list[str]:
-        """Modules that computed a softmax outside of every attention call."""
-        return list(self._with_softmax)
-
 
 def _kind(module: torch.nn.Module) -> tuple[object, ...]:
     """Return what modules have in common that are built alike: their class, and the names of all they hold."""
-    return (
-        type(module),
-        tuple(name for name, _ in module.named_parameters()),
-        tuple(name for name, _ in module.named_modules()),
-    )
+    parameters, parts = dict(module.named_parameters()), dict(module.named_modules())
+    return type(module), tuple(parameters), tuple(parts)
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------------
@@ -482,7 +467,8 @@ def _switched(model: torch.nn.Module, interface: Any) -> Iterator[None]:
     functions = interface._global_mapping
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
-        masks[NAME] = functools.partial(_full_mask, masking_utils.sdpa_mask)
+        never_left_out = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        masks[NAME] = lambda *args, **kwargs: masking_utils.sdpa_mask(*args, **{**kwargs, **never_left_out})
         functions[NAME] = _exact_forward
         for config, _ in before:
             config._attn_implementation_internal = NAME
@@ -510,13 +496,84 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _full_mask(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a mask as SDPA takes it, boolean, and never leave it out."""
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
 def _exact_forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Compute exact attention: what stands in where a call is not replaced."""
     given = {"module": module, "query": query, "key": key, "value": value, "attention_mask": attention_mask, **kwargs}
     arguments = read_call(NAME, given)
     return arguments.to_result(exact_attention(to_inputs(arguments)))
+
+
+#: one function of q, k, v and options, or where it is found
+Named: TypeAlias = Callable[..., Any] | str
+
+
+def as_functions(functions: Iterable[Named] | Named) -> tuple[Named, ...]:
+    """Return functions that a user names, one or several, as a tuple."""
+    return (functions,) if isinstance(functions, str) or callable(functions) else tuple(functions)
+
+
+def user_functions(functions: Iterable[Named] | Named) -> list[AttentionFunction]:
+    """Return how each is read. Raises ValueError where one is not found, or is held by no name of its module."""
+    return [_user_function(*_place_of(function)) for function in as_functions(functions)]
+
+
+def _place_of(function: Named) -> tuple[str, str, Any]:
+    """Return the module of a function, its name there, and the function itself."""
+    if isinstance(function, str):
+        module, _, attribute = function.rpartition(".")
+        try:
+            return module, attribute, getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"functions: {function!r} is not found ({error}); expected 'package.module.function'") from None
+    module, attribute = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    held: Any = sys.modules.get(module)
+    for part in attribute.split("."):
+        held = getattr(held, part, None)
+    if held is not function:
+        raise ValueError(
+            f"functions: {function!r} is not found under its name {module}.{attribute}; say a function of a module"
+        )
+    return module, attribute, function
+
+
+def _user_function(module: str, attribute: str, function: Any) -> AttentionFunction:
+    parameters = inspect.signature(function).parameters
+    names = tuple(parameters)
+    if len(names) < 3:
+        raise ValueError(f"functions: {attribute} takes {len(names)} arguments; expected q, k, v and options")
+    tensors = names[0], names[1], names[2]
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    read = functools.partial(_read, tensors=tensors, defaults=defaults)
+    return AttentionFunction(module, attribute, names, read, "", tensors, attribute)
+
+
+# -- how they are read --------------------------------------------------------------------------------------------------
+
+_CAUSAL, _SCALE = ("is_causal", "causal"), ("scale", "softmax_scale", "scaling", "sm_scale")
+_MASK, _DROPOUT = ("attn_mask", "mask", "attention_mask"), ("dropout_p", "dropout")
+_SOFTCAP = "softcap"
+
+
+def _read(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults: Mapping[str, Any]) -> AttentionArguments:
+    """Read a user's function: q, k, v (batch, heads, rows, dim), and options under the names that are usual for them.
+
+    defaults: what options are that are not given. Those under other names are not checked.
+    """
+    options = {name: defaults[name] for name in (*_MASK, *_CAUSAL, *_SCALE, *_DROPOUT, _SOFTCAP) if name in defaults}
+    options |= given
+    q, k, v = (options.pop(name) for name in tensors)
+    for name, tensor in zip(tensors, (q, k, v), strict=True):
+        if getattr(tensor, "ndim", 0) != 4:
+            raise UnreadableError(f"its argument {name} is {shortened(tensor)}; expected (batch, heads, rows, dim)")
+
+    def option(names: tuple[str, ...]) -> Any:
+        return next((value for name in names if (value := options.pop(name, None)) is not None), None)
+
+    attn_mask, causal, scale, dropout = (option(names) for names in (_MASK, _CAUSAL, _SCALE, _DROPOUT))
+    softcap = option((_SOFTCAP,))
+    refuse_unread(options, set())
+    given_to_sdpa = {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal, "scale": scale}
+    if hasattr(dropout, "p"):  # a module
+        dropout = dropout.p if dropout.training else 0.0
+    arguments = read_plain({**given_to_sdpa, "dropout_p": dropout})
+    return dataclasses.replace(arguments, softcap=softcap)

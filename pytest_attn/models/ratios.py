@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_attn.backends.attention_args import UnreadableError
 from pytest_attn.backends.precision import Precision, precision_named
@@ -20,9 +22,6 @@ from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attentio
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, is_of_transformers
 from pytest_attn.models.recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Exact:
@@ -55,8 +54,6 @@ class Exact:
     def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
         if self._seed is None:
             return None
-        import torch
-
         name = str(device)
         if name not in self._generators:
             self._generators[name] = torch.Generator(device).manual_seed(self._seed)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 __tracebackhide__ = True  # what it raises is the step's own mistake
 
@@ -200,8 +201,6 @@ class _State:
     """Copies of all that belongs to a model, and the objects themselves."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        from torch.nn.parameter import is_lazy
-
         self._modules = [
             (module, module.training, dict(module._parameters), dict(module._buffers)) for module in model.modules()
         ]

@@ -11,12 +11,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.capture import capture
 from pytest_attn.models.interception import is_of_transformers
@@ -31,9 +31,13 @@ LIMIT = 4.0
 
 
 class TokenModel:
-    """A model whose forward pass takes token ids. ids: (batch, tokens), cut to the shortest sequence of the batch."""
+    """A model whose forward pass takes token ids, which is compared with itself.
 
-    def __init__(self, model: torch.nn.Module, batch: Any) -> None:
+    ids: (batch, tokens), cut to the shortest sequence of the batch. is_causal: whether a token may see only those before it;
+    None for what the model's configuration or its class's name says.
+    """
+
+    def __init__(self, model: torch.nn.Module, batch: Any, is_causal: bool | None = None) -> None:
         given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         ids = given.pop("input_ids", None)
         if ids is None or not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
@@ -41,9 +45,11 @@ class TokenModel:
                 "check_invariants: batch must be a tensor of token ids (batch, tokens), or a mapping with input_ids"
             )
         self.model = model
-        parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
-        self.takes_anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        self._parameters = frozenset(parameters)
+        inner = getattr(model, "_orig_mod", model)
+        self._parameters = frozenset(inspect.signature(inner.forward).parameters)
+        is_named_so = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        is_decoder = bool(getattr(getattr(inner, "config", None), "is_decoder", False))
+        self.is_causal = is_named_so or is_decoder if is_causal is None else is_causal
         mask = given.pop("attention_mask", None)
         given.pop("position_ids", None)
         given.pop("labels", None)
@@ -64,12 +70,13 @@ class TokenModel:
         """Whether the forward pass names an argument."""
         return name in self._parameters
 
-    def rows(self, ids: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return the logits, or the last hidden state, (batch, tokens, features)."""
-        return self.called(ids, **more)[0]
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows of the batch as it is."""
+        return self.rows_of(self.ids)
 
-    def called(self, ids: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
-        """Return the rows, and all that the model returned."""
+    def rows_of(self, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Return the logits, or the last hidden state, (batch, tokens, features)."""
         if self.takes("use_cache"):
             more.setdefault("use_cache", False)
         with torch.no_grad():
@@ -79,29 +86,51 @@ class TokenModel:
         if rows is None:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
             raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
-        return rows, returned
+        return rows
+
+    def rows_with_another_token(self, at: int) -> torch.Tensor:
+        """Return the rows after the token at one position became another one of the batch, in every sequence."""
+        known: torch.Tensor = torch.unique(self.ids)
+        places = torch.searchsorted(known, self.ids[:, at].contiguous())
+        ids = self.ids.clone()
+        ids[:, at] = known[(places + 1) % len(known)]
+        return self.rows_of(ids)
 
     def refuse_dropout(self) -> None:
         """Raise DropoutError where two runs on the same tokens differ by more than the order of sums explains."""
         torch.manual_seed(0)
-        one = self.rows(self.ids)
+        one = self.rows_of(self.ids)
         torch.manual_seed(1)
-        other = self.rows(self.ids)
+        other = self.rows_of(self.ids)
         if not torch.equal(one, other) and float((one.double() - other.double()).norm() / one.double().norm()) > 1e-3:
             raise DropoutError("the model gives something else each time it runs: set dropout to 0, or call model.eval()")
 
+    def far_rows(self, found: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0) -> str:
+        """Say which rows are further off than honest rounding explains, "" for none. first: number of the first row."""
+        distances = (found.double() - expected.double()).norm(dim=-1) / self.scatter
+        worst = float(distances.max())
+        if worst <= LIMIT:
+            return ""
+        row = int(distances.flatten().argmax()) % distances.shape[-1] + first
+        many = int((distances > LIMIT).sum())
+        return (
+            f"{what}: {many} of {distances.numel()} rows differ, row {row} by {worst:.3g} times what honest rounding does"
+            f" (limit {LIMIT:g})"
+        )
+
+    @cached_property
     def scatter(self) -> float:
-        """Return the typical distance of a row from itself under honest rounding.
+        """The typical distance of a row from itself under honest rounding.
 
         The root mean square over rows and runs. In each run the output of every innermost module moves at random by up to a
         unit in the last place. Another order of sums, or another kernel, would move it so.
         """
-        exact = self.rows(self.ids).double()
+        exact = self.rows.double()
         total = 0.0
         for seed in range(_RUNS):
             with _rounded_otherwise(self.model, seed):
-                total += float((self.rows(self.ids).double() - exact).square().sum(-1).mean())
-        return float((total / _RUNS) ** 0.5)
+                total += float((self.rows_of(self.ids).double() - exact).square().sum(-1).mean())
+        return max(float((total / _RUNS) ** 0.5), 1e-30)
 
 
 @contextlib.contextmanager
@@ -149,7 +178,7 @@ def reach(config: Any) -> int | None:
 def wrong_masks(of: TokenModel, config: Any) -> str:
     """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
     windows, tokens = layer_windows(config), of.ids.shape[1]
-    for call in capture(lambda: of.rows(of.ids), of.model):
+    for call in capture(lambda: of.rows_of(of.ids), of.model):
         layer = re.search(r"layers\.(\d+)(?:\.|$)", call.module)
         mask = call.workload.mask
         if layer is None or int(layer[1]) >= len(windows) or mask is None or mask.band is None:
@@ -169,171 +198,115 @@ def wrong_masks(of: TokenModel, config: Any) -> str:
 # -- the invariants ----------------------------------------------------------------------------------------------------------
 
 
-class NotApplicableError(Exception):
-    """An invariant says nothing of this model; the text is why."""
-
-
-class BrokenError(Exception):
-    """An invariant does not hold; the text is the smallest evidence."""
-
-
-@dataclass
-class Asking:
-    """One model, which runs one invariant after the other. is_causal: whether a token may see only what stands before it."""
-
-    of: TokenModel
-    is_causal: bool
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """The rows of the batch as it is."""
-        return self.of.rows(self.of.ids)
-
-    @cached_property
-    def unit(self) -> float:
-        """One honest scatter."""
-        return max(self.of.scatter(), 1e-30)
-
-    def changed(self, at: int) -> torch.Tensor:
-        """Return the rows after the token at one position became another one in every sequence."""
-        ids = self.of.ids.clone()
-        ids[:, at] = other_tokens(ids, at)
-        return self.of.rows(ids)
-
-    def require_near(self, found: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0) -> None:
-        """Raise BrokenError where a row is further off than honest rounding explains. first: number of the first row."""
-        distances = (found.double() - expected.double()).norm(dim=-1) / self.unit
-        worst = float(distances.max())
-        if not worst <= LIMIT:
-            row = int(distances.flatten().argmax()) % distances.shape[-1] + first
-            many = int((distances > LIMIT).sum())
-            raise BrokenError(
-                f"{what}: {many} of {distances.numel()} rows differ, row {row} by {worst:.3g} times what honest rounding does"
-                f" (limit {LIMIT:g})"
-            )
-
-
-def other_tokens(ids: torch.Tensor, at: int) -> torch.Tensor:
-    """Return tokens that differ from those at one position and occur in the batch."""
-    known: torch.Tensor = torch.unique(ids)
-    places = torch.searchsorted(known, ids[:, at].contiguous())
-    other: torch.Tensor = known[(places + 1) % len(known)]
-    return other
-
-
-def future(asking: Asking) -> None:
+def future(of: TokenModel) -> str:
     """Rows before a token that changes stay bit-equal."""
-    if not asking.is_causal:
-        raise NotApplicableError("the model is not causal")
-    tokens = asking.of.ids.shape[1]
+    if not of.is_causal:
+        raise NotApplicable("the model is not causal")
+    tokens = of.ids.shape[1]
     for at in sorted({tokens // 3, tokens // 2 + 1, tokens - 1}):
-        moved = (asking.changed(at)[:, :at] != asking.rows[:, :at]).any(-1)
+        moved = (of.rows_with_another_token(at)[:, :at] != of.rows[:, :at]).any(-1)
         if bool(moved.any()):
             seeing = moved.any(0).nonzero().flatten().tolist()
-            raise BrokenError(f"another token at {at} changes rows before it: {len(seeing)} of {at}, the last is {seeing[-1]}")
+            return f"another token at {at} changes rows before it: {len(seeing)} of {at}, the last is {seeing[-1]}"
+    return ""
 
 
-def receptive_field(asking: Asking) -> None:
+def receptive_field(of: TokenModel) -> str:
     """Each layer asks for the mask of the configuration, and rows beyond all windows are bit-equal."""
-    config = asking.of.config
+    config = of.config
     if config is None or not getattr(config, "sliding_window", None):
-        raise NotApplicableError("its configuration names no window")
-    if wrong := wrong_masks(asking.of, config):
-        raise BrokenError(wrong)
-    field, tokens = reach(config), asking.of.ids.shape[1]
-    if field is None or not asking.is_causal:
-        return
-    if tokens < field + 2:
-        return
-    beyond = (asking.changed(0)[:, field + 1 :] != asking.rows[:, field + 1 :]).any(-1)
-    if bool(beyond.any()):
-        row = int(beyond.any(0).nonzero()[-1]) + field + 1
-        raise BrokenError(f"row {row} sees token 0, and the windows of all layers reach back {field} tokens only")
+        raise NotApplicable("its configuration names no window")
+    if wrong := wrong_masks(of, config):
+        return wrong
+    field, tokens = reach(config), of.ids.shape[1]
+    if field is None or not of.is_causal or tokens < field + 2:
+        return ""
+    beyond = (of.rows_with_another_token(0)[:, field + 1 :] != of.rows[:, field + 1 :]).any(-1)
+    if not bool(beyond.any()):
+        return ""
+    row = int(beyond.any(0).nonzero()[-1]) + field + 1
+    return f"row {row} sees token 0, and the windows of all layers reach back {field} tokens only"
 
 
-def padding(asking: Asking, side: str) -> None:
+def padding(of: TokenModel, side: str) -> str:
     """A sequence that is padded gives the rows that it gives without."""
-    of = asking.of
     if not of.takes("attention_mask"):
-        raise NotApplicableError("its forward pass takes no attention_mask")
+        raise NotApplicable("its forward pass takes no attention_mask")
+    is_left, takes_positions = side == "left", of.takes("position_ids")
+    if is_left and not takes_positions:
+        raise NotApplicable("its forward pass takes no position_ids")
     ids, tokens, extra = of.ids, of.ids.shape[1], 7
     blank = ids[:, :1].expand(-1, extra)
     mask = torch.ones(len(ids), tokens + extra, dtype=torch.long, device=ids.device)
-    is_left = side == "left"
-    if is_left and not of.takes("position_ids"):
-        raise NotApplicableError("its forward pass takes no position_ids")
     mask[:, slice(0, extra) if is_left else slice(tokens, None)] = 0
     padded = torch.cat([blank, ids] if is_left else [ids, blank], 1)
-    more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if of.takes("position_ids") else {}
-    found = of.rows(padded, attention_mask=mask, **more)
+    positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if takes_positions else {}
+    found = of.rows_of(padded, attention_mask=mask, **positions)
     found = found[:, extra:] if is_left else found[:, :tokens]
-    asking.require_near(found, asking.rows, f"with {extra} tokens of padding on the {side}")
+    return of.far_rows(found, of.rows, f"with {extra} tokens of padding on the {side}")
 
 
-def packed(asking: Asking) -> None:
+def packed(of: TokenModel) -> str:
     """Two documents in one row, told apart by position_ids, give what each gives alone."""
-    of = asking.of
-    if not (asking.is_causal and of.takes("position_ids") and is_of_transformers(of.model)):
-        raise NotApplicableError("it is not a causal model of transformers that takes position_ids")
-    length = of.ids.shape[1] // 2
-    first, second = of.ids[:, :length], of.ids[:, length:]
-    lengths = first.shape[1], second.shape[1]
-    positions = torch.cat([torch.arange(n, device=of.ids.device) for n in lengths]).expand(len(of.ids), -1)
-    found = of.rows(of.ids[:1], position_ids=positions[:1])  # packing is of batch 1 where kernels do it
-    for name, at, ids in (("first", 0, first), ("second", length, second)):
-        place = slice(at, at + ids.shape[1])
-        asking.require_near(found[:, place], of.rows(ids[:1]), f"the {name} of two packed documents", at)
+    if not (of.is_causal and of.takes("position_ids") and is_of_transformers(of.model)):
+        raise NotApplicable("it is not a causal model of transformers that takes position_ids")
+    ids = of.ids[:1]  # packing is of batch 1 where kernels do it
+    length = ids.shape[1] // 2
+    documents = {"first": ids[:, :length], "second": ids[:, length:]}
+    positions = torch.cat([torch.arange(one.shape[1], device=ids.device) for one in documents.values()])
+    found = of.rows_of(ids, position_ids=positions[None])
+    at = 0
+    for name, document in documents.items():
+        rows = found[:, at : at + document.shape[1]]
+        if evidence := of.far_rows(rows, of.rows_of(document), f"the {name} of two packed documents", at):
+            return evidence
+        at += document.shape[1]
+    return ""
 
 
-def decoding(asking: Asking, cache: str) -> None:
+def decoding(of: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
-    of = asking.of
-    if not (asking.is_causal and of.takes("past_key_values") and is_of_transformers(of.model)):
-        raise NotApplicableError("it is not a causal model of transformers that takes past_key_values")
+    if not (of.is_causal and of.takes("past_key_values") and is_of_transformers(of.model)):
+        raise NotApplicable("it is not a causal model of transformers that takes past_key_values")
     transformers: Any = importlib.import_module("transformers")
-
-    config, tokens = of.config, of.ids.shape[1]
-    made: Any = transformers.StaticCache(config=config, max_cache_len=tokens + 3) if cache == "static" else None
-    if cache == "dynamic":
-        made = transformers.DynamicCache()
-    if cache == "sliding":
-        if not getattr(config, "sliding_window", None):
-            raise NotApplicableError("its configuration names no window")
-        made = transformers.DynamicCache(config=config)
+    tokens = of.ids.shape[1]
+    if kind == "static":
+        cache = transformers.StaticCache(config=of.config, max_cache_len=tokens + 3)
+    elif kind == "dynamic":
+        cache = transformers.DynamicCache()
+    elif not getattr(of.config, "sliding_window", None):
+        raise NotApplicable("its configuration names no window")
+    else:
+        cache = transformers.DynamicCache(config=of.config)
     prefill = tokens // 2
-    rows, _ = of.called(of.ids[:, :prefill], past_key_values=made, use_cache=True)
-    asking.require_near(rows, asking.rows[:, :prefill], f"prefill with a {cache} cache")
-    for at in range(prefill, tokens):
-        rows, _ = of.called(of.ids[:, at : at + 1], past_key_values=made, use_cache=True)
-        asking.require_near(rows, asking.rows[:, at : at + 1], f"decoding with a {cache} cache", at)
+    steps = [(0, prefill, f"prefill with a {kind} cache")]
+    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(prefill, tokens)]
+    for start, end, what in steps:
+        rows = of.rows_of(of.ids[:, start:end], past_key_values=cache, use_cache=True)
+        if evidence := of.far_rows(rows, of.rows[:, start:end], what, start):
+            return evidence
+    return ""
 
 
-def batch_order(asking: Asking) -> None:
+def batch_order(of: TokenModel) -> str:
     """A sequence gives the same rows wherever it stands in the batch."""
-    ids = asking.of.ids
-    if len(ids) < 2:
-        raise NotApplicableError("the batch has one sequence")
-    asking.require_near(asking.of.rows(ids.flip(0)).flip(0), asking.rows, "with the batch in reverse")
+    if len(of.ids) < 2:
+        raise NotApplicable("the batch has one sequence")
+    return of.far_rows(of.rows_of(of.ids.flip(0)).flip(0), of.rows, "with the batch in reverse")
 
 
-def _of(asked: Callable[..., None], *args: Any) -> Callable[[Asking], None]:
-    return lambda asking: asked(asking, *args)
-
-
-#: by name, in the order in which they are asked
-INVARIANTS: dict[str, Callable[[Asking], None]] = {
+#: by name, in the order in which they are run
+INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
     "future": future,
     "field": receptive_field,
-    "padded-left": _of(padding, "left"),
-    "padded-right": _of(padding, "right"),
+    "padded-left": partial(padding, side="left"),
+    "padded-right": partial(padding, side="right"),
     "packed": packed,
-    "dynamic": _of(decoding, "dynamic"),
-    "static": _of(decoding, "static"),
-    "sliding": _of(decoding, "sliding"),
+    "dynamic": partial(decoding, kind="dynamic"),
+    "static": partial(decoding, kind="static"),
+    "sliding": partial(decoding, kind="sliding"),
     "order": batch_order,
 }
-
-
 Names = Iterable[str] | str | None
 
 
@@ -349,21 +322,18 @@ def judge_model_invariants(
     names = _chosen(only, skip)
     _refuse_experts(model)
     with untouched(model):
-        of = TokenModel(model, batch)
+        of = TokenModel(model, batch, causal)
         of.refuse_dropout()
-        asking = Asking(of, _is_causal(model) if causal is None else causal)
-        findings = tuple(_ask(name, asking) for name in names)
+        findings = tuple(_finding(name, of) for name in names)
     return InvariantReport(f"{tuple(of.ids.shape)} tokens", type(model).__name__, findings)
 
 
-def _ask(name: str, asking: Asking) -> Finding:
+def _finding(name: str, of: TokenModel) -> Finding:
     try:
-        INVARIANTS[name](asking)
-    except NotApplicableError as reason:
+        evidence = INVARIANTS[name](of)
+    except NotApplicable as reason:
         return Finding(name, "not applicable", str(reason), 0)
-    except BrokenError as evidence:
-        return Finding(name, "broken", str(evidence), 1)
-    return Finding(name, "passed", "", 1)
+    return Finding(name, "broken" if evidence else "passed", evidence, 1)
 
 
 def _chosen(only: Names, skip: Names) -> list[str]:
@@ -387,9 +357,3 @@ def _refuse_experts(model: torch.nn.Module) -> None:
             f"check_invariants: {routed} is a mixture of experts: which one a token goes to may turn on a rounding error, so"
             " rows cannot be compared; check the model's calls with attn_model.check"
         )
-
-
-def _is_causal(model: torch.nn.Module) -> bool:
-    inner = getattr(model, "_orig_mod", model)
-    config = getattr(inner, "config", None)
-    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel")) or bool(getattr(config, "is_decoder", False))

@@ -13,8 +13,8 @@ from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import _is_merged
-from pytest_attn.invariants.probe import Probe
-from pytest_attn.invariants.registry import INVARIANTS
+from pytest_attn.invariants.check import INVARIANTS
+from pytest_attn.invariants.invariant import Probe
 from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -312,7 +312,7 @@ def test_a_kernel_that_is_launched_on_the_current_device_is_seen(monkeypatch):
         tensors_on[0] = CPU
         return ask(kernel, PLAIN, "device", backward=False)
 
-    monkeypatch.setattr("pytest_attn.invariants.probe.current", current)
+    monkeypatch.setattr("pytest_attn.invariants.invariant.current", current)
     assert asked(launched_on_the_current).findings[0].evidence == "needs a second CUDA device"
     monkeypatch.setattr("pytest_attn.invariants.runtime._second_to", lambda device: second)
     monkeypatch.setattr(Probe, "on_device", moved)
@@ -414,7 +414,7 @@ def test_halves_of_the_keys_are_put_together_by_lse():
         spec = CheckSpec(Workload(65, 130, batch=2, heads=4, kv_heads=2), CPU).for_subject(backend)
         probe = Probe(backend, spec, ReferenceCache().inputs_of(spec, "structured"), thorough=True)
         said.append(_is_merged(probe))
-        assert probe.calls == 2
+        assert probe.count.calls == 2
     assert said[0] == ""
     assert said[1].startswith("two halves of the keys, put together by their lse: ")
 

@@ -11,7 +11,7 @@ from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants import check
-from pytest_attn.invariants.registry import INVARIANTS
+from pytest_attn.invariants.check import INVARIANTS
 from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
 

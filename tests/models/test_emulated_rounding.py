@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_attn.models.emulated_rounding import emulate_fusion, perturb_rounding
+from pytest_attn.models.compiled import emulate_fusion, perturb_rounding
 
 STEP = 2.0**-24  # between float16's numbers below its smallest normal one, 2^-14
 
