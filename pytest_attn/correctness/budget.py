@@ -164,11 +164,8 @@ class ScoreBudget:
         self.workload, self.rounding, self.precision = block.workload, rounding, rounding.precision
         self.scale = block.workload.softmax_scale
         self.unknown_q_var, self.unknown_k_var = rounding.of_unknown(block.q), rounding.of_unknown(block.k)
-        self.are_noisy = self._are_declared_noisy() or rounding.is_float32 or self._float32_shows(block)
-
-    def _are_declared_noisy(self) -> bool:
-        """Whether the precision profile itself makes the scores noisy."""
-        return self.precision.has_noisy_scores or self.precision.qk_error > 0
+        are_declared_noisy = self.precision.has_noisy_scores or self.precision.qk_error > 0
+        self.are_noisy = are_declared_noisy or rounding.is_float32 or self._float32_shows(block)
 
     def _float32_shows(self, block: Block) -> bool:
         """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
@@ -184,7 +181,9 @@ class ScoreBudget:
         variance, slope_var = self._scaled_score_variance(scaled, chunk), None
         if self.workload.softcap is not None:  # tanh damps what lies before it
             is_far = self._is_far(variance)
-            nearest = self._nearest_to_0(before_softcap(scaled, chunk), variance, is_far)
+            nearest = before_softcap(scaled, chunk)
+            if is_far:  # how near to 0, where softcap damps least, noise may move the scores
+                nearest = nearest.abs().sub_(variance.sqrt().mul_(SHARED * _REACH)).clamp_(min=0)
             tanh_squared = torch.tanh(nearest / self.workload.softcap).square_()
             damping = (1 - tanh_squared).square_()
             tanh_squared = tanh_squared.fill_(1) if is_far else tanh_squared  # its most, wherever that is
@@ -197,12 +196,6 @@ class ScoreBudget:
         if self.rounding.operand_unit:
             return True
         return self.precision.has_noisy_scores and bool(variance.numel()) and float(variance.max()) * SHARED**2 > _FAR**2
-
-    def _nearest_to_0(self, scaled: torch.Tensor, variance: torch.Tensor, is_far: bool) -> torch.Tensor:
-        """Return how near to 0, where softcap damps least, noise may move the scores; as they are where it moves none far."""
-        if not is_far:
-            return scaled
-        return scaled.abs().sub_(variance.sqrt().mul_(SHARED * _REACH)).clamp_(min=0)
 
     def _scaled_score_variance(self, scaled: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
@@ -367,7 +360,8 @@ class ForwardBudget:
         elif noise_var is not None:  # sum_j n_ij (v_j - o)^2, expanded
             mixed = over_keys(noise_var, chunk.v_squared) - 2 * out * over_keys(noise_var, chunk.v)
             variance += (mixed + out.square() * noise_var.sum(-1, keepdim=True)).clamp_(min=0)
-        q_var = self._query_variance(rows.q)
+        is_rounded = self.precision.rounds_scaled_query
+        q_var = rows.q.square().mul_(self.rounding.unit**2) if is_rounded else self.scores.unknown_q_var
         if q_var is not None:
             variance += self._of_moved_rows(p, out, q_var, chunk)
         if rows.row_noise is not None:
@@ -378,12 +372,6 @@ class ForwardBudget:
         if self.precision.half_sum_keys:
             variance += _half_sum_variance(p, out, chunk, self.precision.half_sum_keys)
         return variance
-
-    def _query_variance(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Return the variance of q's own error, (n, heads, rows or 1, head_dim or 1); None where q is exact."""
-        if self.precision.rounds_scaled_query:
-            return q.square().mul_(self.rounding.unit**2)
-        return self.scores.unknown_q_var
 
     def _of_moved_rows(self, p: torch.Tensor, out: torch.Tensor, q_var: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Return what errors of q do to out: one error moves all scores of a row together (Cauchy-Schwarz)."""

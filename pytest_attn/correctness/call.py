@@ -48,16 +48,15 @@ def _switches(kind: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], A
     return {
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (torch.get_default_device, _set_default_device),
+        "default device": (
+            torch.get_default_device,
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
         **{
             f"autocast on {one}": (partial(torch.is_autocast_enabled, one), partial(torch.set_autocast_enabled, one))
             for one in {"cpu", kind}
         },
     }
-
-
-def _set_default_device(device: Any) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 # -- what was written into a cache -------------------------------------------------------------------------------------

@@ -173,19 +173,17 @@ def check_contract(
 
 def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
     """Return what a callable returned under each name; raise ContractError for another number of results."""
-    expected_text = "a tensor out" if len(names) == 1 else f"a tuple ({', '.join(names)})"
+    fault = f"the callable returned {_counted(result)}; expected {_words(names)}"
     if result is None:
-        raise ContractError(f"the callable returned nothing (None); expected {expected_text}")
-    if len(names) == 1 and isinstance(result, tuple | list):
-        raise ContractError(
-            f"the callable returned a {type(result).__name__} of {len(result)}; expected {expected_text}."
-            " Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
-        )
-    if len(names) > 1 and not (isinstance(result, tuple | list) and len(result) == len(names)):
-        several = isinstance(result, tuple | list)
-        kind = f"a {type(result).__name__} of {len(result)}" if several else describe(result)  # type: ignore[arg-type]
-        raise ContractError(f"the callable returned {kind}; expected {expected_text} (returns_lse=True)")
-    return [result] if len(names) == 1 else list(result)  # type: ignore[call-overload]
+        raise ContractError(fault)
+    if len(names) == 1:
+        if isinstance(result, tuple | list):
+            advice = "Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
+            raise ContractError(f"{fault}. {advice}")
+        return [result]
+    if not (isinstance(result, tuple | list) and len(result) == len(names)):
+        raise ContractError(f"{fault} (returns_lse=True)")
+    return list(result)
 
 
 def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs, hint: str = "") -> None:

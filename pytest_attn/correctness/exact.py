@@ -160,7 +160,9 @@ class Chunk:
     def __init__(self, block: Block, rows: torch.Tensor) -> None:
         segment = block.segment
         self.block, self.rows = block, rows
-        self.keys = _visible_keys(segment, rows)
+        self.keys = slice(0, segment.lengths[1])
+        if _tells_its_keys(segment):
+            self.keys = _span_of(segment, int(rows[0]), int(rows[-1]))
         self.q = block.q[:, :, rows].double()
         self.k, self.v, self.v_squared = (t[:, :, self.keys] for t in (block.k, block.v, block.v_squared))
         self.query_index = rows.view(1, 1, -1, 1)
@@ -181,13 +183,6 @@ class Chunk:
     def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch entry, head, query and key of every score; together they broadcast to (n, heads, rows, keys)."""
         return self.block.batch_index, self.block.head_index, self.query_index, self.key_index
-
-
-def _visible_keys(segment: Segment, rows: torch.Tensor) -> slice:
-    """Return the span of keys that any of these rows, in ascending order, can see where the mask tells; else all."""
-    if not _tells_its_keys(segment):
-        return slice(0, segment.lengths[1])
-    return _span_of(segment, int(rows[0]), int(rows[-1]))
 
 
 def _tells_its_keys(segment: Segment) -> bool:
@@ -274,13 +269,15 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
     if inputs.bias is not None and w.bias is not None and not w.bias_before_softcap:
         scores = scores + _bias(inputs.bias, chunk)
     if inputs.alibi_slopes is not None and w.alibi:
-        scores = scores - _alibi(inputs.alibi_slopes, chunk)
+        slopes = slopes_of(inputs.alibi_slopes.to(chunk.q.device).double(), *chunk.indices[:2])
+        scores = scores - slopes * distances_of(chunk)
     if w.score_mod is not None:
         scores, slope_of_mod = _score_mod(scores, chunk)
         slope = slope_of_mod if slope is None else slope * slope_of_mod
     if segment.mask_mod is not None:
         visible = segment.mask_mod(*chunk.indices)
-        _require_boolean(visible, w)
+        if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool:
+            raise ValueError(f"{w.id}: mask must return a boolean tensor, it returned {describe(visible)}")
         scores = scores.masked_fill_(~visible, -math.inf)
     return scores, slope
 
@@ -328,11 +325,6 @@ def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     return everywhere[block.batches, block.head_index.flatten()][:, :, chunk.rows][..., chunk.keys].double()
 
 
-def _alibi(slopes: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """Return slope_h |i + kv_len - q_len - j|, (n or 1, heads, rows, keys)."""
-    return slopes_of(slopes.to(chunk.q.device).double(), *chunk.indices[:2]) * distances_of(chunk)
-
-
 def slopes_of(slopes: torch.Tensor, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """Return the slopes of heads h, of batch entries b where these have their own."""
     return slopes[h] if slopes.dim() == 1 else slopes[b, h]
@@ -359,11 +351,6 @@ def _score_mod(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.
         modified = (modified.double() + 0 * leaf).expand(scores.shape)  # so that one without the score has slope 0
         (slope,) = torch.autograd.grad(modified.sum(), leaf)
     return modified.detach().clone(), slope
-
-
-def _require_boolean(visible: object, w: Workload) -> None:
-    if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool:
-        raise ValueError(f"{w.id}: mask must return a boolean tensor, it returned {describe(visible)}")
 
 
 def sinks_of(chunk: Chunk) -> torch.Tensor | None:

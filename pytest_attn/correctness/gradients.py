@@ -55,7 +55,9 @@ class BackwardRows:
 
     def at_rows(self, kept: torch.Tensor) -> BackwardRows:
         """Return the rows for which `kept` (rows,) is true."""
-        return BackwardRows(**{f.name: _at_rows(getattr(self, f.name), kept) for f in fields(self)})
+        every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept_rows: dict[str, Any] = {name: None if t is None else t[:, :, kept] for name, t in every.items()}
+        return BackwardRows(**kept_rows)
 
     def at_keys(self, keys: torch.Tensor) -> BackwardRows:
         """Return the same rows with these keys (positions) only; e_ij^2 is formed again."""
@@ -249,10 +251,6 @@ class KeyGradients:
                 variance = over_group(variance + self.rounding.of_result(value, terms), self.group)
                 value = over_group(value, self.group)
             yield name, value, variance + self.rounding.of_sum(value, terms)
-
-
-def _at_rows(tensor: torch.Tensor | None, kept: torch.Tensor) -> Any:
-    return None if tensor is None else tensor[:, :, kept]
 
 
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -144,9 +144,7 @@ class _Judgment:
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
-        limits, w, rows = limits_named(self.spec.limits), self.spec.workload, []
-        for name, tensor in tensors.items():
-            rows.append(compare_tensor(name, distribution, tensor, reference, w, limits_of(name, limits)))
+        rows = list(self._compared(distribution, reference, tensors))
         self.rows += rows
         for row in rows:
             if not row.passed and self.failed is None:
@@ -216,12 +214,6 @@ class _Judgment:
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _takes_views(self) -> bool:
-        """Whether tensors are handed over as models do; pools are as they are, and other strides cost another compilation."""
-        is_compiled = self.kernel is not None and compilation_of(self.kernel) is not None
-        return not (is_compiled or self.spec.declared.contiguous or self.spec.workload.kv_pages)
-
     def _results(
         self, distribution: str, reference: Reference, pattern: StridePattern
     ) -> tuple[dict[str, torch.Tensor], StridePattern]:
@@ -231,7 +223,10 @@ class _Judgment:
         with self.deadline(), self.subject.calling(), _placing_faults(where), late_refusals_of(self.subject):
             if self.kernel is None:
                 self.kernel = self.subject.prepare(reference.called_with, self.spec.backward)
-            pattern, refused = (pattern if self._takes_views else CONTIGUOUS), None
+            is_compiled = compilation_of(self.kernel) is not None  # other strides would cost another compilation
+            if is_compiled or self.spec.declared.contiguous or self.spec.workload.kv_pages:
+                pattern = CONTIGUOUS
+            refused = None
             if pattern != CONTIGUOUS:
                 try:
                     with refusals():
@@ -244,7 +239,10 @@ class _Judgment:
                 self._require_refusal(refused, self.kernel, reference, strides)
             self.changes |= changes
             if (keep := tensors.pop("keep", None)) is not None:
-                self._require_fair(keep, reference)
+                require_same(keep, self.keep)
+                if self.keep is None:
+                    require_fair(keep, reference.called_with)
+                    self.keep = keep.clone()
             if not self.subject.known_to_change.issuperset(changes):
                 raise ContractError(fault_of_change(changes), fault="input-changed")
         return tensors, pattern
@@ -260,12 +258,6 @@ class _Judgment:
         except RefusedError:
             return
         raise refused
-
-    def _require_fair(self, keep: torch.Tensor, reference: Reference) -> None:
-        require_same(keep, self.keep)
-        if self.keep is None:
-            require_fair(keep, reference.called_with)
-            self.keep = keep.clone()
 
     def _compared(
         self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]
@@ -371,7 +363,7 @@ def compare_tensor(
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
-        limits = _of_elements(limits)
+        limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
         return _compare_lse(name, distribution, got, expected)
     if got.shape[2] < FEW_ROWS:
@@ -412,11 +404,6 @@ def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor,
     looked_through = got.flatten(0, 1) if bool(expected.value.isfinite().all()) else got[:0]
     faults = sum(int((~head.isfinite()).sum()) for head in looked_through)  # one at a time: each takes memory
     return got[:, :, expected.rows.to(got.device)], faults
-
-
-def _of_elements(limits: Limits) -> Limits:
-    """Return limits that hold every level to that of an element."""
-    return replace(limits, row=limits.element, head=limits.element)
 
 
 def _residual(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,19 +61,11 @@ class Expected:
 # -- one block ---------------------------------------------------------------------------------------------------------
 
 
-def compute_block(block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
-    """Compute the block's part of every tensor: out, lse and, if `tensors` has them, dq, dk and dv.
+class _BlockPasses:
+    """The block's part of every tensor: out, lse and, if `tensors` has them, dq, dk and dv, chunk by chunk.
 
     sums: of the gradients of parameters, which are added to.
     """
-    passes = _Passes(block, precision, tensors, sums)
-    for rows in row_chunks(block):
-        passes.run(Chunk(block, rows))
-    passes.finish()
-
-
-class _Passes:
-    """What the chunks of one block share: the budgets, the sums over the chunks, and where results go."""
 
     def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
         self.block, self.tensors = block, tensors
@@ -83,8 +75,18 @@ class _Passes:
         self.parameters = ParameterGradients(block, self.gradients, sums) if sums else None
         self.key_gradients = KeyGradients(block, self.rounding) if "dk" in tensors else None
 
-    def run(self, chunk: Chunk) -> None:
-        """Compute one chunk: put its rows in their place, add its share to the gradients of the keys."""
+    def run(self) -> None:
+        """Compute all chunks, then round the sums over them and put these in their place."""
+        for rows in row_chunks(self.block):
+            self._run_chunk(Chunk(self.block, rows))
+        for name, value, variance in () if self.key_gradients is None else self.key_gradients.rounded():
+            expected, start = self.tensors[name], self.block.segment.kv_start
+            place = (self.block.batches, self.block.kv_heads, slice(start, start + value.shape[2]))
+            expected.value[place] = value
+            expected.tau[place] = variance.sqrt_().float()
+
+    def _run_chunk(self, chunk: Chunk) -> None:
+        """Put the rows of a chunk in their place, add its share to the gradients of the keys."""
         scores = scaled_scores(chunk)
         noise = self.budget.scores.of_scaled(scores, chunk)
         scores, slope = modify(scores, chunk)
@@ -148,16 +150,6 @@ class _Passes:
         rows = rows.at_keys(sampled)  # of all rows with sampled keys
         scores = self.gradients.of_scores(rows, chunk.v[:, :, sampled], chunk.v_squared[:, :, sampled], all_keys)
         key_gradients.add(rows, scores, places)
-
-    def finish(self) -> None:
-        """Round the sums over the chunks, and put them in their place."""
-        if self.key_gradients is None:
-            return
-        for name, value, variance in self.key_gradients.rounded():
-            expected, start = self.tensors[name], self.block.segment.kv_start
-            place = (self.block.batches, self.block.kv_heads, slice(start, start + value.shape[2]))
-            expected.value[place] = value
-            expected.tau[place] = variance.sqrt_().float()
 
     def _put_rows(self, name: str, value: torch.Tensor, variance: torch.Tensor | None, chunk: Chunk) -> None:
         """Put the rows of a chunk that are kept in their place; `variance` becomes their tau."""
@@ -290,38 +282,28 @@ def compute_reference(
     precision, given = precision.of_inputs_in(w.dtype), inputs
     inputs = given.dequantized()
     reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
-    sampled = rows is not None or _is_long(w, device)
+    is_long = not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
     keys = None
-    if sampled:
+    if rows is not None or is_long:
         rows = (_sample(w, w.heads, w.q_len) if rows is None else rows).to(device)
         keys = _sample(w, w.kv_heads, w.kv_len).to(device) if backward else None
     with torch.no_grad():
-        _allocate(reference, w, device, rows, keys, backward)
-        _allocate_extra(reference, w, extra)
+        _allocate(reference, w, device, rows, keys, backward, extra)
         sums = sums_of(parameters, w, device)
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
-                compute_block(Block(segment, batches, kv_heads), precision, reference.tensors, sums)
+                _BlockPasses(Block(segment, batches, kv_heads), precision, reference.tensors, sums).run()
         for name, value, variance in rounded(sums, precision, w):
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
-        _ungroup(reference, w)
+        for name, expected in reference.tensors.items() if is_interleaved(w) else ():
+            if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:  # query heads in their own order
+                expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
     return reference
-
-
-def _ungroup(reference: Reference, w: Workload) -> None:
-    """Put the query heads of all results in their own order."""
-    for name, expected in reference.tensors.items() if is_interleaved(w) else ():
-        if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:
-            expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
 
 
 def score_elements(w: Workload) -> int:
     """Count the scores of a workload: the elements that an attention which writes out its scores would hold."""
     return w.heads * sum(q_len * kv_len for q_len, kv_len in sequence_lengths(w))
-
-
-def _is_long(w: Workload, device: torch.device) -> bool:
-    return not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
 
 
 def _sample(w: Workload, heads: int, length: int) -> torch.Tensor:
@@ -337,6 +319,7 @@ def _allocate(
     rows: torch.Tensor | None,
     keys: torch.Tensor | None,
     backward: bool,
+    extra: tuple[str, ...],
 ) -> None:
     def expected(heads: int, length: int, dim: int, at: torch.Tensor | None) -> Expected:
         shape = (batch, heads, length if at is None else len(at), dim)
@@ -353,15 +336,11 @@ def _allocate(
         reference.tensors["dq"] = expected(w.heads, q_total, w.head_dim, rows)
         reference.tensors["dk"] = expected(w.kv_heads, kv_total, w.head_dim, keys)
         reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
-
-
-def _allocate_extra(reference: Reference, w: Workload, extra: tuple[str, ...]) -> None:
-    lse = reference.tensors["lse"]
     if "max" in extra:
-        reference.tensors["max"] = Expected(lse.value.new_full(lse.value.shape, -math.inf), lse.tau.clone(), lse.rows)
+        top = lse.new_full(lse.shape, -math.inf)
+        reference.tensors["max"] = Expected(top, lse.new_zeros(lse.shape, dtype=torch.float32), rows)
     if "weights" in extra:
-        shape = (*lse.value.shape, w.kv_len)
-        reference.tensors["weights"] = Expected(lse.value.new_zeros(shape), lse.tau.new_zeros(shape), lse.rows)
+        reference.tensors["weights"] = expected(w.heads, q_total, w.kv_len, rows)
 
 
 def segments_of(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -646,32 +646,28 @@ class Kernel(Backward):
 
     def __call__(self, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out in q's layout, and lse, float32, (batch, heads, q_len) or, where packed, (heads, tokens)."""
-        out, lse = _autograd_function().apply(self, inputs, q, k, v)
+        out, lse = _Attention.apply(self, inputs, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
 
 
-@cache
-def _autograd_function() -> Any:
-    """Return the autograd node of all kernels; a class that only exists once torch does."""
+class _Attention(torch.autograd.Function):
+    """The autograd node of all kernels."""
 
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, kernel: Kernel, inputs: Inputs, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            ctx.set_materialize_grads(False)
-            out, lse = kernel.forward(Call(inputs, *kernel.receive(*tensors)))
-            ctx.kernel, ctx.inputs = kernel, inputs
-            ctx.save_for_backward(*tensors, out, lse)
-            return out, lse
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, inputs: Inputs, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, lse = kernel.forward(Call(inputs, *kernel.receive(*tensors)))
+        ctx.kernel, ctx.inputs = kernel, inputs
+        ctx.save_for_backward(*tensors, out, lse)
+        return out, lse
 
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-            *tensors, out, lse = ctx.saved_tensors
-            kernel: Kernel = ctx.kernel
-            call = Call(ctx.inputs, *kernel.receive_again(*tensors))
-            dout = torch.zeros_like(out) if dout is None else kernel.receive_dout(dout)
-            return None, None, *kernel.backward(call, out, lse, dout, dlse)
-
-    return Attention
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        kernel: Kernel = ctx.kernel
+        call = Call(ctx.inputs, *kernel.receive_again(*tensors))
+        dout = torch.zeros_like(out) if dout is None else kernel.receive_dout(dout)
+        return None, None, *kernel.backward(call, out, lse, dout, dlse)
 
 
 class SplitKernel(Kernel):
