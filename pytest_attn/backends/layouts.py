@@ -37,6 +37,10 @@ def as_packed(kernel: AttentionFn, w: Workload) -> AttentionFn:
     return call
 
 
+#: the names that flash-attention has for what `sequence_boundaries` returns
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
 def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return cu_seqlens of queries and keys, int32, and the longest of each: of packed sequences, documents or a batch."""
     w = inputs.workload

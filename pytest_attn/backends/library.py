@@ -137,7 +137,10 @@ def import_failure(module: str) -> str | None:
     reason = try_import(module)
     if reason is None:
         tried = _mark_of(module)
-        _unmark(tried)  # should the import end this process after all, the next one tries it in a child again
+        with contextlib.suppress(OSError):
+            tried.unlink(
+                missing_ok=True
+            )  # should the import end this process after all, the next one tries it in a child again
         try:
             with quiet():
                 importlib.import_module(module)
@@ -206,11 +209,6 @@ def _mark(path: Path) -> None:
         path.touch()
 
 
-def _unmark(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
 # -- what the first worker of a run found out, for the others ---------------------------------------------------------------
 
 
@@ -276,7 +274,8 @@ def try_in_child(module: str) -> str | None:
         said, last = result.read(), errors.read().decode(errors="replace").strip().splitlines()[-1:]
     if said:
         return json.loads(said) or None
-    return f"its import ends the process with {_exit_name(code)}: {last[0].strip()[:300] if last else 'it said nothing'}"
+    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"its import ends the process with {end}: {last[0].strip()[:300] if last else 'it said nothing'}"
 
 
 def _exit_code(command: list[str], result: int, errors: int) -> int | None:
@@ -297,7 +296,3 @@ def _exit_code(command: list[str], result: int, errors: int) -> int | None:
         if child.returncode is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-
-
-def _exit_name(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -188,10 +188,8 @@ def _driver() -> str | None:
             found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read())
     except OSError:
         found = None
-    return found[1] if found else _driver_by_nvml()
-
-
-def _driver_by_nvml() -> str | None:
+    if found:
+        return found[1]
     try:
         with opened_nvml() as nvml:
             return text_of(nvml.nvmlSystemGetDriverVersion())

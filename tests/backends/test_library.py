@@ -184,6 +184,23 @@ def test_a_missing_library_or_part_says_what_to_install(plant):
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("sage", "sageattention is not installed; pip install sageattention"),
+        ("hub:org/repo", "kernels is not installed; pip install kernels"),
+        ("diffusers:native", "diffusers is not installed; pip install diffusers"),
+        ("transformers:sdpa", "transformers is not installed; pip install transformers"),
+        ("flash3", "flash-attn-3 is not installed; build it from the folder hopper of Dao-AILab/flash-attention"),
+        ("sdpa_fa4", "flash-attn-4 is not installed; pip install --pre flash-attn-4"),
+        ("flex_flash", "flash-attn-4 is not installed; pip install --pre flash-attn-4"),
+    ],
+)
+def test_a_backend_without_its_library_is_unavailable(monkeypatch, backend, reason):
+    monkeypatch.setattr(library, "_is_installed", lambda distribution: False)
+    assert Registry()[backend].unavailable_because(H200) == reason
+
+
 def test_what_an_uninstallation_left_behind_is_no_library(sound, tmp_path):
     (tmp_path / "sound" / "left_behind-1.0.dist-info").mkdir()
     forget()

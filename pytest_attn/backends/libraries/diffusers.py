@@ -74,7 +74,14 @@ class DiffusersDispatch(Dispatcher):
 
     def broken_because(self) -> str | None:
         """Import diffusers, and ask it whether the name may be used."""
-        return super().broken_because() or self._unusable_because() or self._kernel.broken_because()
+        if reason := super().broken_because():
+            return reason
+        try:
+            with self.source.load().attention_backend(self.dispatched):
+                pass
+        except Exception as error:  # of diffusers, of the Hub, or of a kernel's own import
+            return describe_error(error)
+        return self._kernel.broken_because()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what flex_attention without torch.compile refuses, or the kernel."""
@@ -102,15 +109,6 @@ class DiffusersDispatch(Dispatcher):
             return dispatch.dispatch_attention_fn(q, k, v, **options)
 
         return in_bshd(call)
-
-    def _unusable_because(self) -> str | None:
-        """Let diffusers check what the name needs, and load a kernel of the Hub."""
-        dispatch = self.source.load()
-        try:
-            with dispatch.attention_backend(self.dispatched):
-                return None
-        except Exception as error:  # of diffusers, of the Hub, or of a kernel's own import
-            return describe_error(error)
 
 
 # -- over ranks: Ulysses, a ring that gathers keys, or both, around its attention backends -----------------------------------

@@ -43,7 +43,12 @@ class Eager(Backend):
         scale = w.softmax_scale
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k, v = _gather(inputs, *canonical(inputs.workload, k, v))
+            k, v = canonical(w, k, v)
+            if inputs.page_table is not None:  # a page's unused tail may hold anything, and 0 * NaN is NaN
+                there = is_key(inputs)
+                assert there is not None
+                k, v = dataclasses.replace(inputs, k=k, v=v).gathered()
+                v = v.masked_fill(~there[:, None, :, None], 0)
             k, v = repeated(k, w), repeated(v, w)
             scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()
             scores = _modify(scores, inputs, alibi)
@@ -52,20 +57,6 @@ class Eager(Backend):
             return torch.matmul(_probabilities(scores, inputs.sinks).to(v.dtype), v)
 
         return on_values(call, inputs)
-
-
-def _gather(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if inputs.page_table is None:
-        return k, v
-    k, v = dataclasses.replace(inputs, k=k, v=v).gathered()
-    unseen = _beyond_length(inputs)
-    return k, v.masked_fill(unseen, 0)  # a page's unused tail may hold anything, and 0 * NaN is NaN
-
-
-def _beyond_length(inputs: Inputs) -> torch.Tensor:
-    assert inputs.kv_lens is not None
-    positions = torch.arange(inputs.workload.kv_len, device=inputs.device)
-    return (positions >= inputs.kv_lens[:, None])[:, None, :, None]
 
 
 def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) -> torch.Tensor:

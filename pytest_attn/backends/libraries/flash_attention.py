@@ -28,6 +28,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.layouts import (
+    BOUNDARIES,
     as_packed,
     bottom_right_window,
     ends_of,
@@ -52,8 +53,6 @@ from pytest_attn.workloads.workload import Workload
 FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
 #: what flash4, flex_flash and, where it is installed, te_flash run on
 FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
-#: the parameters that say where packed sequences end
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class FlashAttention(LibraryBackend):
@@ -84,7 +83,7 @@ class FlashAttention(LibraryBackend):
         return in_bshd(self._calling("flash_attn_func", inputs))
 
     def _varlen(self, inputs: Inputs, ends: Sequence[Any], **options: Any) -> AttentionFn:
-        return self._calling("flash_attn_varlen_func", inputs, **dict(zip(_LENGTHS, ends, strict=True)), **options)
+        return self._calling("flash_attn_varlen_func", inputs, **dict(zip(BOUNDARIES, ends, strict=True)), **options)
 
     def _calling(self, name: str, inputs: Inputs, **options: Any) -> AttentionFn:
         """Return one of the library's functions, of q, k and v alone."""
@@ -290,19 +289,14 @@ class Flash3(FlashAttention):
             return [
                 "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
             ]
-        if not _has_kernels_for(workload.head_dim, workload.v_head_dim):
+        dim, v_dim = workload.head_dim, workload.v_head_dim
+        if not (dim == v_dim or dim <= 64 or (128 < dim <= 192 and 96 < v_dim <= 128)):
             return [
                 "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"
-                f" not head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+                f" not head_dim {dim}, v_head_dim {v_dim}"
             ]
         reason = _refused_by_build(_smallest_like(workload), machine.device, backward)
         return [reason] if reason else []
-
-
-def _has_kernels_for(head_dim: int, v_head_dim: int) -> bool:
-    if head_dim == v_head_dim or head_dim <= 64:
-        return True
-    return 128 < head_dim <= 192 and 96 < v_head_dim <= 128
 
 
 def _smallest_like(w: Workload) -> Workload:
@@ -382,13 +376,15 @@ class Flash4(FlashAttention):
 
 def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
     """Return what may stand in the workload's way on an architecture family (8 for sm80 to sm89), and how to say it."""
-    dims = f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
+    pair, dims = (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
+    fits_blackwell = max(pair) <= 128 or pair in ((192, 128), (256, 256))
+    is_irregular = any(dim % 16 for dim in pair)
     ampere_kernel = family in (8, 12)
     return [
-        (family in (10, 11) and not _fits_blackwell(w), f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}"),
+        (family in (10, 11) and not fits_blackwell, f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}"),
         (ampere_kernel and bool(w.sinks), f"has no sinks on sm{family}0"),
         (ampere_kernel and w.kv_pages is not None, f"does not support a paged KV cache on sm{family}0"),
-        (family == 9 and w.kv_pages is not None and _is_irregular(w), f"needs multiples of 16 with pages, not {dims}"),
+        (family == 9 and w.kv_pages is not None and is_irregular, f"needs multiples of 16 with pages, not {dims}"),
         (backward and family == 8, "has no backward pass on sm80"),
         (
             backward and family == 9 and w.group > 1 and w.head_dim != w.v_head_dim,
@@ -398,15 +394,6 @@ def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
         (backward and family in (10, 11) and w.head_dim == 256 and bool(w.sinks), "has no backward with sinks for 256"),
         (backward and family == 12 and w.softcap is not None, "has no backward with softcap on sm120"),
     ]
-
-
-def _fits_blackwell(w: Workload) -> bool:
-    dims = (w.head_dim, w.v_head_dim)
-    return max(dims) <= 128 or dims in ((192, 128), (256, 256))
-
-
-def _is_irregular(w: Workload) -> bool:
-    return bool(w.head_dim % 16 or w.v_head_dim % 16)
 
 
 # -- libraries around flash-attn 2 -------------------------------------------------------------------------------------------
@@ -430,7 +417,7 @@ class OverFlash2(RankBackend):
 
 _KNOWN = {"q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"}
 _ASKS_MORE = ("return_attn_probs", "return_lse", "return_softmax_lse")
-_OF_LENGTHS = {*_LENGTHS, "min_seqlen_k"}
+_OF_LENGTHS = {*BOUNDARIES, "min_seqlen_k"}
 _OF_CACHE = {"k_cache", "v_cache", "keys", "values", "cache_seqlens", "cache_batch_idx", "block_table", "page_table"}
 _TUNING = ("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved")
 _WITHOUT_EFFECT = frozenset((*_TUNING, "seqlen_k_per_split", "disable_scheduler_metadata", "gather_bwd_token_chunk"))
@@ -590,7 +577,7 @@ _CACHE = ("q", "k_cache", "v_cache", "k", "v")
 _ROTARY = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
 _OPTIONS_OF_CACHE = ("softmax_scale", "causal", "window_size")
 _FLASH4 = ("softmax_scale", "causal", "window_size", "learnable_sink", "softcap", "num_splits", "pack_gqa", "deterministic")
-_VARLEN4 = (*("q", "k", "v", "qv"), *_LENGTHS, "min_seqlen_k", *_USED, "gather_kv_indices", "page_table", *_FLASH4)
+_VARLEN4 = (*("q", "k", "v", "qv"), *BOUNDARIES, "min_seqlen_k", *_USED, "gather_kv_indices", "page_table", *_FLASH4)
 
 
 def _packed(module: str, name: str, parameters: tuple[str, ...], profile: str) -> AttentionFunction:
@@ -610,7 +597,7 @@ def _cached(module: str, parameters: tuple[str, ...], profile: str) -> Attention
 def _flash3(module: str) -> Iterator[AttentionFunction]:
     """Yield the functions of a generation's module."""
     yield AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3")
-    yield AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *_LENGTHS, *_USED, *_OPTIONS_3), _VARLEN, "flash3")
+    yield AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_USED, *_OPTIONS_3), _VARLEN, "flash3")
     yield _packed(module, "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3")
     yield _cached(module, (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3")
 
@@ -618,11 +605,13 @@ def _flash3(module: str) -> Iterator[AttentionFunction]:
 _VARLEN = partial(_read, is_varlen=True)
 FUNCTIONS = (
     AttentionFunction("flash_attn", "flash_attn_func", (*_QKV, *_OPTIONS), _read, "flash2"),
-    AttentionFunction("flash_attn", "flash_attn_varlen_func", (*_QKV, *_LENGTHS, *_OPTIONS, "block_table"), _VARLEN, "flash2"),
+    AttentionFunction(
+        "flash_attn", "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_OPTIONS, "block_table"), _VARLEN, "flash2"
+    ),
     _packed("flash_attn", "flash_attn_qkvpacked_func", ("qkv", *_OPTIONS), "flash2"),
     _packed("flash_attn", "flash_attn_kvpacked_func", ("q", "kv", *_OPTIONS), "flash2"),
     _packed("flash_attn", "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", "max_seqlen", *_OPTIONS), "flash2"),
-    _packed("flash_attn", "flash_attn_varlen_kvpacked_func", ("q", "kv", *_LENGTHS, *_OPTIONS), "flash2"),
+    _packed("flash_attn", "flash_attn_varlen_kvpacked_func", ("q", "kv", *BOUNDARIES, *_OPTIONS), "flash2"),
     _cached("flash_attn", (*_CACHE, *_ROTARY, "block_table", *_OPTIONS_OF_CACHE, "softcap"), "flash2"),
     *(one for generation in _GENERATIONS for one in _flash3(generation.module)),
     AttentionFunction(

@@ -254,8 +254,7 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     def to_native(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.transpose(0, 1)[None]
 
-    kv = to_native if given.get("kv_layout", "NHD") == "NHD" else (lambda tensor: tensor[None])
-    if kv is not to_native:
+    if given.get("kv_layout", "NHD") != "NHD":
         raise UnreadableError("its argument kv_layout='HND' is not read; 'NHD' is")
     left = given.get("window_left")
     return AttentionArguments(

@@ -16,6 +16,7 @@ from pytest_attn.backends.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
+    first_of,
     refuse_unread,
 )
 from pytest_attn.backends.backend import Backend, needs_cuda
@@ -365,6 +366,7 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     if k.shape[0] == 1 < q.shape[0]:
         raise UnreadableError("keys of one batch entry for all; expand them to the batch of the queries")
     visible, mask = read_block_mask(given.get("block_mask"), q, k)
+    score_mod = given.get("score_mod")
     returns_more = bool(given.get("return_lse") or given.get("return_aux"))
     return AttentionArguments(
         q,
@@ -373,18 +375,14 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         visible=visible,
         mask=mask,
         scale=given.get("scale"),
-        score_mod=_score_mod(given.get("score_mod")),
-        take_out=(lambda result: result[0]) if returns_more else (lambda result: result),
+        score_mod=None if getattr(score_mod, "__name__", "") == "_identity" else score_mod,
+        take_out=first_of,
         to_result=_no_lse if returns_more else (lambda out: out),
     )
 
 
 def _no_lse(out: torch.Tensor) -> Any:
     raise UnreadableError("the model asks for lse as well, which a replacement does not return")
-
-
-def _score_mod(score_mod: ScoreMod | None) -> ScoreMod | None:
-    return None if score_mod is None or getattr(score_mod, "__name__", "") == "_identity" else score_mod
 
 
 def read_block_mask(found: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor | None, Mask | None]:

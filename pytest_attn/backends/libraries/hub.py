@@ -13,7 +13,14 @@ import torch
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.backends.layouts import (
+    BOUNDARIES,
+    as_packed,
+    bottom_right_window,
+    in_bshd,
+    sequence_boundaries,
+    without_padding,
+)
 from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
@@ -88,20 +95,10 @@ class HubKernel(LibraryBackend):
         """Choose the function that takes the workload's layout."""
         if _goes_packed(inputs.workload) or self._dense_name == _PACKED:
             inputs, kernel_of = without_padding(inputs)
-            return kernel_of(as_packed(self._packed(inputs), inputs.workload))
+            ends = dict(zip(BOUNDARIES, sequence_boundaries(inputs), strict=True))
+            packed = _bare(getattr(self._module, _PACKED), inputs.workload, alibi_slopes=inputs.alibi_slopes, **ends)
+            return kernel_of(as_packed(packed, inputs.workload))
         return in_bshd(_bare(getattr(self._module, _DENSE), inputs.workload, alibi_slopes=inputs.alibi_slopes))
-
-    def _packed(self, inputs: Inputs) -> AttentionFn:
-        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
-        return _bare(
-            getattr(self._module, _PACKED),
-            inputs.workload,
-            alibi_slopes=inputs.alibi_slopes,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-        )
 
     @property
     def _dense_name(self) -> str:
@@ -122,16 +119,13 @@ class HubKernel(LibraryBackend):
         try:
             module: ModuleType = kernels.get_kernel(self.repo, **chosen)
         except Exception as error:  # of the Hub, or of the kernel's own import
-            return f"{self.repo} cannot be loaded: {describe_error(error)}{self._advice()}"
+            is_local = f"{self.repo}=" in os.environ.get("LOCAL_KERNELS", "")
+            advice = "" if is_local else f" (go online, or name a local copy: LOCAL_KERNELS={self.repo}=/path/to/repository)"
+            return f"{self.repo} cannot be loaded: {describe_error(error)}{advice}"
         if not (hasattr(module, _DENSE) or hasattr(module, _PACKED)):
             exported = [name for name in dir(module) if not name.startswith("_")]
             return f"{self.repo} has neither {_DENSE} nor {_PACKED}; it exports {', '.join(exported) or 'nothing'}"
         return module
-
-    def _advice(self) -> str:
-        if f"{self.repo}=" in os.environ.get("LOCAL_KERNELS", ""):
-            return ""
-        return f" (go online, or name a local copy: LOCAL_KERNELS={self.repo}=/path/to/repository)"
 
     def _refusals_of_one_token(self, w: Workload, machine: Machine, backward: bool) -> list[str]:
         """Run the smallest call: builds differ in dtypes, head dimensions and devices, and in whether they have gradients."""

@@ -19,6 +19,7 @@ from pytest_attn.backends.attention_args import (
     only_out,
     refuse_unread,
     swap_rows_and_heads,
+    unchanged,
 )
 from pytest_attn.backends.backend import LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import Capabilities
@@ -47,10 +48,6 @@ def _is_first() -> bool:
     return release(_SAGE.version())[:1] == (1,)
 
 
-def _counts_padding(workload: Workload, machine: Machine) -> bool:
-    return _is_first() and workload.mask is None and workload.kv_len % _KEYS_PER_BLOCK != 0
-
-
 #: the one that spoils less comes first, so that it alone is named where it alone shows
 _DEFECTS = (
     KnownDefect(
@@ -63,7 +60,7 @@ _DEFECTS = (
     KnownDefect(
         issue="read in sageattention 1.0.6's attn_qk_int8_per_block.py, no report found",
         summary="without a causal mask, the last block of 64 keys is filled up with keys of score 0, which count",
-        applies=_counts_padding,
+        applies=lambda workload, machine: _is_first() and workload.mask is None and workload.kv_len % _KEYS_PER_BLOCK != 0,
         tensors=("out",),
         changes_input=("k",),
     ),
@@ -219,7 +216,7 @@ def _in_int8_steps(x: torch.Tensor, rows_per_block: int) -> torch.Tensor:
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
     known = {"q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse"}
     refuse_unread(given, known, frozenset(("smooth_k", "smooth_v", "pv_accum_dtype", "qk_quant_gran")))
-    to_native = swap_rows_and_heads if given.get("tensor_layout", "HND") == "NHD" else (lambda tensor: tensor)
+    to_native = swap_rows_and_heads if given.get("tensor_layout", "HND") == "NHD" else unchanged
     return AttentionArguments(
         to_native(given["q"]),
         to_native(given["k"]),

@@ -147,7 +147,7 @@ class TorchCpFlex(_OfTorch):
             balancer = api._HeadTailLoadBalancer(w.q_len, place.ranks, place.device)
         whole = block_mask_of(inputs, BLOCK)
         if whole is None:
-            whole = create_block_mask(_all_visible, None, None, w.q_len, w.kv_len, device=str(place.device))
+            whole = create_block_mask(lambda b, h, q, kv: q >= 0, None, None, w.q_len, w.kv_len, device=str(place.device))
         with unlimited_recompiles():
             (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
         flex = flex_attention if place.device.type == "cpu" else torch.compile(flex_attention, dynamic=False)
@@ -168,10 +168,6 @@ class TorchCpFlex(_OfTorch):
 def _sdpa(w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     grouped: dict[str, Any] = {"enable_gqa": True} if w.group > 1 else {}
     return F.scaled_dot_product_attention(q, k, v, is_causal=w.mask is not None, scale=w.scale, **grouped)
-
-
-def _all_visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return q >= 0
 
 
 @contextmanager

@@ -540,7 +540,10 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     """Read a call, for which the module has the defaults."""
     refuse_unread(given, _READ, _WITHOUT_EFFECT)
     module, qkv_format = given["self"], given.get("qkv_format") or given["self"].qkv_format
-    _require_readable(module)
+    if getattr(module, "cp_group", None) is not None:
+        raise UnreadableError("keys that are spread over a context-parallel group are not read")
+    if getattr(module, "fp8", False):
+        raise UnreadableError("attention in float8 is not read")
     if qkv_format not in ("thd", *_ORDERS):
         raise UnreadableError(f"its format {qkv_format!r} is not read; 'bshd', 'sbhd' and 'thd' are")
     is_packed = qkv_format == "thd"
@@ -570,13 +573,6 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         out_to_native=lambda out: out.view(*out.shape[:-1], heads, -1).permute(to),
         to_result=lambda out: only_out(out, getattr(module, "return_max_logit", False), flattened),
     )
-
-
-def _require_readable(module: Any) -> None:
-    if getattr(module, "cp_group", None) is not None:
-        raise UnreadableError("keys that are spread over a context-parallel group are not read")
-    if getattr(module, "fp8", False):
-        raise UnreadableError("attention in float8 is not read")
 
 
 def _scores(given: Mapping[str, Any], module: Any) -> dict[str, Any]:

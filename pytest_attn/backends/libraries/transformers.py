@@ -70,7 +70,12 @@ class TransformersDispatch(Dispatcher):
 
     def broken_because(self) -> str | None:
         """Import transformers and the kernel's library, and ask the one whether it sees the other."""
-        return super().broken_because() or self._kernel.broken_because() or self._unseen_because()
+        reason = super().broken_because() or self._kernel.broken_because()
+        if reason or not self._is_flash:
+            return reason
+        versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
+        seen = versions[int(self.dispatched[-1])]["general_availability_check"]()  # else it looks for another on the Hub
+        return None if seen else f"transformers does not find the library of {self.dispatched}"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what the function's arguments cannot say, then what the kernel refuses."""
@@ -127,14 +132,6 @@ class TransformersDispatch(Dispatcher):
     @property
     def _is_flash(self) -> bool:
         return self.dispatched.startswith("flash_attention_")
-
-    def _unseen_because(self) -> str | None:
-        """Ask transformers whether it would use the kernel's library; else it looks for another on the Hub."""
-        if not self._is_flash:
-            return None
-        versions = import_module("transformers.modeling_flash_attention_utils").FLASH_ATTENTION_COMPATIBILITY_MATRIX
-        seen = versions[int(self.dispatched[-1])]["general_availability_check"]()
-        return None if seen else f"transformers does not find the library of {self.dispatched}"
 
 
 def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:

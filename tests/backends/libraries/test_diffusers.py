@@ -164,8 +164,3 @@ def test_the_active_backend_of_diffusers_comes_back(diffusers):
     judged(backend, W)
     dispatch = import_module("diffusers.models.attention_dispatch")
     assert dispatch._AttentionBackendRegistry._active_backend == "native"
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("pytest_attn.backends.library.installed_version", lambda name: None)
-    assert Registry()["diffusers:native"].unavailable_because(H200) == "diffusers is not installed; pip install diffusers"

@@ -37,11 +37,6 @@ def test_it_needs_flash_attn_4_and_a_torch_that_calls_it(flex_flash, machine, re
     assert flex_flash.broken_because() is None
 
 
-def test_without_flash_attn_4_it_is_unavailable():
-    missing = "flash-attn-4 is not installed; pip install --pre flash-attn-4"
-    assert Registry()["flex_flash"].unavailable_because(H200) == missing
-
-
 @pytest.mark.parametrize(
     ("machine", "workload", "backward", "reasons"),
     [

@@ -173,7 +173,3 @@ def test_it_refuses_what_the_kernel_has_no_words_for(hub, source, workload, back
     reasons = backend.unsupported_because(workload, machine_of(CPU), backward)
     assert len(reasons) == 1
     assert reasons[0].startswith(reason)
-
-
-def test_without_the_library_it_says_what_to_install():
-    assert Registry()["hub:org/repo"].unavailable_because(H200) == "kernels is not installed; pip install kernels"

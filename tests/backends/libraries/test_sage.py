@@ -190,7 +190,3 @@ def test_version_2_has_kernels_for_some_devices_only(installed):
 )
 def test_it_refuses_what_the_library_has_no_words_for(installed, workload, backward, reason):
     assert installed("1.0.6")["sage"].unsupported_because(workload, H200, backward) == [reason]
-
-
-def test_without_the_library_it_is_unavailable(monkeypatch, tmp_path):
-    assert Registry()["sage"].unavailable_because(H200) == "sageattention is not installed; pip install sageattention"
