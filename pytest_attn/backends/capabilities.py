@@ -81,11 +81,11 @@ class Capabilities:
         mask = w.plain_mask if "any" not in self.masks else None
         if mask is not None:
             is_aligned = w.q_lens == w.kv_lens if w.is_packed else w.q_len == w.kv_len and w.kv_lens is None
-            needed = mask.needs(is_aligned)
-            if not needed.words & self.masks:
-                reasons.append(f"has no {needed.text}")
+            words, called = mask.needs(is_aligned)
+            if not words & self.masks:
+                reasons.append(f"has no {called}")
             elif self.square and w.q_len != w.kv_len:
-                reasons.append(f"takes a {needed.text} for q_len == kv_len only")
+                reasons.append(f"takes a {called} for q_len == kv_len only")
         reasons += refusals_without([one for one in FEATURES if one not in self.features], w, backward)
         if mask is not None and mask.refused_beside_padding and w.kv_lens is not None:
             reasons.append(mask.refused_beside_padding)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
@@ -21,15 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 W = Workload  # for lines that read as a table
-
-
-class Group(NamedTuple):
-    """Workloads of one name, with the place their shapes come from. on_request: run only where they are named."""
-
-    name: str
-    source: str
-    workloads: list[Workload]
-    on_request: bool = False
+#: name, the place where the shapes come from, workloads
+Group: TypeAlias = tuple[str, str, list[Workload]]
 
 
 class Entry(NamedTuple):
@@ -119,11 +112,11 @@ def builtin_catalog() -> Catalog:
     catalog = Catalog()
     models = (_images_and_video, _language_models, _encoders, _neighborhoods, _masks_and_scores, _decoding)
     groups = (group for groups in (_small, *models, _long) for group in groups())
-    for group in groups:
-        for workload in group.workloads:
+    for group, source, workloads in groups:
+        for workload in workloads:
             # the name that Flux's benchmark has for it
-            alias = f"cuda_attn_{str(workload.name).removeprefix('flux-')}_bfloat16" if group.name == "flux" else None
-            catalog.add(workload, group.name, group.source, alias, group.on_request)
+            alias = f"cuda_attn_{str(workload.name).removeprefix('flux-')}_bfloat16" if group == "flux" else None
+            catalog.add(workload, group, source, alias, on_request=group in LONG_GROUPS)
     return catalog
 
 
@@ -148,7 +141,7 @@ def _diagonal_blocks(batch: int, heads: int, q_len: int, kv_len: int, device: to
 
 
 def _small() -> Iterator[Group]:
-    yield Group(
+    yield (
         "smoke",
         "ours: seconds on two CPU cores",
         [
@@ -164,7 +157,7 @@ def _small() -> Iterator[Group]:
             W(64, heads=2, head_dim=32, softcap=5.0, mask="causal", name="smoke-softcap"),
         ],
     )
-    yield Group(
+    yield (
         "edges",
         "ours: tile edges, tails, unequal lengths, odd groups and head dimensions",
         [
@@ -187,7 +180,7 @@ def _small() -> Iterator[Group]:
         ],
     )
     br = partial(W, heads=4, kv_heads=2, mask="causal-bottom-right")
-    yield Group(
+    yield (
         "features",
         "ours: every option of a workload, small, alone and with others",
         [
@@ -231,18 +224,18 @@ def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> tor
 
 
 def _images_and_video() -> Iterator[Group]:
-    yield Group(
+    yield (
         "flux",
         "HF kernels-benchmarks, attn.py: batch 1, 24 heads, 4096 image + L text tokens, d 128",
         [W(4096 + L, heads=24, head_dim=128, name=f"flux-L{L}") for L in (128, 256, 320, 384, 448, 512)],
     )
-    yield Group("flux-4k", "NATTEN profiler.md: 256 x 256 tokens", [W(65_536, heads=24, head_dim=128, name="flux-4k")])
-    yield Group(
+    yield ("flux-4k", "NATTEN profiler.md: 256 x 256 tokens", [W(65_536, heads=24, head_dim=128, name="flux-4k")])
+    yield (
         "hunyuan-video",
         "NATTEN profiler.md: 30 x 48 x 80 tokens",
         [W(115_200, heads=24, head_dim=128, name="hunyuan-video")],
     )
-    yield Group(
+    yield (
         "wan",
         "Wan 2.x 14B: diffusers' 40 x 128 heads; tokens derived as 21 x 30 x 52 (480p); text 512",
         [
@@ -250,7 +243,7 @@ def _images_and_video() -> Iterator[Group]:
             W(32_760, 512, heads=40, head_dim=128, name="wan-cross"),
         ],
     )
-    yield Group(
+    yield (
         "sdxl",
         "Stable Diffusion XL: 10 or 20 heads of 64, 4096 or 1024 tokens, 77 text tokens",
         [
@@ -259,7 +252,7 @@ def _images_and_video() -> Iterator[Group]:
             W(4096, 77, batch=2, heads=10, name="sdxl-cross"),
         ],
     )
-    yield Group(
+    yield (
         "vit",
         "ViT-B/16: 12 heads of 64; 14 x 14 and 56 x 56 tokens",
         [
@@ -272,7 +265,7 @@ def _images_and_video() -> Iterator[Group]:
 def _language_models() -> Iterator[Group]:
     llama_8b = partial(W, heads=32, kv_heads=8, head_dim=128)
     llama_70b = partial(W, heads=64, kv_heads=8, head_dim=128)
-    yield Group(
+    yield (
         "llama3-8b",
         "Llama 3 8B: 32 heads, 8 key heads, d 128",
         [
@@ -280,7 +273,7 @@ def _language_models() -> Iterator[Group]:
             llama_8b(1, 8192, batch=8, mask="causal-bottom-right", name="llama3-8b-decode"),
         ],
     )
-    yield Group(
+    yield (
         "llama3-70b",
         "Llama 3 70B: 64 heads, 8 key heads, d 128",
         [
@@ -288,12 +281,12 @@ def _language_models() -> Iterator[Group]:
             llama_70b(1, 8192, batch=4, mask="causal-bottom-right", name="llama3-70b-decode"),
         ],
     )
-    yield Group(
+    yield (
         "qwen3",
         "Qwen3-8B: 32 heads, 8 key heads, d 128",
         [llama_8b(4096, mask="causal", name="qwen3-8b-prefill")],
     )
-    yield Group(
+    yield (
         "gemma2",
         "transformers' Gemma2Config: 8 heads, 4 key heads, d 256, window 4096, softcap 50",
         [
@@ -301,7 +294,7 @@ def _language_models() -> Iterator[Group]:
             W(6144, heads=8, kv_heads=4, head_dim=256, softcap=50.0, mask=Window(4095, 0), name="gemma2-window"),
         ],
     )
-    yield Group(
+    yield (
         "gpt-oss",
         "transformers' GptOssConfig: 64 heads, 8 key heads, d 64, window 128, one learned sink per head",
         [
@@ -309,7 +302,7 @@ def _language_models() -> Iterator[Group]:
             W(1024, heads=64, kv_heads=8, sinks=True, mask="causal", name="gpt-oss-full"),
         ],
     )
-    yield Group(
+    yield (
         "deepseek-mla",
         "DeepSeek V3 config: 128 heads, q and k 128 + 64, v 128",
         [W(1024, heads=128, head_dim=192, v_head_dim=128, mask="causal", name="deepseek-mla-prefill")],
@@ -317,7 +310,7 @@ def _language_models() -> Iterator[Group]:
 
 
 def _encoders() -> Iterator[Group]:
-    yield Group(
+    yield (
         "whisper",
         "Whisper: 1500 audio tokens; tiny 6 x 64, large 20 x 64",
         [
@@ -325,7 +318,7 @@ def _encoders() -> Iterator[Group]:
             W(1500, heads=20, name="whisper-large"),
         ],
     )
-    yield Group(
+    yield (
         "bert",
         "BERT base: 12 heads of 64, 512 tokens, padded batch",
         [W(512, heads=12, kv_lens=(512, 384, 129, 7), name="bert-padded")],
@@ -333,17 +326,17 @@ def _encoders() -> Iterator[Group]:
 
 
 def _neighborhoods() -> Iterator[Group]:
-    yield Group(
+    yield (
         "natten-1d",
         "NATTEN's front page sizes, 1-D",
         [W(2048, heads=8, mask=Neighborhood((2048,), (255,)), name="natten-1d")],
     )
-    yield Group(
+    yield (
         "natten-2d",
         "NATTEN, 2-D with dilation",
         [W(4096, heads=8, mask=Neighborhood((64, 64), (13, 13), dilation=(2, 4)), name="natten-2d")],
     )
-    yield Group(
+    yield (
         "natten-3d",
         "NATTEN profiler.md, 3-D with stride, scaled to 12 x 16 x 16 tokens",
         [W(3072, heads=8, mask=Neighborhood((12, 16, 16), (6, 8, 8), stride=(4, 4, 4)), name="natten-3d")],
@@ -351,22 +344,22 @@ def _neighborhoods() -> Iterator[Group]:
 
 
 def _masks_and_scores() -> Iterator[Group]:
-    yield Group(
+    yield (
         "softcap",
         "attention-gym: tanh soft-capping of scores",
         [W(512, heads=4, softcap=20.0, mask="causal", name="softcap-20")],
     )
-    yield Group(
+    yield (
         "alibi",
         "Press et al. 2022 (ALiBi): linear distance penalty per head",
         [W(512, heads=8, alibi=True, mask="causal", name="alibi-causal")],
     )
-    yield Group(
+    yield (
         "prefix-lm",
         "attention-gym: a prefix of 64 tokens seen by all, causal after it",
         [W(512, heads=4, mask=_prefix_lm, name="prefix-lm-64")],
     )
-    yield Group(
+    yield (
         "documents",
         "attention-gym: documents packed into one causal sequence",
         [
@@ -374,7 +367,7 @@ def _masks_and_scores() -> Iterator[Group]:
             W(heads=8, q_lens=(128, 192, 256, 200, 150), mask="causal", name="documents-packed"),
         ],
     )
-    yield Group(
+    yield (
         "relative-bias",
         "T5-style additive bias per head and position; and as a score_mod",
         [
@@ -382,7 +375,7 @@ def _masks_and_scores() -> Iterator[Group]:
             W(512, heads=8, score_mod=_relative_position, name="relative-bias-mod"),
         ],
     )
-    yield Group(
+    yield (
         "neighborhood",
         "NATTEN, small and causal along one axis",
         [W(1024, heads=4, mask=Neighborhood((32, 32), (7, 7), causal=(True, False)), name="neighborhood-2d-causal")],
@@ -390,12 +383,12 @@ def _masks_and_scores() -> Iterator[Group]:
 
 
 def _decoding() -> Iterator[Group]:
-    yield Group(
+    yield (
         "kv-cache",
         "decoding 64 tokens after a prompt of 448",
         [W(64, 512, batch=2, heads=8, kv_heads=2, mask="causal-bottom-right", name="kv-cache-512")],
     )
-    yield Group(
+    yield (
         "paged-decode",
         "vLLM: pages of 16 tokens, one query token per sequence",
         [
@@ -431,7 +424,7 @@ def _long() -> Iterator[Group]:
             of(tokens + 37, heads=2, mask="causal", name=f"{name}-tail"),
             of(1, tokens, heads=32, kv_heads=8, mask="causal-bottom-right", name=f"{name}-decode"),
         ]
-        yield Group(name, f"ours: {tokens:,} tokens on one GPU, asked for by name", workloads, on_request=True)
+        yield (name, f"ours: {tokens:,} tokens on one GPU, asked for by name", workloads)
 
 
 def is_for_gpu(workload: Workload) -> bool:

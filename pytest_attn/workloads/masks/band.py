@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.fields import suggests_fields
-from pytest_attn.workloads.masks.mask import Band, Choices, Mask, MaskMod, NearMiss, Needed, Sequences, all_keys
+from pytest_attn.workloads.masks.mask import Band, Choices, Mask, MaskMod, NearMiss, Sequences, all_keys
 
 if TYPE_CHECKING:
     import torch
@@ -136,12 +136,12 @@ class Causal(BandMask):
         """It is."""
         return True
 
-    def needs(self, is_aligned: bool) -> Needed:
+    def needs(self, is_aligned: bool) -> tuple[frozenset[str], str]:
         """Either alignment will do where both are the same."""
         if is_aligned:
             return super().needs(is_aligned)
         alignment = "bottom-right" if self.bottom_right else "top-left"
-        return Needed(frozenset((alignment,)), f"causal mask aligned {alignment}")
+        return frozenset((alignment,)), f"causal mask aligned {alignment}"
 
     @classmethod
     def read(cls, written: object) -> Self | None:

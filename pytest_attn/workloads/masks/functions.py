@@ -39,10 +39,6 @@ class FunctionMask(Mask):
         """The mask's part of a workload's id."""
         return f"mask-{function_label(self.function)}"
 
-    def tensor(self, over: Sequences) -> torch.Tensor:
-        """Return what the function shows, boolean, broadcastable to (batch, heads, q_len, kv_len)."""
-        raise NotImplementedError
-
     def to_dict(self) -> dict[str, Any]:
         """Return the function by its name."""
         return {"function": encode_function(self.function)}

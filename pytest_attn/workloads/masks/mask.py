@@ -79,13 +79,6 @@ class Band(NamedTuple):
         return self.left is None and self.right == 0
 
 
-class Needed(NamedTuple):
-    """Which words of `Capabilities.masks` say a mask, any one of them, and what a refusal calls it."""
-
-    words: frozenset[str]
-    text: str
-
-
 class NearMiss(NamedTuple):
     """What a kernel takes for a mask by mistake.
 
@@ -211,9 +204,12 @@ class Mask(ABC):
             text = f"Workload: {type(self).__name__} has {self.tokens} tokens, but q_len is {q_len} and kv_len {kv_len}"
             raise ValueError(text)
 
-    def needs(self, is_aligned: bool) -> Needed:
-        """Return what a library must be able to say. is_aligned: whether both ends of all sequences are at the same place."""
-        return Needed(frozenset(self.capabilities), self.words)
+    def needs(self, is_aligned: bool) -> tuple[frozenset[str], str]:
+        """Return which words of `Capabilities.masks` say it, any one of them, and what a refusal calls it.
+
+        is_aligned: whether both ends of all sequences are at the same place.
+        """
+        return frozenset(self.capabilities), self.words
 
     # -- how it is written and read ----------------------------------------------------------------------------------------
 
@@ -232,7 +228,10 @@ class Mask(ABC):
         return repr(self)
 
     def tensor(self, over: Sequences) -> torch.Tensor | None:
-        """Return what to save beside `to_dict`, as its function may not be found again; None where nothing is."""
+        """Return what to save beside `to_dict`, as its function may not be found again; None where nothing is.
+
+        It is boolean and broadcasts to (batch, heads, q_len, kv_len).
+        """
         return None
 
     def to_dict(self) -> dict[str, Any]:
