@@ -24,6 +24,9 @@ from pytest_attn.invariants.variations import Batch, Equivalence, Options, Shape
 
 __tracebackhide__ = True  # what it raises is the test's own mistake
 
+#: names of invariants
+Names = Iterable[str] | str | None
+
 INVARIANTS: tuple[Invariant, ...] = (
     Rerun(),
     Poison(),
@@ -46,7 +49,7 @@ INVARIANTS: tuple[Invariant, ...] = (
 )
 
 
-def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, thorough: bool) -> tuple[Invariant, ...]:
+def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:
     """Return invariants by name: those named by `only`, else the default ones, and with `thorough` all; less `skip`.
 
     Raises ValueError for a name that is not one of the known, and where none is left: nothing asked is nothing held.
@@ -58,21 +61,18 @@ def chosen(only: Iterable[str] | str | None, skip: Iterable[str] | str | None, t
         if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
     )
     if not left:
-        asked = ", ".join(wanted) or "the default ones"
-        raise ValueError(f"no invariant is left to run: skip has all of {asked}; name fewer there, or others in only")
+        named = ", ".join(wanted) or "the default ones"
+        raise ValueError(f"no invariant is left to run: skip has all of {named}; name fewer there, or others in only")
     return left
 
 
-def _names(names: Iterable[str] | str | None) -> tuple[str, ...]:
+def _names(names: Names) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names or ())
     known = [invariant.name for invariant in INVARIANTS]
     for name in listed:
         if name not in known:
             raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
     return listed
-
-
-Names = Iterable[str] | str | None
 
 
 def judge_invariants(
@@ -93,7 +93,6 @@ def judge_invariants(
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
     RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
     """
-    __tracebackhide__ = True
     invariants = chosen(only, skip, thorough)
     spec = spec.for_subject(subject)
     probe = Probe(subject, spec, references.inputs_of(spec, spec.inputs[0]), deadline, thorough)

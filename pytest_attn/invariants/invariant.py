@@ -29,13 +29,13 @@ from pytest_attn.workloads.workload import Workload
 Results: TypeAlias = "Mapping[str, Tensor]"
 
 
-def first_difference(found: Results, expected: Results, before: str = "was") -> str:
+def first_difference(found: Results, expected: Results) -> str:
     """Say where `found` first differs from `expected`, bit for bit but for the sign of zeros; "" where it does not."""
-    texts = (difference(name, found[name], expected[name], before) for name in expected)
+    texts = (difference(name, found[name], expected[name]) for name in expected)
     return next(filter(None, texts), "")
 
 
-def difference(name: str, found: Tensor, expected: Tensor, before: str = "was", where: Tensor | None = None) -> str:
+def difference(name: str, found: Tensor, expected: Tensor, where: Tensor | None = None) -> str:
     """Say where one tensor differs; `where`, boolean and broadcastable, restricts the question."""
     unequal = (found != expected) & ~(found.isnan() & expected.isnan())
     if where is not None:
@@ -43,7 +43,7 @@ def difference(name: str, found: Tensor, expected: Tensor, before: str = "was", 
     if not bool(unequal.any()):
         return ""
     share = f"{int(unequal.sum()):,} of {unequal.numel():,} elements differ"
-    return f"{at_first(name, found, unequal)}, {before} {_value(expected, unequal)} ({share})"
+    return f"{at_first(name, found, unequal)}, was {_value(expected, unequal)} ({share})"
 
 
 def at_first(name: str, tensor: Tensor, where: Tensor) -> str:
@@ -312,6 +312,9 @@ class Probe:
         unequal = first_difference(found, expected)
         too_far = (self.misfit(found, inputs) or self.misfit(expected, inputs)) if unequal else ""
         return f"{unequal}; {too_far}" if too_far else ""
+
+
+# -- what an invariant is ----------------------------------------------------------------------------------------------------
 
 
 class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error

@@ -48,19 +48,19 @@ def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int
     A kernel that is compiled anew for each is asked about one, unless the thorough set is asked for. Raises NotApplicable
     where the backend takes none.
     """
-    asked = 0
+    tried = 0
     if probe.is_compiled and not probe.thorough:
         at_most = 1
     for variation in variations:
         other = probe.on(variation.inputs)
         if other is None:
             continue
-        if asked == at_most:
+        if tried == at_most:
             break
-        asked += 1
+        tried += 1
         if misfit := other.misfit(other.base):
             return f"{variation.words}: {misfit}"
-    if not asked:
+    if not tried:
         raise NotApplicable("the backend takes no workload that differs in this way")
     return ""
 
@@ -89,13 +89,11 @@ def _lengths(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _pages(inputs: Inputs) -> Iterator[Variation]:
-    """Turn the page table round."""
     if inputs.page_table is not None:
         yield Variation("the page table turned round", dataclasses.replace(inputs, page_table=inputs.page_table.flip(0, 1)))
 
 
 def _mask(inputs: Inputs) -> Iterator[Variation]:
-    """Change the mask to one of its kind, then drop it."""
     w = inputs.workload
     mask = w.plain_mask
     if mask is None:
@@ -110,8 +108,8 @@ def _mask(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _scale(inputs: Inputs) -> Iterator[Variation]:
-    """Make scores larger by a factor other than a power of two."""
-    yield replaced(inputs, "a scale 1.7 times as large", scale=1.7 * inputs.workload.softmax_scale)
+    factor = 1.7  # no power of two
+    yield replaced(inputs, f"a scale {factor} times as large", scale=factor * inputs.workload.softmax_scale)
 
 
 def _softcap(inputs: Inputs) -> Iterator[Variation]:
@@ -122,7 +120,6 @@ def _softcap(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _left_out(inputs: Inputs) -> Iterator[Variation]:
-    """Leave out what is added to scores, and sinks."""
     w = inputs.workload
     if w.sinks:
         yield replaced(dataclasses.replace(inputs, sinks=None), "no sinks", sinks=False)
@@ -186,7 +183,6 @@ def one_sequence(inputs: Inputs, batch: int) -> Inputs:
 
 
 def _pages_elsewhere(inputs: Inputs) -> Iterator[Variation]:
-    """The same pages at other places of the pool."""
     if inputs.page_table is None or len(inputs.k) == 1:
         return
     pages, places = len(inputs.k), inputs.page_table
@@ -219,7 +215,6 @@ def _window(left: int | None, right: int | None, offset: int) -> Callable[[Tenso
 
 
 def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
-    """Every query head with a key head of its own."""
     w = inputs.workload
     if w.group == 1 or inputs.descales is not None:
         return
@@ -230,7 +225,6 @@ def _heads_repeated(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _last_row(inputs: Inputs) -> Iterator[Variation]:
-    """The last row alone, as in decoding."""
     w = inputs.workload
     is_one = w.is_packed or w.q_len == 1
     if is_one or not _ends_together(w) or w.score_mod is not None or w.bias or inputs.descales is not None:

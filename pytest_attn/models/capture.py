@@ -212,7 +212,9 @@ class Recorder:
             return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
         aliases = [alias(t) for t in intercepted.tensors]
         intercepted = intercepted.with_tensors(*aliases)
-        number = self._number(intercepted)
+        of = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
+        self._numbers[of] += 1
+        number = self._numbers[of]
         try:
             arguments = self._read(intercepted, number)
             inputs = to_inputs(arguments)
@@ -273,12 +275,6 @@ class Recorder:
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    def _number(self, intercepted: InterceptedCall) -> int:
-        """Return which call of its module it is; computed again for a backward pass it keeps its number."""
-        of = intercepted.module, intercepted.is_again
-        self._numbers[of] += 1
-        return self._numbers[of]
-
     def _read(self, intercepted: InterceptedCall, number: int) -> AttentionArguments:
         arguments = intercepted.read()
         visible = self._masks.get((intercepted.module, number))
@@ -322,7 +318,10 @@ class Recorder:
             return hook
 
         if call.empty_rows is not None and call.empty_rows.are_there:
-            raw.register_hook(_blanking(call.empty_rows, arguments, raw))
+            counts = torch.ones(raw.shape, dtype=torch.bool, device=raw.device)
+            native = arguments.out_to_native(counts)  # a view
+            native.copy_(call.empty_rows.blanked(native))
+            raw.register_hook(lambda gradient: gradient.masked_fill(~counts, 0))
         raw.register_hook(arrives("dout", arguments.out_to_native))
         for name, alias in zip(GRADIENTS, aliases, strict=True):
             if name in expected:
@@ -336,14 +335,6 @@ class Recorder:
             return  # the first one has been judged, or will be
         with torch.no_grad():
             self._done(call)
-
-
-def _blanking(rows: EmptyRows, arguments: AttentionArguments, out: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what puts 0 into these rows of the gradient of out, in the layout in which the function returns that."""
-    counts = torch.ones(out.shape, dtype=torch.bool, device=out.device)
-    native = arguments.out_to_native(counts)  # a view
-    native.copy_(rows.blanked(native))
-    return lambda gradient: gradient.masked_fill(~counts, 0)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -461,7 +452,10 @@ def workload_as_code(workload: Workload) -> str:
         if (isinstance(value, Mask) and value.function is not None) or name == "score_mod":
             missing.append(f"its {name} is the model's own")
             continue
-        given.append(f"{name}={_written(value)}")
+        if isinstance(value, Mask):
+            given.append(f"{name}={value.source(str)}")
+        else:
+            given.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}")
     return f"Workload({', '.join(given)})" + (f"  # {'; '.join(missing)}" if missing else "")
 
 
@@ -477,9 +471,3 @@ def _is_settled(workload: Workload, name: str, value: Any) -> bool:
         return bool(value == workload.q_lens)
     default = follows.get(name, next(f.default for f in dataclasses.fields(workload) if f.name == name))
     return bool(value == default)
-
-
-def _written(value: object) -> str:
-    if isinstance(value, Mask):
-        return value.source(str)
-    return f'"{value}"' if isinstance(value, str) else repr(value)

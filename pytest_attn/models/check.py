@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from pytest_attn.models.interception import (
 from pytest_attn.models.judge import judge_call, known_defect_of
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.recognition import DropoutError
-from pytest_attn.models.step import require_arguments, run_step, untouched
+from pytest_attn.models.step import device_of, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.workloads.distributions import Draw
 
@@ -108,7 +108,7 @@ def judge_model(
     functions = as_functions(functions)
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
-    machine = machine_of(_device_of(model))
+    machine = machine_of(device_of(model))
     with untouched(model) as again:
         masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
@@ -147,9 +147,7 @@ def judge_model(
         backward=backward,
         ratios=ratios,
         compiled=run,
-        notes=tuple(
-            filter(None, (note, *judged.notes(), _about_weights(judged.calls, model), _about_silence(tracker), about))
-        ),
+        notes=tuple(filter(None, (note, *judged.notes(model, tracker), about))),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
@@ -164,20 +162,43 @@ class _Judged:
         self._detached: list[tuple[int, str]] = []
         self._limits, self._machine = limits, machine
 
-    def notes(self) -> tuple[str, ...]:
-        """Say what cannot be seen, "" for nothing."""
-        filled = (
-            "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
-            if self.fills_empty_rows
-            else ""
-        )
-        diverged = self._about(self._diverged, "hold NaN or infinite elements in q, k or v: what these reach says nothing")
-        detached = self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
-        return diverged, detached, _about_raised_limits(self.calls, self._limits), filled
+    def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
+        """Say what cannot be seen, and what was not judged."""
+        if self._diverged:
+            yield self._about(self._diverged, "hold NaN or infinite elements in q, k or v: what these reach says nothing")
+        if self._detached:
+            yield self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
+        if raised := self._with_raised_limits():
+            yield (
+                f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({_some(raised)}): attention is"
+                " almost uniform there, and honest rounding adds up; use trained weights, or enlarge the projections of"
+                " q and k"
+            )
+        if self.fills_empty_rows:
+            yield (
+                "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
+            )
+        if not self.calls and any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
+            yield "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
+        if silent := tracker.silent:
+            softmax = " (with a softmax of its own)" if not tracker.with_softmax.keys().isdisjoint(silent) else ""
+            yield (
+                f"not judged: {_some(silent)} made no attention call{softmax}, while others built alike made one; is its own"
+                " written out?"
+            )
 
     def _about(self, calls: list[tuple[int, str]], what: str) -> str:
-        names = _some([label for _, label in sorted(calls)])
-        return f"{len(calls)} of {len(self.calls)} calls {what} ({names})" if calls else ""
+        return f"{len(calls)} of {len(self.calls)} calls {what} ({_some([label for _, label in sorted(calls)])})"
+
+    def _with_raised_limits(self) -> list[str]:
+        """Return the calls in which fault-free kernels are further from exact than the limits allow."""
+        _, usual = limits_named(self._limits)
+        return [
+            call.label
+            for call in self.calls
+            if call.comparison
+            and any(t.limits.row > usual.row or t.limits.head > 2 * usual.head for t in call.comparison.tensors)
+        ]
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""
@@ -201,45 +222,6 @@ class _Judged:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def _about_weights(calls: list[CallComparison], model: torch.nn.Module) -> str:
-    """Say why no call of torch.nn.MultiheadAttention was caught, "" where there is none or one was."""
-    if calls or not any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
-        return ""
-    return "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
-
-
-def _about_silence(tracker: Tracker) -> str:
-    """Say which layers were not judged because they made no call, "" where all that are built alike made one."""
-    if not tracker.silent:
-        return ""
-    softmax = " (with a softmax of its own)" if set(tracker.silent) & set(tracker.with_softmax) else ""
-    shown = _some(tracker.silent)
-    return f"not judged: {shown} made no attention call{softmax}, while others built alike made one; is its own written out?"
-
-
-def _about_raised_limits(calls: list[CallComparison], limits: str) -> str:
-    """Say in which calls small faults cannot be seen, as fault-free ones are further from exact than the limits, or ""."""
-    usual = limits_named(limits)
-    raised = [
-        call.label
-        for call in calls
-        if call.comparison
-        and any(t.limits.row > usual[1].row or t.limits.head > 2 * usual[1].head for t in call.comparison.tensors)
-    ]
-    if not raised:
-        return ""
-    shown = _some(raised)
-    return (
-        f"small faults cannot be seen in {len(raised)} of {len(calls)} calls ({shown}): attention is almost uniform there, and"
-        " honest rounding adds up; use trained weights, or enlarge the projections of q and k"
-    )
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    tensor = next((t for group in (model.parameters(), model.buffers()) for t in group), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------
@@ -283,10 +265,8 @@ def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tu
     except DropoutError:
         raise
     except Exception as error:
-        return (
-            {},
-            f"the masks that the model wants were not built ({type(error).__name__}: {error}); each call's own was taken",
-        )
+        said = f"{type(error).__name__}: {error}"
+        return {}, f"the masks that the model wants were not built ({said}); each call's own was taken"
     return expected.masks, ""
 
 

@@ -27,7 +27,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.models.interception import in_backward_pass, intercept_attention, is_of_transformers, uncompiled
 from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
-from pytest_attn.models.step import run_step
+from pytest_attn.models.step import device_of, run_step
 from pytest_attn.workloads.dtypes import DTYPES
 
 #: how many units a tensor may be off, by how many elements it has at least; fewer are not judged. Honest compiled runs stayed
@@ -97,7 +97,7 @@ def judge_compiled(
         found.update({name: t.clone() for name, t in tensors_of(run_step(step, model, backward)).items()})
 
     compiled = compilations()
-    launched = launches_of(second, _device_of(model))
+    launched = launches_of(second, device_of(model))
     recompiled = compilations().since(compiled).graphs
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
     facts: dict[str, Any] = {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "kernels": kernels}
@@ -111,7 +111,8 @@ def judge_compiled(
 
     first, second_draw = Exact(None, precision=precision), Exact(None, precision=precision)
     exact = run(first, nullcontext())
-    if _differ(exact, run(second_draw, _drawing_otherwise())):
+    redrawn = distances(run(second_draw, _drawing_otherwise()), exact)
+    if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
         return CompiledRun(
             unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
         )
@@ -119,7 +120,11 @@ def judge_compiled(
     unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, precision), emulate_fusion()))
     ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
-    limits = {name: limit for name in ratios if name in meaningful and (limit := _limit(exact[name].numel())) is not None}
+    limits = {}
+    for name in ratios:
+        limit = next((limit for least, limit in LIMITS if exact[name].numel() >= least), None)
+        if limit is not None and name in meaningful:
+            limits[name] = limit
     unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
     return CompiledRun(ratios, limits, unknown=unknown, **facts)
 
@@ -129,12 +134,6 @@ def _drawing_otherwise() -> Iterator[None]:
     """Have random numbers of every device be others than they would be; whoever keeps the model restores them."""
     torch.manual_seed(torch.initial_seed() + 1)
     yield
-
-
-def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two exact runs differ by more than sums in another order do."""
-    apart = distances(other, one)
-    return any(distance > _RANDOM * float(one[name].double().norm()) for name, distance in apart.items())
 
 
 def _unit(
@@ -148,13 +147,11 @@ def _unit(
         for name, distance in distances(one, exact).items():
             squares[name] += distance**2 / RUNS
     try:
-        emulate_fusion = distances(fused_run(), exact)
+        fused = distances(fused_run(), exact)
     except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
-        emulate_fusion = {}
+        fused = {}
     scatter = {name: math.sqrt(square) for name, square in squares.items()}
-    apart = {
-        name: math.sqrt(2) * distance for name, distance in emulate_fusion.items()
-    }  # of two runs that both round, each otherwise
+    apart = {name: math.sqrt(2) * distance for name, distance in fused.items()}  # of two runs that round, each otherwise
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
 
 
@@ -169,15 +166,6 @@ def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: 
     half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
     most = _MOST_ROUNDING * max(half) if half else math.inf
     return {name for name, t in exact.items() if unit[name] <= most * float(t.double().norm())}
-
-
-def _limit(elements: int) -> float | None:
-    return next((limit for least, limit in LIMITS if elements >= least), None)
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    tensor = next((t for group in (model.parameters(), model.buffers()) for t in group), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _drops(model: torch.nn.Module) -> str:
@@ -225,11 +213,11 @@ def runs_compiled(model: torch.nn.Module, step: Callable[[], Any]) -> bool:
     except (TypeError, ValueError):  # not a function of Python
         return False
     values = (*held.nonlocals.values(), *held.globals.values())
-    return any(hasattr(value, "_orig_mod") or uncompiled(value) is not None for value in values if not _is_module(value))
+    objects = (value for value in values if not isinstance(value, ModuleType))
+    return any(hasattr(value, "_orig_mod") or uncompiled(value) is not None for value in objects)
 
 
-def _is_module(value: object) -> bool:
-    return isinstance(value, ModuleType)
+# -- the same step with other roundings --------------------------------------------------------------------------------------
 
 
 #: operators whose results no order of arithmetic changes
@@ -266,7 +254,8 @@ def perturb_rounding(seed: int) -> Any:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            if not _computes(func, args):
+            makes_views = any(one.alias_info is not None for one in func._schema.returns)
+            if func._schema.is_mutable or makes_views or func.overloadpacket.__name__ in _MOVES:
                 return result
             if isinstance(result, tuple | list):
                 return type(result)(self._moved(one) for one in result)
@@ -291,17 +280,6 @@ def perturb_rounding(seed: int) -> Any:
     return Perturbing()
 
 
-def _computes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator rounds, and returns tensors of its own."""
-    schema = func._schema
-    if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
-        return False
-    return func.overloadpacket.__name__ not in _MOVES
-
-
-# -- a compiler that fuses all -----------------------------------------------------------------------------------------------
-
-
 _HALF = ("torch.bfloat16", "torch.float16")
 _FLOATS = (*_HALF, "torch.float32")
 
@@ -318,8 +296,10 @@ def emulate_fusion() -> Iterator[None]:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func._schema.is_mutable:
-                return func(*_in_dtype_of_first(args), **kwargs)
+            if func._schema.is_mutable:  # it writes into the first, in whose dtype all floats are given
+                if args and _has_dtype(_FLOATS, args[0]):
+                    args = (args[0], *_each(args[1:], _FLOATS, args[0].dtype))
+                return func(*args, **kwargs)
             if any(one.alias_info is not None for one in func._schema.returns):
                 return func(*args, **kwargs)
             if func is torch.ops.aten._to_copy.default:
@@ -355,8 +335,3 @@ def _has_dtype(dtypes: tuple[str, ...], value: Any) -> bool:
 def _each(arguments: Any, dtypes: tuple[str, ...], into: Any) -> Any:
     """Return arguments with each tensor of some dtypes in another one."""
     return tree_map(lambda t: t.to(into) if isinstance(t, torch.Tensor) and _has_dtype(dtypes, t) else t, arguments)
-
-
-def _in_dtype_of_first(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an operator that writes into the first, those that are floats in its dtype."""
-    return args if not args or not _has_dtype(_FLOATS, args[0]) else (args[0], *_each(args[1:], _FLOATS, args[0].dtype))

@@ -109,7 +109,7 @@ class Interceptor:
 
     def __init__(self, handler: Handler, tracker: Tracker) -> None:
         self._handler, self._tracker = handler, tracker
-        self._is_active, self._is_inside = False, False
+        self.is_active, self._is_inside = False, False
         self._ran: list[str] = []
         self._mode: Any = None
 
@@ -119,7 +119,7 @@ class Interceptor:
         @functools.wraps(original)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
             # kept by a backend that was prepared meanwhile; or as where a backend compiles what calls it
-            if not self._is_active or torch.compiler.is_compiling():
+            if not self.is_active or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             self._tracker.functions.add(function.place)
             if self._is_inside:
@@ -132,15 +132,6 @@ class Interceptor:
             return self.intercept(function, original, args, kwargs)
 
         return intercepted
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Catch calls for a while; what stands in for a function may be kept longer, and is that function then."""
-        self._is_active = True
-        try:
-            yield
-        finally:
-            self._is_active = False
 
     def intercept(
         self, function: AttentionFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -242,7 +233,8 @@ def intercept_attention(
         stack.enter_context(interceptor.mode())
         stack.enter_context(replaced(wrappers, model))
         stack.enter_context(transformers_intercepted(interceptor.wrap, model, replaces))
-        stack.enter_context(interceptor.active())
+        stack.callback(setattr, interceptor, "is_active", False)  # what stands in for a function may be kept longer
+        interceptor.is_active = True
         yield tracker
 
 
@@ -503,6 +495,9 @@ def _exact_forward(module: Any, query: Any, key: Any, value: Any, attention_mask
     return arguments.to_result(exact_attention(to_inputs(arguments)))
 
 
+# -- functions that a user names ---------------------------------------------------------------------------------------------
+
+
 #: one function of q, k, v and options, or where it is found
 Named: TypeAlias = Callable[..., Any] | str
 
@@ -546,8 +541,6 @@ def _user_function(module: str, attribute: str, function: Any) -> AttentionFunct
     read = functools.partial(_read, tensors=tensors, defaults=defaults)
     return AttentionFunction(module, attribute, names, read, "", tensors, attribute)
 
-
-# -- how they are read --------------------------------------------------------------------------------------------------
 
 _CAUSAL, _SCALE = ("is_causal", "causal"), ("scale", "softmax_scale", "scaling", "sm_scale")
 _MASK, _DROPOUT = ("attn_mask", "mask", "attention_mask"), ("dropout_p", "dropout")

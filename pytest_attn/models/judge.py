@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -20,7 +21,6 @@ import torch
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import (
     Comparison,
@@ -153,7 +153,10 @@ def _emulated_kernels(inputs: Inputs, reference: Reference, backward: bool) -> I
     for number in range(1, KERNELS + 1):
         factor = 2.0 ** (number / (KERNELS + 1))
         rounding = None if is_float32 else Dithered(reference.precision, factor)
-        scaled = _scaled(inputs, factor if is_float32 else 1.0)
+        # float64 whose scores are the same, and whose every product and sum is rounded elsewhere
+        scales = {"q": factor, "k": 1 / factor, "v": factor, "dout": factor}
+        values = {name: getattr(inputs, name).double() * (scale if is_float32 else 1.0) for name, scale in scales.items()}
+        scaled = dataclasses.replace(inputs, **values)
         passes = Passes(scaled, rounding, torch.float32 if is_float32 else None)
         out = passes.forward()
         found = {"out": out}
@@ -165,13 +168,6 @@ def _emulated_kernels(inputs: Inputs, reference: Reference, backward: bool) -> I
         yield found
 
 
-def _scaled(inputs: Inputs, factor: float) -> Inputs:
-    """Return inputs in float64 whose scores are the same, and whose every product and sum is rounded elsewhere."""
-    scales = {"q": factor, "k": 1 / factor, "v": factor, "dout": factor}
-    scaled = {name: getattr(inputs, name).double() * scale for name, scale in scales.items()}
-    return dataclasses.replace(inputs, **scaled)
-
-
 # -- known defects -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,17 +177,12 @@ def known_defect_of(call: AttentionCall, comparison: Comparison, machine: Machin
     A model's own call is computed by the backend that has the kernel, as far as that is known. The inputs are the model's, so
     a defect that shows with some inputs only may be it.
     """
-    kernel = call.subject or _backend_of(call.kernel)
+    kernel, name = call.subject, call.kernel.replace("SDPA ", "sdpa_")
+    if kernel is None and name:
+        with suppress(ValueError):  # no backend has this kernel by itself
+            kernel = Registry()[name]
     if comparison.passed or kernel is None:
         return ""
     defects = kernel.defects_on(call.workload, machine, bool(call.gradients))
     found = [d for d in defects if d.tensors and d.kernel in call.kernel.lower() and d.explains(comparison, call.workload)]
     return "; ".join(f"{defect.issue}: {defect.summary}" for defect in found)
-
-
-def _backend_of(kernel: str) -> Subject | None:
-    registry, name = Registry(), kernel.replace("SDPA ", "sdpa_")
-    try:
-        return registry[name] if name else None
-    except ValueError:  # no backend has this kernel by itself
-        return None

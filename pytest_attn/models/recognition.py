@@ -35,14 +35,10 @@ def asks_the_same(one: Workload, other: Workload) -> bool:
     here, there = one.mask, other.mask
     if here is None or there is None or here.function is None or here.kind != there.kind:
         return bool(here == there)
-    return _makes_the_same(here.function, there.function) or _does_the_same(here.function, there.function)
-
-
-def _makes_the_same(one: Any, other: Any) -> bool:
-    if isinstance(one, StoredMask) and isinstance(other, StoredMask):
-        here, there = one.visible, other.visible
-        return here.device == there.device and here.shape == there.shape and bool((here == there).all())
-    return one is other
+    if isinstance(here.function, StoredMask) and isinstance(there.function, StoredMask):
+        a, b = here.function.visible, there.function.visible
+        return a.device == b.device and a.shape == b.shape and bool((a == b).all())
+    return _does_the_same(here.function, there.function)
 
 
 def _does_the_same(one: Any, other: Any) -> bool:
@@ -84,21 +80,13 @@ def recognize(visible: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask | No
     if bool(visible.all()):
         return None, None
     first = visible[0, 0]
-    if bool((visible == first).all()):
-        mask = _structure(first, q_len, kv_len)
+    if bool((visible == first).all()):  # it depends on positions only
+        mask: Mask | None = next((one for one in (Causal(), Causal(bottom_right=True)) if _is(first, one)), None)
+        if mask is None and bool(first.any(-1).all()):
+            mask = _window(first, q_len, kv_len) or (_documents(first) if q_len == kv_len else None)
         if mask is not None:
             return mask, None
     return _padded(visible, q_len, kv_len) or (BooleanMask(StoredMask(visible.clone())), None)
-
-
-def _structure(visible: torch.Tensor, q_len: int, kv_len: int) -> Mask | None:
-    """Return what a mask (q_len, kv_len) is that depends on positions only."""
-    for candidate in (Causal(), Causal(bottom_right=True)):
-        if _is(visible, candidate):
-            return candidate
-    if not bool(visible.any(-1).all()):
-        return None
-    return _window(visible, q_len, kv_len) or (_documents(visible) if q_len == kv_len else None)
 
 
 def _window(visible: torch.Tensor, q_len: int, kv_len: int) -> Window | None:

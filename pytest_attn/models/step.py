@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,12 @@ class StepResult:
         )
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where a model's first parameter or buffer is."""
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
 def require_arguments(model: object, step: object) -> None:
     """Raise TypeError unless there are a model and a function that runs it."""
     if not isinstance(model, torch.nn.Module):
@@ -42,7 +49,7 @@ def require_arguments(model: object, step: object) -> None:
         raise TypeError(f"step is a {type(step).__name__}; expected a function without arguments that runs the model")
 
 
-def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: bool) -> StepResult:
+def run_step(step: Callable[[], Any], model: torch.nn.Module, backward: bool) -> StepResult:
     """Run a step, and its backward pass unless it has run that itself.
 
     backward: from the loss; where there is none, from every output that needs a gradient, with gradients of +1 and -1 that are
@@ -55,8 +62,7 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module | None, backward: b
         returned = step()
     finish_backward(returned, model, bool(runs))
     result = named(returned)
-    gradients = {} if model is None else {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    result.gradients = gradients
+    result.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return result.settled()
 
 
@@ -125,13 +131,13 @@ def watching_backward() -> Iterator[list[object]]:
         setattr(autograd, name, original)
 
 
-def finish_backward(returned: Any, model: torch.nn.Module | None, has_run_one: bool) -> bool:
+def finish_backward(returned: Any, model: torch.nn.Module, has_run_one: bool) -> bool:
     """Run the backward pass of what a step returned, unless the step ran it; return whether it was left to us.
 
     has_run_one: the step ran some backward pass, whether this one or another. Raises TypeError or ValueError as
     `named_tensors` and `backpropagate` do.
     """
-    parameters = [] if model is None else list(model.parameters())
+    parameters = list(model.parameters())
     if any(p.grad is not None for p in parameters):
         return False
     try:
@@ -156,45 +162,38 @@ def backpropagate(result: StepResult) -> None:
             "the step returned nothing that needs a gradient, so no backward pass can run; return the loss, or say"
             " backward=False"
         )
-    torch.autograd.backward(needing, [_signs(t) for t in needing])
-
-
-def _signs(like: torch.Tensor) -> torch.Tensor:
-    """Return +1 and -1 in an order that is the same in every run."""
-    generator = torch.Generator().manual_seed(like.numel())
-    signs = torch.randint(2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    return signs.to(like.device, like.dtype)
+    gradients = []
+    for tensor in needing:
+        generator = torch.Generator().manual_seed(tensor.numel())
+        signs = torch.randint(2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        gradients.append(signs.to(tensor.device, tensor.dtype))
+    torch.autograd.backward(needing, gradients)
 
 
 # -- a model as it was -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def untouched(model: torch.nn.Module | None) -> Iterator[Callable[[], None]]:
+def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Put back all that a step changes of a model; yields a function that does so in between, before another run.
 
     Gradients are None at the start of every run, and those of before come back at the end.
     """
-    random_numbers = _RandomNumbers()
-    state = None if model is None else _State(model)
+    random_numbers, state = _RandomNumbers(), _State(model)
+
+    def again() -> None:
+        state.restore()
+        state.drop_gradients()
+        random_numbers.restore()
+
     try:
-        with torch.no_grad():
-            if state is not None:
-                state.drop_gradients()
-
-        def again() -> None:
-            if state is not None:
-                state.restore()
-                state.drop_gradients()
-            random_numbers.restore()
-
+        state.drop_gradients()
         yield again
     finally:
         with ExitStack() as every:  # whatever one of them raises
             every.callback(random_numbers.restore)
-            if state is not None:
-                every.callback(state.restore_gradients)
-                every.callback(state.restore)
+            every.callback(state.restore_gradients)
+            every.callback(state.restore)
 
 
 class _State:
@@ -240,26 +239,15 @@ class _State:
 def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor a value, where it has another one."""
     now = tensor.data
-    if now.is_meta or now.is_nested or (_is_comparable(now, value) and _is_equal(now, value)):
+    if now.is_meta or now.is_nested:
         return
-    if _is_comparable(now, value) and 0 not in now.stride():
+    is_comparable = now.shape == value.shape and now.layout == value.layout == torch.strided
+    if is_comparable and bool(((now == value) | ((now != now) & (value != value))).all()):
+        return
+    if is_comparable and 0 not in now.stride():
         now.copy_(value)
     else:
         tensor.data = value.clone()
-
-
-def _is_equal(now: torch.Tensor, value: torch.Tensor) -> bool:
-    return bool(((now == value) | ((now != now) & (value != value))).all())
-
-
-def _is_comparable(now: torch.Tensor, value: torch.Tensor) -> bool:
-    return now.shape == value.shape and now.layout == value.layout == torch.strided
-
-
-def _cuda_states() -> Any:
-    """Return the states of the CUDA generators, None where no device is in use."""
-    cuda: Any = sys.modules["torch"].cuda
-    return cuda.get_rng_state_all() if cuda.is_initialized() else None
 
 
 class _RandomNumbers:
@@ -267,7 +255,7 @@ class _RandomNumbers:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = _cuda_states()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._python = random.getstate()
         self._numpy: Any = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
 

@@ -20,7 +20,7 @@ import torch
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.work import LatencyDirection, StaleError, Work, wait
 from pytest_attn.models.recognition import DropoutError
-from pytest_attn.models.step import StepResult, backpropagate, finish_backward, named_tensors, watching_backward
+from pytest_attn.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward
 from pytest_attn.models.substitution import RecordedSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
 
 #: by how much of its value the loss, or the norm of the first output, may differ from one repetition to the next
@@ -42,13 +42,8 @@ class StepWork(Work):
         optimizer: torch.optim.Optimizer | None = None,
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self._step, self.direction, self._optimizer, self._before_each = (
-            model,
-            step,
-            direction,
-            optimizer,
-            before_each,
-        )
+        self._model, self._step, self.direction = model, step, direction
+        self._optimizer, self._before_each = optimizer, before_each
         self._parameters = list(model.parameters())
         self._first: torch.Tensor | None = None
         self.sets = [[]]
@@ -59,8 +54,7 @@ class StepWork(Work):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        tensor = next(iter((*self._parameters, *self._model.buffers())), None)
-        return torch.device("cpu") if tensor is None else tensor.device
+        return device_of(self._model)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +106,7 @@ class StepWork(Work):
             backpropagate(result)
         if self._optimizer is not None:
             self._optimizer.step()
-        return _looked_at(result)
+        return next(iter(result.outputs.values())) if result.loss is None else result.loss
 
     def _take_first_step(self) -> float:
         """Run the step once, see whether it runs the backward pass itself, and return how long it took."""
@@ -126,10 +120,6 @@ class StepWork(Work):
                 self._runs_backward = finish_backward(returned, self._model, bool(runs))
         wait(self.device)
         return time.perf_counter() - begun
-
-
-def _looked_at(result: StepResult) -> torch.Tensor:
-    return next(iter(result.outputs.values())) if result.loss is None else result.loss
 
 
 @contextlib.contextmanager

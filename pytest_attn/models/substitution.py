@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,21 +66,22 @@ class Replacer(Recorder):
         """Return what the subject makes of a call, as the model takes it."""
         needs_gradient = self._backward and any(t.requires_grad for t in (arguments.q, arguments.k, arguments.v))
         try:
-            self._require_taken(inputs.workload, needs_gradient)
+            if reason := self._subject.obstacle(inputs.workload, self._machine, needs_gradient):
+                raise UnreadableError(f"{reason} ({inputs.workload.id})")
             out = self._called(arguments, inputs, needs_gradient)
             return Computed(arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject)
         except UnreadableError as refusal:
             self.refused.append(Unread(intercepted.module, intercepted.function.shown, str(refusal)))
         return super().computed(intercepted, arguments, inputs)
 
-    def _require_taken(self, workload: Workload, backward: bool) -> None:
-        if reason := self._subject.obstacle(workload, self._machine, backward):
-            raise UnreadableError(f"{reason} ({workload.id})")
-
     def _called(self, arguments: AttentionArguments, inputs: Inputs, backward: bool) -> Any:
         """Call the subject, and hold what it returns to its contract."""
         subject, workload = self._subject, inputs.workload
-        with subject.calling(), current(inputs.device), self._casting(inputs.device):
+        # a backend's tensors are cast already: autocast would cast the products of float32 copies, as MATH makes them, again,
+        # and round scores; a function has the model's
+        is_function = isinstance(subject, FunctionBackend)
+        casting = nullcontext() if is_function else torch.autocast(inputs.device.type, enabled=False)
+        with subject.calling(), current(inputs.device), casting:
             try:
                 result = self._kernel(inputs, backward)(arguments.q, arguments.k, arguments.v)
             except Exception as error:
@@ -90,14 +91,6 @@ class Replacer(Recorder):
         names = ("out", "lse") if subject.returns_lse else ("out",)
         expected = Reference(inputs, precision_named(subject.precision_on(inputs.device.type)))
         return check_contract(result, names, expected, workload, "thd" if workload.is_packed else "bhsd")[0]
-
-    def _casting(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return what turns autocast off around a backend, whose tensors are cast already; a function has the model's.
-
-        Under autocast the products of float32 copies, as MATH makes them, would be cast again, and scores rounded.
-        """
-        is_function = isinstance(self._subject, FunctionBackend)
-        return nullcontext() if is_function else torch.autocast(device.type, enabled=False)
 
     def _kernel(self, inputs: Inputs, backward: bool) -> AttentionFn:
         """Prepare the subject, once for all calls that ask the same: some compile for every one that they prepare."""
@@ -122,6 +115,9 @@ class ModelAttention(Subject):
         raise TypeError("a model's own attention runs in the model only")
 
 
+# -- at next to no cost, for timing ------------------------------------------------------------------------------------------
+
+
 #: computes one call: of q, k and v as the model's function takes them, to what that returns
 Substitute = Callable[..., Any]
 
@@ -130,11 +126,22 @@ class SubstitutionError(Exception):
     """A step's attention cannot be replaced for a timed run; the text says why."""
 
 
-class BackendSubstitute:
+class Preparation:
+    """Prepares what computes each call of a step, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.substitutes: list[Substitute] = []
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Refuse."""
+        raise SubstitutionError(f"{module}: a call of {function}: {reason}")
+
+
+class BackendSubstitute(Preparation):
     """Prepares a subject for every call of a step. backward: whether the step needs gradients."""
 
     def __init__(self, subject: Subject, backward: bool) -> None:
-        self.substitutes: list[Substitute] = []
+        super().__init__()
         self._subject, self._backward = subject, backward
 
     def handle(self, intercepted: InterceptedCall) -> Any:
@@ -147,29 +154,17 @@ class BackendSubstitute:
         # a bias or sinks that are learned get no gradient: that of a later step would be of the run that prepared it
         held = {name: t.detach() for name, t in vars(inputs).items() if hasattr(t, "detach")}
         kernel = self._subject.prepare(dataclasses.replace(inputs, **held), self._backward)
-        self.substitutes.append(_as_the_function(arguments, kernel))
-        return self.substitutes[-1](*intercepted.tensors)
 
-    def unread(self, module: str, function: str, reason: str) -> None:
-        """Refuse."""
-        raise SubstitutionError(f"{module}: a call of {function}: {reason}")
+        def compute(*tensors: torch.Tensor) -> Any:
+            out = kernel(*(arguments.to_native(t) for t in tensors))
+            return arguments.to_result(out[0] if isinstance(out, tuple | list) else out)
 
-
-def _as_the_function(arguments: AttentionArguments, kernel: Callable[..., Any]) -> Substitute:
-    to_native, to_result = arguments.to_native, arguments.to_result
-
-    def compute(*tensors: torch.Tensor) -> Any:
-        out = kernel(*(to_native(t) for t in tensors))
-        return to_result(out[0] if isinstance(out, tuple | list) else out)
-
-    return compute
+        self.substitutes.append(compute)
+        return compute(*intercepted.tensors)
 
 
-class RecordedSubstitute:
+class RecordedSubstitute(Preparation):
     """Records what every call returned, and the gradients that it gave, to return them at no cost; no value changes."""
-
-    def __init__(self) -> None:
-        self.substitutes: list[Substitute] = []
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Compute one call, and keep what it gives forward and backward."""
@@ -190,10 +185,6 @@ class RecordedSubstitute:
         rest = [t.detach() if hasattr(t, "detach") else t for t in others]
         self.substitutes.append(_kept_result(out.detach().clone(), kept, rest if isinstance(result, tuple) else None))
         return result
-
-    def unread(self, module: str, function: str, reason: str) -> None:
-        """Refuse."""
-        raise SubstitutionError(f"{module}: a call of {function}: {reason}")
 
 
 def _kept_result(out: torch.Tensor, gradients: list[Any], others: list[Any] | None) -> Substitute:
