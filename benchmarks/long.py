@@ -34,7 +34,7 @@ from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.latency.peak import measured_peak
+from pytest_attn.latency.work import measured_peak
 from pytest_attn.workloads import positions
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -31,10 +31,9 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
-from pytest_attn.latency.peak import measured_peak
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.work import direction_of
+from pytest_attn.latency.work import direction_of, measured_peak
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.rank import rank_of

@@ -18,11 +18,19 @@ from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
 from pytest_attn.cases.run import CaseRun
-from pytest_attn.latency import description as messages
-from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile
+from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, identify
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
-from pytest_attn.latency.identity import identify
-from pytest_attn.latency.judge import Crowd, DeviceBaselines, DisturbedError, FreshError, judge_latency
+from pytest_attn.latency.judge import (
+    ACCEPT,
+    Crowd,
+    DeviceBaselines,
+    DisturbedError,
+    FreshError,
+    describe_regression,
+    describe_unconfirmed,
+    describe_undecided,
+    judge_latency,
+)
 from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
@@ -493,12 +501,12 @@ class LatencyEvaluator(Evaluator[Latency]):
         if decision.verdict == Verdict.REGRESSED:
             baseline = self._mode.baselines.of(self._measurement)
             assert baseline is not None
-            facts["text"] = messages.describe_regression(decision, baseline, latency, self._run.session.collected.selected)
-            facts["remedies"] = [labeled("accept", f"{command} {messages.ACCEPT}")]
+            facts["text"] = describe_regression(decision, baseline, latency, self._run.session.collected.selected)
+            facts["remedies"] = [labeled("accept", f"{command} {ACCEPT}")]
         elif decision.verdict == Verdict.UNCONFIRMED:
-            facts["text"] = messages.describe_unconfirmed(name, decision)
+            facts["text"] = describe_unconfirmed(name, decision)
         elif self._requires_decision and decision.verdict in _UNDECIDED:
-            facts["text"] = messages.describe_undecided(name, decision, command)
+            facts["text"] = describe_undecided(name, decision, command)
             facts["says_command"] = False  # the text does
         return self._found(decision.verdict, decision.reason, **facts)
 

@@ -14,9 +14,8 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.baseline import Baseline, case_key
+from pytest_attn.latency.baseline import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
-from pytest_attn.latency.identity import conditions_of, gpu_of
 from pytest_attn.latency.judge import Measured
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
@@ -24,7 +23,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection, work_of
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.ranks.communication_share import figures_of, topology_of
+from pytest_attn.ranks.communication import figures_of, topology_of
 from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
 from pytest_attn.ranks.pool import Pool
 from pytest_attn.ranks.worker_timing import threads_of_rank

@@ -17,9 +17,8 @@ import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.variants import capturing
-from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
-from pytest_attn.latency.work import StaleError, TimedCall, Work, called, verified
+from pytest_attn.latency.work import StaleError, TimedCall, Work, called, peak_of, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

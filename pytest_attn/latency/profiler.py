@@ -21,7 +21,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.peak import peak_of
+from pytest_attn.latency.work import peak_of
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.kv_layout import copies_of
 from pytest_attn.workloads.workload import Direction, Workload

@@ -41,7 +41,7 @@ class Latency:
         conditions: clocks, temperature and the like while it was taken.
         spent: seconds of wall time that it took.
         cupti: the device's seconds by torch's profiler, where asked for.
-        ranks: of a callable that ranks compute together (ranks/communication_share.py): number, shard, topology; by rank
+        ranks: of a callable that ranks compute together (ranks/communication.py): number, shard, topology; by rank
             seconds (p50), own (of these, outside collectives) and communication (the share of collectives);
             communication_by: who says so; apart: seconds by which the last rank begins after the common moment, the median.
             None for one process.

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pytest_attn.latency.anchors import Anchor, anchor_hashes
+from pytest_attn.latency.baseline import usable_cores
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
     OWN_EVENTS_SECONDS,
@@ -24,11 +25,10 @@ from pytest_attn.latency.cuda_timer import (
     wanted_backlog,
 )
 from pytest_attn.latency.disturbance import DisturbanceMonitor
-from pytest_attn.latency.identity import usable_cores
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import PAIRS, LatencyDirection, Look, StaleError, Work, judge_pairs
-from pytest_attn.ranks.communication_share import RankTimes, Shared
+from pytest_attn.ranks.communication import RankTimes, Shared
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

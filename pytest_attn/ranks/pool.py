@@ -1,7 +1,7 @@
 """Pools of ranks, which stay for the next case: the judge hands one a test, and each of its calls; one that failed ends.
 
 A rank is a worker (processes/), which does not end with a test; it begins samples together with the others without a message
-(start_barrier.py): the channel takes tens of microseconds, as long as a short call.
+(`StartBarrier`): the channel takes tens of microseconds, as long as a short call.
 """
 
 from __future__ import annotations
@@ -27,9 +27,20 @@ from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
 from pytest_attn.processes.worker import FINISHED
-from pytest_attn.ranks.post_mortem import OUTPUT, RankPostMortem, describe_ended, describe_hang, describe_wrong
 from pytest_attn.ranks.rank import LATE_IMPORTS
-from pytest_attn.ranks.rank_group import RankGroup, RankRaisedError, RanksLostError, Tensors, read_tensors, write_tensors
+from pytest_attn.ranks.rank_group import (
+    OUTPUT,
+    RankGroup,
+    RankPostMortem,
+    RankRaisedError,
+    RanksLostError,
+    Tensors,
+    describe_ended,
+    describe_hang,
+    describe_wrong,
+    read_tensors,
+    write_tensors,
+)
 from pytest_attn.session.worker_pool import worker_command
 
 #: how long ranks may take to start, and to end by themselves

@@ -22,16 +22,13 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor, process_waited
-from pytest_attn.latency.peak import peak_of
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.work import DISTRIBUTION, Work, look, verified, wait
+from pytest_attn.latency.work import DISTRIBUTION, Work, look, peak_of, verified, wait
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.ranks.collectives import Collectives
-from pytest_attn.ranks.communication_share import RankTimes, communication_of
-from pytest_attn.ranks.rank import Rank
+from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
+from pytest_attn.ranks.rank import Rank, StartBarrier
 from pytest_attn.ranks.shards import cut, parts_of, whole_of
-from pytest_attn.ranks.start_barrier import StartBarrier
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 

@@ -4,9 +4,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_attn.latency.baseline import Baseline, BaselineFile, case_key
+from pytest_attn.latency.baseline import Baseline, BaselineFile, Identity, case_key
 from pytest_attn.latency.gate import POLICIES, shared_prior
-from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.judge import (
     Crowd,
     DeviceBaselines,

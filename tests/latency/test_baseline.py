@@ -13,9 +13,20 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.latency import baseline as module
 from pytest_attn.latency import disturbance
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
-from pytest_attn.latency.baseline import SCHEMA, Baseline, BaselineError, BaselineFile, case_key, read, recorded_otherwise
+from pytest_attn.latency.baseline import (
+    SCHEMA,
+    Baseline,
+    BaselineError,
+    BaselineFile,
+    Identity,
+    case_key,
+    conditions_of,
+    gpu_of,
+    identify,
+    read,
+    recorded_otherwise,
+)
 from pytest_attn.latency.gate import FEWEST_RUNS
-from pytest_attn.latency.identity import Identity, conditions_of, gpu_of, identify
 
 H200 = Identity("cuda", "NVIDIA H200", 132, 140)
 ANCHORS = anchor_hashes("cuda")

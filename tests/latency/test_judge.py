@@ -4,11 +4,10 @@ import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
 
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline import BaselineFile
-from pytest_attn.latency.description import RECORD
+from pytest_attn.latency.baseline import BaselineFile, Identity
 from pytest_attn.latency.gate import shared_prior
-from pytest_attn.latency.identity import Identity
 from pytest_attn.latency.judge import (
+    RECORD,
     Crowd,
     DeviceBaselines,
     DisturbedError,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_attn.latency.peak import peak_of
+from pytest_attn.latency.work import peak_of
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

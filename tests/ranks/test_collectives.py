@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_attn.ranks import collectives
-from pytest_attn.ranks.collectives import Collectives, last_collective
+from pytest_attn.ranks import communication
+from pytest_attn.ranks.communication import Collectives, last_collective
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_collective_says_where_it_is(record):
 def test_a_late_rank_begins_each_collective_late(record, monkeypatch):
     made, _ = record
     slept = []
-    monkeypatch.setattr(collectives.time, "sleep", slept.append)
+    monkeypatch.setattr(communication.time, "sleep", slept.append)
     reduce = made.watching("all_reduce", "", lambda tensor: tensor)
     reduce(1)
     made.is_late = True

@@ -5,8 +5,8 @@ import pytest
 from pytest_attn.latency.cuda_timer import BacklogError
 from pytest_attn.latency.timer import Item
 from pytest_attn.latency.work import StaleError
-from pytest_attn.ranks import communication_share, controller_timing
-from pytest_attn.ranks.communication_share import RankTimes, Shared, figures_of, seconds_of
+from pytest_attn.ranks import communication, controller_timing
+from pytest_attn.ranks.communication import RankTimes, Shared, figures_of, seconds_of
 from pytest_attn.ranks.controller_timing import RankedMonitor, RankedTimer, RankedWork
 from pytest_attn.reports.lines import describe_ranks, slow_rank
 
@@ -158,6 +158,6 @@ def test_the_slow_rank_is_named():
 def test_nvlink_must_connect_every_two(monkeypatch, links, text):
     answers = iter(links)
     gpu = type("Gpu", (), {"__init__": lambda self, device: None, "has_nvlink_to": lambda self, other: next(answers)})
-    monkeypatch.setattr(communication_share, "Gpu", gpu)
-    assert communication_share.topology_of_gpus([0, 1, 2]) == text
-    assert communication_share.topology_of("cpu", 2) == "CPU"
+    monkeypatch.setattr(communication, "Gpu", gpu)
+    assert communication.topology_of_gpus([0, 1, 2]) == text
+    assert communication.topology_of("cpu", 2) == "CPU"
