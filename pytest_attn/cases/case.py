@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.defects import KnownDefect
@@ -43,6 +41,10 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed.device_mesh import DeviceMesh
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

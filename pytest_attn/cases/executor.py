@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_attn.backends.builtin import OVER_RANKS
 from pytest_attn.backends.over_ranks import RankBackend
@@ -23,6 +21,10 @@ from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: `CaseRun.conclude`
 Conclude = Callable[[Evaluator[Any]], Any]

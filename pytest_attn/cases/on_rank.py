@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
@@ -29,6 +27,10 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.inputs import Inputs, PageLists, draw_inputs, page_lists
 from pytest_attn.workloads.sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class RankCase(CaseTensors):
