@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn import hooks
+from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_marked, kind_of
+from pytest_attn.session.session import SESSION, AttentionSession, session_of
+from pytest_attn.session.settings import add_options
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,8 +22,6 @@ if TYPE_CHECKING:
     from pytest_attn.cases.case import AttentionCase
     from pytest_attn.cases.model import AttentionModel
     from pytest_attn.cases.tensors import ReferenceTensors
-    from pytest_attn.session.kinds import CaseParameter
-    from pytest_attn.session.session import AttentionSession
     from pytest_attn.workloads.workload import Workload
 
 MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requires(...)")
@@ -26,23 +29,16 @@ MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requ
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
-    from pytest_attn.session.settings import add_options
-
     add_options(parser)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     """Declare the hooks for conftests."""
-    from pytest_attn import hooks
-
     pluginmanager.add_hookspecs(hooks)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the settings once, refuse unknown names, and start to collect records."""
-    from pytest_attn.session.kinds import KINDS
-    from pytest_attn.session.session import SESSION, AttentionSession
-
     for marker in (*_marker_lines(config), *(kind.help for kind in KINDS.values() if kind.help)):
         config.addinivalue_line("markers", marker)
     if own := [kind.fixture for kind in KINDS.values() if kind.fixture not in globals()]:
@@ -92,8 +88,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that uses one of the fixtures an item per case."""
-    from pytest_attn.session.kinds import fixtures
-
     if not fixtures().isdisjoint(metafunc.fixturenames):
         from pytest_attn.session.collection import parametrize
 
@@ -229,8 +223,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Refuse a marked test that passes and has judged nothing."""
     __tracebackhide__ = True
     result = yield
-    from pytest_attn.session.kinds import is_marked
-
     if is_marked(item):
         from pytest_attn.cases.records import refuse_unjudged
 
@@ -284,8 +276,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _session(config: pytest.Config) -> AttentionSession:
-    from pytest_attn.session.session import session_of
-
     return session_of(config)
 
 
@@ -317,8 +307,6 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     `attn.check_invariants(fn)` asks what needs no tolerance. `attn.measure(fn)` checks fn, times it, and raises AssertionError
     where its p50 is slower than the baseline of this machine.
     """
-    from pytest_attn.session.kinds import kind_of
-
     make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
     case: AttentionCase = make_case(request, _attn_parameter)
     return case
