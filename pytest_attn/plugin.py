@@ -152,9 +152,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Count the cases, which share the rate of false alarms, and for --attn-list what would run."""
     attention = _session(session.config)
     if attention.has_attention_tests:
-        from pytest_attn.session.collection import count_selected
+        from pytest_attn.session.kinds import is_case
 
-        count_selected(session.items, attention)
+        attention.collected.selected = sum(map(is_case, session.items))
     if attention.settings.list_only and attention.has_attention_tests:
         from pytest_attn.session.output import count_runnable
 

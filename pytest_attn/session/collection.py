@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,6 @@ from pytest_attn.session.kinds import (
     case_id,
     device_of,
     fixtures,
-    is_case,
     is_unselected,
     kind_of,
     parameter_of,
@@ -34,12 +33,6 @@ from pytest_attn.workloads.workload import Workload
 PLACEHOLDER = Workload(1, name="fuzz")
 #: what makes the case of an item of --attn-fuzz
 _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
-
-
-def fuzz_parameters(cases: Iterable[CaseParameter]) -> list[CaseParameter]:
-    """Return the items that stand for all draws of a test with these cases: one, or one per backend."""
-    backends = dict.fromkeys(case.backend for case in cases)
-    return [CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends]
 
 
 class Items:
@@ -79,8 +72,8 @@ class KernelItems(Items):
         cases = super().cases(mark, names, session)
         if mark.ranks:
             return [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
-        draws = fuzz_parameters(cases) if session.settings.fuzz and "attn" in names else []
-        return [*cases, *draws]
+        backends = dict.fromkeys(case.backend for case in cases) if session.settings.fuzz and "attn" in names else ()
+        return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Ask about ranks and shards as well."""
@@ -173,8 +166,7 @@ def _require_unique(cases: Sequence[CaseParameter], ids: Sequence[str]) -> None:
 
 def deselect_unselected(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the items that stand for tests without selected cases."""
-    unselected = [item for item in items if is_unselected(item)]
-    if unselected:
+    if unselected := [item for item in items if is_unselected(item)]:
         config.hook.pytest_deselected(items=unselected)
         items[:] = [item for item in items if not is_unselected(item)]
 
@@ -188,11 +180,6 @@ def group_by_workload(items: list[pytest.Item]) -> None:
         made: Items = kind_of(item).made_items()
         if group := made.group(item, parameter):
             item.add_marker(pytest.mark.xdist_group(group))
-
-
-def count_selected(items: list[pytest.Item], session: AttentionSession) -> None:
-    """Count the cases that are left."""
-    session.collected.select(sum(map(is_case, items)))
 
 
 # -- backends that this machine lacks: one skipped item of each says so ------------------------------------------------

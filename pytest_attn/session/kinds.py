@@ -25,16 +25,12 @@ MUTANT = "mutant:"
 
 @dataclass(frozen=True)
 class CaseParameter:
-    """What distinguishes the cases of one test: the workload, and the backend's name where the test takes one.
-
-    ranks: how many processes compute it together; 0 in a test without ranks=. maker: what makes the case, where that is not
-    what its kind says.
-    """
+    """What distinguishes the cases of one test."""
 
     workload: Workload
-    backend: str | None
-    ranks: int = 0
-    maker: str = ""
+    backend: str | None  # its name, where the test takes one
+    ranks: int = 0  # how many processes compute it together; 0 in a test without ranks=
+    maker: str = ""  # what makes the case, where that is not what its kind says
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,11 @@ class Manifest:
         """Return what the run says of itself when it is over."""
         noted = self._noted
         ran = self._ran.union(noted["absent"])
+        group, splits = (self._config.getoption(name, None) for name in ("group", "splits"))  # of pytest-split
         facts: RunFacts = {
             "command": shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
             "choice": self._choice(),
-            "group": self._group(),
+            "group": f"{group}/{splits}" if group and splits else "",
             "commit": self._commit,
             "options": self._options,
             "pytest_attn": __version__,
@@ -112,10 +113,6 @@ class Manifest:
         given = {"-k": [option.keyword], "-m": [option.markexpr], "--deselect": option.deselect or []}
         words = [f"{flag} {shlex.quote(text)}" for flag, texts in given.items() for text in texts if text]
         return " ".join([*words, *([LAST_FAILED] if self._noted["is_narrowed"] else [])])
-
-    def _group(self) -> str:
-        group, splits = (self._config.getoption(name, None) for name in ("group", "splits"))
-        return f"{group}/{splits}" if group and splits else ""
 
     # -- hooks -------------------------------------------------------------------------------------------------------------
 

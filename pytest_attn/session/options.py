@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 #: the longest suffix first -> the field of `Settings` that names such a file
@@ -36,22 +36,16 @@ def by_kind(paths: Sequence[str], named: Mapping[str, object]) -> dict[str, str]
 
 
 class Option(NamedTuple):
-    """One option of the command line, `--attn-STEM`.
+    """One option of the command line, `--attn-STEM`."""
 
-    name: of its field in `Settings`. default: its text where it has an ini value of the same name, None where it has none.
-    metavar: what stands for its value in the help, None for a switch. parse: turns its text into the field's value, and raises
-    ValueError, whose text continues "--attn-STEM: ". in_child: whether the new processes of a run are given it, too.
-    is_repeatable: whether it may be given several times; its field is a tuple.
-    """
-
-    name: str
+    name: str  # of its field in `Settings`
     stem: str
     help: str
-    default: str | None = None
-    metavar: str | None = None
-    parse: Callable[[str], Any] = str
-    in_child: bool = True
-    is_repeatable: bool = False
+    default: str | None = None  # its text where it has an ini value of the same name
+    metavar: str | None = None  # what stands for its value in the help, None for a switch
+    parse: Callable[[str], Any] = str  # its text -> the field's value; a ValueError's text continues "--attn-STEM: "
+    in_child: bool = True  # whether the new processes of a run are given it, too
+    is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
 
     @property
     def flag(self) -> str:
@@ -108,13 +102,9 @@ def declared_options(settings: type) -> Iterator[Option]:
     """Yield the options that are declared in a dataclass, in their order."""
     for one in fields(settings):
         if "option" in one.metadata:
-            yield _named(one)
-
-
-def _named(one: Field[Any]) -> Option:
-    given = dict(one.metadata["option"])
-    stem = given.pop("stem", "") or one.name.replace("_", "-")
-    return Option(one.name, stem, **given)
+            given = dict(one.metadata["option"])
+            stem = given.pop("stem", "") or one.name.replace("_", "-")
+            yield Option(one.name, stem, **given)
 
 
 # -- what their texts may be ---------------------------------------------------------------------------------------------
@@ -277,15 +267,12 @@ def _writable_file(text: str, suffix: str) -> str:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """A group of options by the names of their fields in `Settings`.
-
-    shown: the short text of each that `pytest --help` lists. rarely: those that it leaves to ini files and the reference page.
-    """
+    """A group of options by the names of their fields in `Settings`."""
 
     name: str
     title: str
-    shown: Mapping[str, str]
-    rarely: tuple[str, ...] = field(default=())
+    shown: Mapping[str, str]  # the short text of each that `pytest --help` lists
+    rarely: tuple[str, ...] = ()  # those that it leaves to ini files and the reference page
 
     @property
     def names(self) -> tuple[str, ...]:

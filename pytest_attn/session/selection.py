@@ -30,77 +30,6 @@ if TYPE_CHECKING:
 CPU_GROUPS = ("smoke", "edges", "features")
 
 
-class Selection:
-    """What the options of a run leave of what its markers name."""
-
-    def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
-        self._settings, self._registrations, self._machines = settings, registrations, machines
-
-    def workloads(self, mark: AttentionMark) -> list[Workload]:
-        """Return the workloads of a marker, or of the run where it names none, in each selected dtype."""
-        catalog, selected = self._registrations.catalog, self._selected_workloads()
-        if mark.workloads:
-            workloads = [w for w in mark.workloads if selected is None or w.name in selected]
-        elif selected is not None:
-            workloads = [w for w in catalog.select("all") if w.name in selected]
-        else:
-            is_cpu = self._machines.device(mark.device).type == "cpu"
-            workloads = [w for group in CPU_GROUPS for w in catalog.select(group)] if is_cpu else catalog.default
-        wanted = self._settings.dtypes
-        dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
-        if mark.dtypes or wanted:
-            workloads = [w.replace(dtype=dtype) for w in workloads for dtype in dtypes]
-        return list(dict.fromkeys(workloads))
-
-    def backends(self, device: str | None = None) -> list[str]:
-        """Return the selected backends; asks the machine only where "available" is part of the selection."""
-        registry = self._registrations.registry
-        tokens = tuple(_signed(token, registry.canonical) for token in self._settings.backends)
-        needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
-        available = self._available(device) if needs_machine else []
-        chosen = choose(tuple(t for t in tokens if t != "available"), registry.names, available)
-        if "available" in tokens:
-            excluded = {t[1:] for t in tokens if t.startswith("-")}
-            chosen = list(dict.fromkeys([*(n for n in available if n not in excluded), *chosen]))
-        return chosen
-
-    @property
-    def names_backends(self) -> bool:
-        """Whether the user chose backends, which markers then only narrow."""
-        return "backends" in self._settings.given
-
-    def _available(self, device: str | None) -> list[str]:
-        registry, machine = self._registrations.registry, self._machines.machine(device)
-        return [name for name in registry.names if registry[name].unavailable_because(machine) is None]
-
-    def _selected_workloads(self) -> set[str] | None:
-        """Return the names that --attn-workloads selects, None where it was not given."""
-        tokens, catalog = self._settings.workloads, self._registrations.catalog
-        if not tokens:
-            return None
-        everything = [w.name for w in catalog.select("all") if w.name]
-        expanded = tuple(
-            ("-" if token.startswith("-") else "") + str(w.name)
-            for token in tokens
-            for w in catalog.select(token.removeprefix("-"))
-        )
-        return set(choose(expanded, everything, [w.name for w in catalog.default if w.name]))
-
-
-def choose(tokens: tuple[str, ...], everything: list[str], default: list[str]) -> list[str]:
-    """Apply a selection to names: plain tokens choose, -NAME leaves out; only exclusions start from `default`."""
-    positive = [token for token in tokens if not token.startswith("-")]
-    excluded = {token[1:] for token in tokens if token.startswith("-")}
-    chosen = list(dict.fromkeys(positive)) if positive else default
-    chosen = [name for token in chosen for name in (everything if token == "all" else [token])]
-    return [name for name in dict.fromkeys(chosen) if name not in excluded]
-
-
-def _signed(token: str, change: Callable[[str], str]) -> str:
-    """Change the name in a token that may begin with a minus sign."""
-    return f"-{change(token[1:])}" if token.startswith("-") else change(token)
-
-
 #: what `attn.check` takes
 Target = Callable[..., Any] | Backend | str
 
@@ -114,15 +43,14 @@ class SelectedKernels:
     are_tested = True
 
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
-        self.registrations, self.machines = registrations, machines
-        self.selection = Selection(settings, registrations, machines)
+        self.settings, self.registrations, self.machines = settings, registrations, machines
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
         """Return the cases of one marker: workloads times dtypes, times backends where the test takes one.
 
         Raises ValueError for a marker whose layout is not that of its workloads.
         """
-        workloads = self.selection.workloads(mark)
+        workloads = self._workloads(mark)
         for workload in workloads:
             if reason := mark.declared.unfit_for(workload):
                 raise ValueError(reason)
@@ -136,7 +64,8 @@ class SelectedKernels:
         marker names is selected with its backend.
         """
         named = mark.backends or ()
-        selected = list(named) if named and not self.selection.names_backends else self.selection.backends(mark.device)
+        are_chosen = "backends" in self.settings.given  # then markers only narrow
+        selected = list(named) if named and not are_chosen else self._selected_backends(mark.device)
         if mark.backends is not None:
             narrowed = [name for name in selected if name in named or split(name)[0] in named]
             selected = list(dict.fromkeys([*narrowed, *(name for name in named if split(name)[0] in selected)]))
@@ -174,6 +103,62 @@ class SelectedKernels:
 
     def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
         """Show on a terminal how far the run is."""
+
+    # -- what the options leave of what markers name -------------------------------------------------------------------
+
+    def _workloads(self, mark: AttentionMark) -> list[Workload]:
+        """Return the workloads of a marker, or of the run where it names none, in each selected dtype."""
+        catalog, selected = self.registrations.catalog, self._selected_workloads()
+        if mark.workloads:
+            workloads = [w for w in mark.workloads if selected is None or w.name in selected]
+        elif selected is not None:
+            workloads = [w for w in catalog.select("all") if w.name in selected]
+        else:
+            is_cpu = self.machines.device(mark.device).type == "cpu"
+            workloads = [w for group in CPU_GROUPS for w in catalog.select(group)] if is_cpu else catalog.default
+        wanted = self.settings.dtypes
+        dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
+        if mark.dtypes or wanted:
+            workloads = [w.replace(dtype=dtype) for w in workloads for dtype in dtypes]
+        return list(dict.fromkeys(workloads))
+
+    def _selected_backends(self, device: str | None) -> list[str]:
+        """Return the selected backends; asks the machine only where "available" is part of the selection."""
+        registry = self.registrations.registry
+        tokens = tuple(
+            f"-{registry.canonical(token[1:])}" if token.startswith("-") else registry.canonical(token)
+            for token in self.settings.backends
+        )
+        needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
+        machine = self.machines.machine(device) if needs_machine else None
+        available = [name for name in registry.names if machine and registry[name].unavailable_because(machine) is None]
+        chosen = _chosen(tuple(t for t in tokens if t != "available"), registry.names, available)
+        if "available" in tokens:
+            excluded = {t[1:] for t in tokens if t.startswith("-")}
+            chosen = list(dict.fromkeys([*(n for n in available if n not in excluded), *chosen]))
+        return chosen
+
+    def _selected_workloads(self) -> set[str] | None:
+        """Return the names that --attn-workloads selects, None where it was not given."""
+        tokens, catalog = self.settings.workloads, self.registrations.catalog
+        if not tokens:
+            return None
+        everything = [w.name for w in catalog.select("all") if w.name]
+        expanded = tuple(
+            ("-" if token.startswith("-") else "") + str(w.name)
+            for token in tokens
+            for w in catalog.select(token.removeprefix("-"))
+        )
+        return set(_chosen(expanded, everything, [w.name for w in catalog.default if w.name]))
+
+
+def _chosen(tokens: tuple[str, ...], everything: list[str], default: list[str]) -> list[str]:
+    """Apply a selection to names: plain tokens choose, -NAME leaves out; only exclusions start from `default`."""
+    positive = [token for token in tokens if not token.startswith("-")]
+    excluded = {token[1:] for token in tokens if token.startswith("-")}
+    chosen = list(dict.fromkeys(positive)) if positive else default
+    chosen = [name for token in chosen for name in (everything if token == "all" else [token])]
+    return [name for name in dict.fromkeys(chosen) if name not in excluded]
 
 
 class Mutants(SelectedKernels):

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 
 class Collected:
-    """Counts. tests: with cases; selected: cases that are left after deselection; runnable, obstacles: of a listing."""
+    """How many cases a run has collected, and under --attn-list how many of them would run."""
 
     def __init__(self) -> None:
-        self.tests = self.cases = self.selected = self.runnable = 0
+        self.tests = self.cases = 0  # the tests with cases, and the cases of them all
+        self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
+        self.runnable = 0  # cases of a listing that would run
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 
@@ -41,10 +43,6 @@ class Collected:
         """Count a test that was collected, and its cases."""
         self.tests += 1
         self.cases += cases
-
-    def select(self, cases: int) -> None:
-        """Set how many cases are left after deselection, which share the rate of false alarms."""
-        self.selected = cases
 
     @property
     def listed(self) -> int:

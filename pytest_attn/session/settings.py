@@ -179,17 +179,20 @@ class Settings:
             if one.is_switch:
                 values[one.name] = bool(config.getoption(one.dest))
                 continue
-            if one.is_repeatable:
-                values[one.name] = _each(config, one)
-                continue
             text, origin = _text(config, one)
             try:
-                values[one.name] = None if text is None else one.parse(text)
+                if one.is_repeatable:
+                    values[one.name] = tuple(map(one.parse, text or ()))
+                else:
+                    values[one.name] = None if text is None else one.parse(text)
             except ValueError as error:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
-        values |= _files_by_kind(values)
+        try:
+            values |= by_kind(values["outputs"], values)
+        except ValueError as error:
+            raise pytest.UsageError(f"--attn-output: {error}") from None
         settings = cls(**values, given=given)
         settings._refuse_contradictions(config)
         return settings
@@ -250,24 +253,8 @@ def add_options(parser: pytest.Parser) -> None:
                 parser.addini(one.dest, one.help, type="string", default=one.default)
 
 
-def _each(config: pytest.Config, one: Option) -> tuple[Any, ...]:
-    """Return the values of an option that may be given several times. Raises pytest.UsageError for a bad one."""
-    try:
-        return tuple(one.parse(text) for text in config.getoption(one.dest) or ())
-    except ValueError as error:
-        raise pytest.UsageError(f"{one.flag}: {error}") from None
-
-
-def _files_by_kind(values: dict[str, Any]) -> dict[str, str]:
-    """Return the files of --attn-output by the fields that they stand for. Raises pytest.UsageError for two of a kind."""
-    try:
-        return by_kind(values.get("outputs", ()), values)
-    except ValueError as error:
-        raise pytest.UsageError(f"--attn-output: {error}") from None
-
-
-def _text(config: pytest.Config, one: Option) -> tuple[str | None, str]:
-    """Return an option's text, None where it has none, and where it comes from."""
+def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:
+    """Return an option's text, or all of its texts, None where it has none, and where it comes from."""
     given = config.getoption(one.dest)
     if given is not None or one.default is None:
         return given, one.flag

@@ -158,21 +158,28 @@ def worker_command(config: pytest.Config, folder: Path, names: Sequence[str], ow
     own: what else its first message says.
     """
     folder.mkdir()
-    told = {"tests": list(names), "options": _options(folder), "waiting": sorted(own_processes()), **own}
+    options: dict[str, object] = {"attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
+    options |= {one.dest: False if one.is_switch else None for one in declared_options(Settings) if not one.in_child}
+    told = {"tests": list(names), "options": options, "waiting": sorted(own_processes()), **own}
     arguments = _arguments(config, folder)
     return Command(arguments, worker_environment(), config.invocation_params.dir, folder / "output", told)
 
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a worker: this process's, but for what says which test and which worker of xdist this is."""
-    xdist = "PYTEST_XDIST"
-    return {name: value for name, value in os.environ.items() if not name.startswith((xdist, "PYTEST_CURRENT_TEST"))}
+    named = ("PYTEST_XDIST", "PYTEST_CURRENT_TEST")
+    return {name: value for name, value in os.environ.items() if not name.startswith(named)}
 
 
 def _arguments(config: pytest.Config, folder: Path) -> list[str]:
     """Return the arguments of this pytest, and what must be known before they are parsed."""
     plugins = config.pluginmanager
-    given = [one for one in map(str, config.invocation_params.args) if not _is_read_once(config, one)]
+    folder_of_call = config.invocation_params.dir
+    given = [
+        one
+        for one in map(str, config.invocation_params.args)
+        if not one.startswith("@") or (folder_of_call / one[1:]).is_file()  # not /dev/fd/63, which this pytest has read
+    ]
     own = ["-p", "pytest_attn.processes.worker", f"--rootdir={config.rootpath}"]
     if config.inipath:
         own.append(f"--config-file={config.inipath}")
@@ -182,17 +189,6 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
         own.append("--no-cov")
     names = given.index("--") if "--" in given else len(given)  # what follows are names
     return [*given[:names], *own, *given[names:]]
-
-
-def _is_read_once(config: pytest.Config, argument: str) -> bool:
-    """Whether an argument names a pipe with arguments, which this pytest has read: @/dev/fd/63."""
-    return argument.startswith("@") and not (config.invocation_params.dir / argument[1:]).is_file()
-
-
-def _options(folder: Path) -> dict[str, object]:
-    """Return what else overrides the command line of a worker, by the names in `config.option`."""
-    own = {one.dest: False if one.is_switch else None for one in declared_options(Settings) if not one.in_child}
-    return {**own, "attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
 
 
 # -- the processes -------------------------------------------------------------------------------------------------------
