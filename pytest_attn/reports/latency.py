@@ -135,13 +135,12 @@ def step_lines(records: Iterable[Record]) -> Iterator[str]:
     for r in records:
         if "first_call" in r["step"]:
             with_optimizer = f", {r['step']['optimizer']}'s included" if r["step"]["optimizer"] else ""
-            said = [f"first call {duration(r['step']['first_call'])}", *_compiled(r["step"]), *_share(r["step"])]
+            said = [f"first call {duration(r['step']['first_call'])}"]
+            if r["step"]["graphs"]:
+                breaks = count(r["step"]["graph_breaks"], "graph break")
+                said.append(f"compiled to {count(r['step']['graphs'], 'graph')}, {breaks}")
+            said += _share(r["step"])
             yield f"step          {r['subject']} in {r['workload']}{with_optimizer}: {'; '.join(said)}"
-
-
-def _compiled(step: Mapping[str, Any]) -> Iterator[str]:
-    if step["graphs"]:
-        yield f"compiled to {count(step['graphs'], 'graph')}, {count(step['graph_breaks'], 'graph break')}"
 
 
 def _share(step: Mapping[str, Any]) -> Iterator[str]:

@@ -132,13 +132,13 @@ def aligned(
     indent: what every line begins with.
     """
     inner = width and width - len(indent)
-    layouts = (_texts(table, right, _bands(table, inner, least)) for least in (_LEAST if inner else _LEAST[:1]))
+    layouts = []
+    for least in _LEAST if inner else _LEAST[:1]:
+        bands = _bands(table, inner, least)
+        rows = ([line for band in bands for line in _lines(row, band, right, band is not bands[0])] for row in table)
+        layouts.append(["\n".join(lines) for lines in rows])
     fewest = min(layouts, key=lambda texts: sum(text.count("\n") for text in texts))
     return [textwrap.indent(text, indent) for text in fewest]
-
-
-def _texts(table: Sequence[Sequence[str]], right: tuple[int, ...], bands: list[_Band]) -> list[str]:
-    return ["\n".join(line for band in bands for line in _lines(row, band, right, band is not bands[0])) for row in table]
 
 
 def narrowed(table: Sequence[Sequence[str]], width: int | None, expendable: Sequence[str]) -> list[list[str]]:
@@ -160,7 +160,8 @@ def _bands(table: Sequence[Sequence[str]], width: int | None, least: int) -> lis
         return [natural]
     bands: list[_Band] = [{}]
     for at, cells in enumerate(columns):
-        narrowest = min(natural[at], max(least, *map(_longest_word, cells)))
+        longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
+        narrowest = min(natural[at], max(least, longest_word))
         space = width - (_INDENT if len(bands) > 1 else 0)
         if bands[-1] and _taken({**bands[-1], at: narrowest}) > space:
             bands.append({})
@@ -182,20 +183,16 @@ def _taken(band: _Band) -> int:
     return sum(band.values()) + _GAP * (len(band) - 1)
 
 
-def _longest_word(cell: str) -> int:
-    return max(map(len, cell.split()), default=0)
-
-
 def _lines(row: Sequence[str], band: _Band, right: tuple[int, ...], is_below: bool) -> Iterator[str]:
     """Yield what stands of a row in the columns of a band; nothing where all that would follow below is empty."""
     if is_below and not any(row[at] for at in band):
         return
     indent = " " * _INDENT if is_below else ""
-    for cells in zip_longest(*(_wrapped(row[at], width) for at, width in band.items()), fillvalue=""):
+    wrapped = (
+        textwrap.wrap(row[at], width, break_on_hyphens=False) if len(row[at]) > width else [row[at]]
+        for at, width in band.items()
+    )
+    for cells in zip_longest(*wrapped, fillvalue=""):
         placed = zip(cells, band.items(), strict=True)
         padded = [cell.rjust(width) if at in right else cell.ljust(width) for cell, (at, width) in placed]
         yield (indent + (" " * _GAP).join(padded)).rstrip()
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    return textwrap.wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]

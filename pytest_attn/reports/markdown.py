@@ -11,6 +11,7 @@ from pytest_attn.reports.latency import closing as closing_of_latencies
 from pytest_attn.reports.lines import duration_in_column
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
+from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB
@@ -59,7 +60,7 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
             _text(r["reason"]),
             _code(r["command"]),
         )
-        yield f"| {' | '.join(cells)} |"
+        yield _row(*cells)
     yield from _rest(records)
 
 
@@ -95,11 +96,8 @@ def _change(record: Record) -> float | None:
 
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:
-    found = Counter(
-        f"{r['machine']['name']} ({r['machine']['device']}), torch {r['machine']['torch']}" for r in records if r["machine"]
-    )
-    for machine in found:
-        yield _text(machine)
+    machines = (r["machine"] for r in records if r["machine"])
+    yield from dict.fromkeys(_text(f"{one['name']} ({one['device']}), torch {one['torch']}") for one in machines)
 
 
 def _text(text: str) -> str:
@@ -142,13 +140,10 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
     columns = list(dict.fromkeys(group for row in cells.values() for group in row)) or ["cases"]
     lines = ["# Which backend runs what", "", title, "", _row("backend", *columns), _row(*["---"] * (len(columns) + 1))]
     for backend, row in cells.items():
-        shown = [_cell(row.get(group, Counter())) for group in columns] or ["-"]
+        counts = [row.get(group, Counter()) for group in columns]
+        shown = [", ".join(f"{some[v]} {word}" for v, word in _WORDS.items() if some[v]) or "-" for some in counts]
         lines.append(_row(f"`{backend}`", *([_MISSING] * len(shown) if backend in missing else shown)))
     return "\n".join([*lines, *_reasons(records)]) + "\n"
-
-
-def _cell(verdicts: Counter[str]) -> str:
-    return ", ".join(f"{verdicts[v]} {word}" for v, word in _WORDS.items() if verdicts[v]) or "-"
 
 
 def _reasons(records: Sequence[Record]) -> list[str]:
@@ -163,12 +158,8 @@ def _reasons(records: Sequence[Record]) -> list[str]:
             lines += ["", f"## {word.capitalize()} because"]
             for backend, counts in reasons.items():
                 lines += ["", f"`{backend}`:", ""]
-                lines += [f"- {reason} ({_cases(number)})" for reason, number in counts.most_common()]
+                lines += [f"- {reason} ({count(number, 'case')})" for reason, number in counts.most_common()]
     return lines
-
-
-def _cases(number: int) -> str:
-    return "1 case" if number == 1 else f"{number} cases"
 
 
 # -- annotations that show up beside the lines of a test in a pull request ------------------------------------------------

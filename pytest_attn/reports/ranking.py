@@ -27,7 +27,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
@@ -80,7 +79,7 @@ def is_slower(slow: Timed, fast: Timed, kind: str, rivals: int) -> bool:
     level = ALPHA / max(1, rivals)
     if share_processes((slow, fast)):
         return rank_sum_tail(slow.processes, fast.processes) <= level
-    error = math.hypot(*(deviation(one) for one in (slow, fast) for deviation in (partial(_between, kind), _within)))
+    error = math.hypot(*_deviations(slow, kind), *_deviations(fast, kind))
     return math.log(slow.p50 / fast.p50) > t4_quantile(level) * error
 
 
@@ -90,15 +89,12 @@ def _shortened(timed: Timed, share: float) -> Timed:
     return timed._replace(p50=timed.p50 / share, interval=(low / share, high / share, confidence), processes=processes)
 
 
-def _between(kind: str, timed: Timed) -> float:
-    return BETWEEN_PROCESSES.get("cpu" if timed.mode == "host" else kind, BETWEEN_PROCESSES["cpu"])
-
-
-def _within(timed: Timed) -> float:
-    """Return the standard error of log p50 within its process, from the interval of its block medians."""
+def _deviations(timed: Timed, kind: str) -> tuple[float, float]:
+    """Return standard errors of log p50: between processes, and within its own, from the interval of its block medians."""
     low, high, confidence = timed.interval
     width = math.log(high / low) / 2 if 0 < low < high else 0.0
-    return width / NormalDist().inv_cdf(0.5 + max(confidence, 0.5) / 2)
+    between = BETWEEN_PROCESSES.get("cpu" if timed.mode == "host" else kind, BETWEEN_PROCESSES["cpu"])
+    return between, width / NormalDist().inv_cdf(0.5 + max(confidence, 0.5) / 2)
 
 
 def t4_quantile(tail: float) -> float:
@@ -136,20 +132,16 @@ _WRONG = {
 
 
 class Candidate(NamedTuple):
-    """One backend or callable on one line.
-
-    excluded: why it is not ranked, in a word ("wrong", "skipped", ...); "" where it is. error: relative L2 of its results,
-    memory: bytes at the peak of a call; None where unknown.
-    """
+    """One backend or callable on one line."""
 
     name: str
     version: str = ""
     timed: Timed | None = None
-    error: float | None = None
-    memory: int | None = None
+    error: float | None = None  # relative L2 of its results
+    memory: int | None = None  # bytes at the peak of a call
     is_approximate: bool = False
-    excluded: str = ""
-    reason: str = ""
+    excluded: str = ""  # why it is not ranked, in a word ("wrong", "skipped", ...)
+    reason: str = ""  # and in a sentence
 
     @property
     def p50(self) -> float:
@@ -159,10 +151,10 @@ class Candidate(NamedTuple):
 
 
 class _Identity(NamedTuple):
-    """Whose a record is. A backend is the same in every test, so it has no function; a callable belongs to its own test's."""
+    """Whose a record is."""
 
     name: str
-    function: str
+    function: str  # of a callable's test; a backend is the same in every test
 
 
 class _Measurement(NamedTuple):
@@ -221,14 +213,9 @@ def _candidate(name: str, latencies: Sequence[Record], judged: Sequence[Record],
     if flaw:
         return Candidate(name, version, is_approximate=is_approximate, excluded=flaw[0], reason=flaw[1])
     good = sorted((r for r in latencies if not _doubt([r])), key=lambda r: float(latency_of(r)["p50"]))
-    latency = latency_of(good[(len(good) - 1) // 2])
+    middle = good[(len(good) - 1) // 2]
     return Candidate(
-        name,
-        version,
-        _timed(good[(len(good) - 1) // 2]),
-        _error(judged, direction),
-        latency.get("memory"),
-        is_approximate,
+        name, version, _timed(middle), _error(judged, direction), latency_of(middle).get("memory"), is_approximate
     )
 
 
@@ -362,6 +349,11 @@ class RankingLine:
     exact: Standing = field(default_factory=Standing)
     approximate: Standing = field(default_factory=Standing)
     excluded: tuple[Candidate, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All of them: those that are ranked first."""
+        return (*self.exact.ranked, *self.approximate.ranked, *self.excluded)
 
     @property
     def rivals_in_doubt(self) -> tuple[Candidate, ...]:

@@ -86,7 +86,8 @@ def _short(ranking: Ranking, lines: Sequence[RankingLine]) -> Iterator[Line]:
     first = "configuration" if ranking.tuned else "fastest"
     table: list[tuple[str, ...]] = [("workload", "", first, "p50", "+-", gain, "ties", "front")]
     for line in lines:
-        if line.exact.fastest or (not line.approximate.fastest and _has_faults(line)):
+        has_faults = any(one.excluded != "skipped" for one in line.excluded)
+        if line.exact.fastest or (not line.approximate.fastest and has_faults):
             table.append(_short_row(ranking, line, line.exact))
         if line.approximate.fastest:
             table.append(_short_row(ranking, line, line.approximate))
@@ -95,10 +96,6 @@ def _short(ranking: Ranking, lines: Sequence[RankingLine]) -> Iterator[Line]:
 
 
 _NONE = "none is right"
-
-
-def _has_faults(line: RankingLine) -> bool:
-    return any(one.excluded != "skipped" for one in line.excluded)
 
 
 def _short_row(ranking: Ranking, line: RankingLine, standing: Standing) -> tuple[str, ...]:
@@ -252,7 +249,7 @@ _SHOWN = ("name", "device", "kind", "architecture", "memory", "torch", "python",
 
 def to_json(ranking: Ranking) -> str:
     """Return a ranking as JSON; times in seconds, memory in bytes."""
-    versions = {one.name: one.version for line in ranking.lines for one in (*_all(line), *line.excluded) if one.version}
+    versions = {one.name: one.version for line in ranking.lines for one in line.candidates if one.version}
     content = {
         "schema": SCHEMA,
         "kind": "tune" if ranking.tuned else "rank",
@@ -275,12 +272,10 @@ def to_python(ranking: Ranking) -> str:
     """Return a ranking as a Python module; of several machines, FORWARD, ... are the first GPU's, or the first one's."""
     machines = _machines(ranking)
     first = next((m for m in machines if m.get("kind") != "cpu"), machines[0] if machines else {})
-    what, which = ("which attention backend", "Exact ones only: approximate ones are in the JSON beside this file.")
+    what, which = "which attention backend", "Exact ones only: approximate ones are in the JSON beside this file."
     if ranking.tuned:
-        what, which = (
-            "which configuration of BACKEND",
-            "{} is the backend's default, also where nothing is faster for certain.",
-        )
+        what = "which configuration of BACKEND"
+        which = "{} is the backend's default, also where nothing is faster for certain."
     doubts = [_doubt(line) for line in ranking.timed if line.rivals_in_doubt]
     parts = [
         f'"""For each workload {what} is fastest and right; written by pytest-attn.\n\n{which}\n"""\n',
@@ -336,10 +331,6 @@ def _machines(ranking: Ranking) -> list[Mapping[str, Any]]:
         if line.machine not in found:
             found.append(line.machine)
     return found
-
-
-def _all(line: RankingLine) -> Sequence[Candidate]:
-    return (*line.exact.ranked, *line.approximate.ranked)
 
 
 def _line(line: RankingLine, ranking: Ranking) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
-    yield from _not_saved(records)
+    for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
+        yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
     text, markup = closing(records)
     yield text + _next(records, are_saved), markup
 
@@ -162,12 +163,6 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
         shown.update(fresh)
         if fresh:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
-
-
-def _not_saved(records: Sequence[Record]) -> Iterator[Line]:
-    """One line per reason for which failures were not saved."""
-    for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
-        yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
 
 
 def _next(records: Sequence[Record], are_saved: bool) -> str:
@@ -334,7 +329,9 @@ def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator
     yield from _table("test", [(test, sum(found.values()), len(found)) for test, found in by_test.items()])
     kinds = dict.fromkeys(record["kind"] for record in reached.values())
     yield "", {}
-    yield from _table("class", [(kind, *_of_kind(kind, reached, killers)) for kind in kinds])
+    of_kind = {kind: [name for name, record in reached.items() if record["kind"] == kind] for kind in kinds}
+    rows = [(kind, sum(name in killers for name in names), len(names)) for kind, names in of_kind.items()]
+    yield from _table("class", rows)
     survivors = [record for name, record in reached.items() if name not in killers]
     yield "", {}
     for record in survivors:
@@ -346,11 +343,6 @@ def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator
     score = (len(reached) - len(survivors)) / len(reached)
     text = f"mutation score {score:.0%}: {len(reached) - len(survivors)} of {len(reached)} faulty kernels found"
     yield text, {"green": not survivors, "yellow": bool(survivors)}
-
-
-def _of_kind(kind: str, reached: Mapping[str, MutantRecord], killers: Mapping[str, set[str]]) -> tuple[int, int]:
-    names = [name for name, record in reached.items() if record["kind"] == kind]
-    return sum(name in killers for name in names), len(names)
 
 
 def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:

@@ -158,9 +158,7 @@ def worker_command(config: pytest.Config, folder: Path, names: Sequence[str], ow
     own: what else its first message says.
     """
     folder.mkdir()
-    options: dict[str, object] = {"attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
-    options |= {one.dest: False if one.is_switch else None for one in declared_options(Settings) if not one.in_child}
-    told = {"tests": list(names), "options": options, "waiting": sorted(own_processes()), **own}
+    told = {"tests": list(names), "options": _options(folder), "waiting": sorted(own_processes()), **own}
     arguments = _arguments(config, folder)
     return Command(arguments, worker_environment(), config.invocation_params.dir, folder / "output", told)
 
@@ -189,6 +187,12 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
         own.append("--no-cov")
     names = given.index("--") if "--" in given else len(given)  # what follows are names
     return [*given[:names], *own, *given[names:]]
+
+
+def _options(folder: Path) -> dict[str, object]:
+    """Return what else overrides the command line of a worker, by the names in `config.option`."""
+    own = {one.dest: False if one.is_switch else None for one in declared_options(Settings) if not one.in_child}
+    return {**own, "attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
 
 
 # -- the processes -------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _header(records: Sequence[Record]) -> str:
     if not machines:
         return f'<p id="sentence" class="sentence">{escape(sentence(records))}</p><dl id="facts" class="facts"></dl>'
     first = machines[0]
-    tone = "bad" if is_wrong(first.records) else "fine"
+    tone = "bad" if _wrong(first.records) else "fine"
     facts = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in facts_in_words(first))
     return (
         f'<p id="sentence" class="sentence {tone}">{escape(sentence(first.records))}</p>'
@@ -165,7 +165,7 @@ def _case(number: int, record: Record, texts: Table, workloads: Table, subjects:
     row: list[Any] = [
         number,
         workloads.number_of(record["workload"], _workload(record)),
-        subjects.number_of(record["subject"], _subject(record)),
+        subjects.number_of(record["subject"], {"name": record["subject"], **record["tags"], "version": record["version"]}),
         texts.number_of(record["question"]),
         texts.number_of(shown_verdict(record)),
         texts.number_of(record["direction"]),
@@ -188,10 +188,6 @@ def _workload(record: Record) -> dict[str, Any]:
     shape = record["shape"] or {}
     known = {name: shape[name] for name in _SIZES if name in shape}
     return {"id": record["workload"], "group": record["group"], "aliases": list(record["aliases"]), **known}
-
-
-def _subject(record: Record) -> dict[str, Any]:
-    return {"name": record["subject"], **record["tags"], "version": record["version"]}
 
 
 def _tensor(tensor: Mapping[str, Any], texts: Table) -> list[Any]:
@@ -265,17 +261,13 @@ def by_machine(records: Sequence[Record]) -> list[MachineRecords]:
     if nameless:
         owner = next(iter(found)) if len(found) == 1 else ()
         found.setdefault(owner, []).extend(nameless)
-    machines = [MachineRecords(_richest(mine), mine) for mine in found.values()]
+    machines = [MachineRecords(max((record["machine"] for record in mine), key=len), mine) for mine in found.values()]
     return sorted(machines, key=lambda machine: -_wrong(machine.records))
 
 
 def _identity(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what distinguishes a machine, () where nothing is known of it."""
     return tuple(f"{key}={_INDEX.sub('', str(value))}" for key, value in sorted(facts.items()))
-
-
-def _richest(records: Sequence[Record]) -> Mapping[str, Any]:
-    return max((record["machine"] for record in records), key=len)
 
 
 def sentence(records: Sequence[Record]) -> str:
@@ -308,17 +300,12 @@ def _counted(counts: Counter[str], *tones: str) -> str:
     return ", ".join(f"{number:,} {words.counted}" for number, words in shown)
 
 
-def is_wrong(records: Sequence[Record]) -> bool:
-    """Say whether anything is."""
-    return _wrong(records) > 0
-
-
 def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
     """Return what is known of a machine and its run, as terms and descriptions."""
     facts = machine.facts
     dates = sorted(str(record["date"]) for record in machine.records if record["date"])
     memory = facts.get("memory")
-    seconds = sum(_seconds_of_each_test(machine.records).values())
+    seconds = sum({record["test"]: record["seconds"] for record in machine.records}.values())  # each has its whole test's
     rows = [
         ("Machine", facts.get("name", "not known")),
         ("Device", " · ".join(dict.fromkeys(str(facts[key]) for key in ("device", "architecture") if facts.get(key)))),
@@ -331,11 +318,6 @@ def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
         ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),
     ]
     return [(term, str(text)) for term, text in rows if text]
-
-
-def _seconds_of_each_test(records: Sequence[Record]) -> dict[str, float]:
-    """Every record of a test says how long the whole test took."""
-    return {record["test"]: record["seconds"] for record in records}
 
 
 def _span(dates: Sequence[str]) -> str:
