@@ -19,10 +19,9 @@ from pytest_attn.session.kinds import (
     case_id,
     device_of,
     fixtures,
-    is_unselected,
+    is_case,
     kind_of,
     parameter_of,
-    workload_group,
 )
 from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
 from pytest_attn.session.session import AttentionSession
@@ -55,7 +54,7 @@ class Items:
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Return the name of the items that one xdist worker should have; None where each may go anywhere."""
-        return workload_group(item, case)
+        return f"{item.name.partition('[')[0]}-{case.workload.id}"  # "]" would end the group's name
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""
@@ -166,9 +165,14 @@ def _require_unique(cases: Sequence[CaseParameter], ids: Sequence[str]) -> None:
 
 def deselect_unselected(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the items that stand for tests without selected cases."""
-    if unselected := [item for item in items if is_unselected(item)]:
-        config.hook.pytest_deselected(items=unselected)
-        items[:] = [item for item in items if not is_unselected(item)]
+    _deselect(config, items, [item for item in items if is_case(item) and parameter_of(item) is None])
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        left_out = set(unwanted)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def group_by_workload(items: list[pytest.Item]) -> None:
@@ -201,10 +205,7 @@ def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, i
             surplus.append(item)
         elif reason:
             told.add(reason)
-    if surplus:
-        left_out = set(surplus)
-        config.hook.pytest_deselected(items=surplus)
-        items[:] = [item for item in items if item not in left_out]
+    _deselect(config, items, surplus)
     return surplus
 
 

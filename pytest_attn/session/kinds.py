@@ -142,11 +142,6 @@ def parameter_of(item: pytest.Item) -> CaseParameter | None:
     return found
 
 
-def is_unselected(item: pytest.Item) -> bool:
-    """Whether the item only stands for a test without selected cases."""
-    return is_case(item) and parameter_of(item) is None
-
-
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
@@ -154,11 +149,6 @@ def case_id(case: CaseParameter) -> str:
     """Return the id of a case: workload, then ranks, then backend."""
     named = f"{case.workload.id}-ranks{case.ranks}" if case.ranks else case.workload.id
     return named if case.backend is None else f"{named}-{case.backend.removeprefix(MUTANT)}"
-
-
-def workload_group(item: pytest.Item, parameter: CaseParameter) -> str:
-    """Return the name of the group that the cases of one workload and test are in."""
-    return f"{item.name.partition('[')[0]}-{parameter.workload.id}"  # "]" would end the group's name
 
 
 def test_of(item: pytest.Item) -> str:

@@ -76,10 +76,12 @@ class AttentionMark:
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
         if values.get("backends") is not None:
-            values["backends"] = _name_tuple("backends", values["backends"])
-            for name in values["backends"]:
+            names = _as_tuple(values["backends"])
+            for name in names:
+                if not isinstance(name, str):
+                    raise ValueError(f"backends must be names, got {name!r}")
                 registry.require(name)
-            values["backends"] = tuple(registry.canonical(name) for name in values["backends"])
+            values["backends"] = tuple(map(registry.canonical, names))
         if values.get("dtypes") is not None:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:
@@ -252,14 +254,6 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
 
 def _as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | set) else (value,)
-
-
-def _name_tuple(field: str, value: object) -> tuple[str, ...]:
-    names = _as_tuple(value)
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(f"{field} must be names, got {name!r}")
-    return names
 
 
 def _split_version(text: str) -> tuple[str, str, str]:

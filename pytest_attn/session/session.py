@@ -193,18 +193,10 @@ class AttentionSession:
     @cached_property
     def kernels(self) -> SelectedKernels:
         """Whose kernels the run tests: the one place that asks for --attn-mutants and --attn-tune."""
-        parts = self.settings, self.registrations, self.machines
-        if self.settings.mutants:
-            from pytest_attn.session.selection import Mutants
+        from pytest_attn.session.selection import Configurations, Mutants, SelectedKernels
 
-            return Mutants(*parts)
-        if self.settings.tune:
-            from pytest_attn.session.selection import Configurations
-
-            return Configurations(*parts)
-        from pytest_attn.session.selection import SelectedKernels
-
-        return SelectedKernels(*parts)
+        chosen = Mutants if self.settings.mutants else Configurations if self.settings.tune else SelectedKernels
+        return chosen(self.settings, self.registrations, self.machines)
 
     @property
     def has_attention_tests(self) -> bool:

@@ -190,7 +190,7 @@ class Settings:
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
         try:
-            values |= by_kind(values["outputs"], values)
+            values |= by_kind(values.get("outputs", ()), values)
         except ValueError as error:
             raise pytest.UsageError(f"--attn-output: {error}") from None
         settings = cls(**values, given=given)
