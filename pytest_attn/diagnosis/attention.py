@@ -171,10 +171,10 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         if len(set(w.kv_lens or ())) > 1:
             words = "that ignores kv_lens and sees padding"
             yield AttentionFault("kv-lens-ignored", words, of_tensors(w, lambda i: {"kv_lens": None}))
-            words, of_first = "with the length of the first batch entry for all", _lens(lambda lens: lens[:1].expand_as(lens))
-            yield AttentionFault("kv-len-of-first-batch-entry", words, of_tensors(w, of_first))
+            of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
+            yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
         words = "with kv_lens one too short: the newest key is not seen"
-        one_less = of_tensors(w, _lens(lambda lens: (lens - 1).clamp(min=0)))
+        one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
         yield AttentionFault("newest-key-missing", words, one_less)
     if w.is_packed or w.kv_pages or w.band is None:
         return
@@ -186,16 +186,6 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
             tried.add(filled)
             words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
-
-
-def _lens(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], dict[str, torch.Tensor]]:
-    """Return what changes the lengths of the keys."""
-
-    def lens(inputs: Inputs) -> dict[str, torch.Tensor]:
-        assert inputs.kv_lens is not None
-        return {"kv_lens": changed(inputs.kv_lens)}
-
-    return lens
 
 
 def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> Other:
@@ -224,39 +214,27 @@ def _heads(w: Workload) -> Iterator[AttentionFault]:
     """Yield other key heads for the query heads."""
     own, keys = tuple(key_heads(w)), w.kv_heads
     tried: set[tuple[int, ...]] = set()
-    for fault, words, head_of in (
-        (
-            "heads-interleaved",
-            "in which query head h uses key head h % kv_heads (interleaved groups)",
-            lambda h: h % keys,
-        ),
-        (
-            "heads-in-neighboring-groups",
-            "in which query head h uses key head h // group (groups of neighbors)",
-            lambda h: h // w.group,
-        ),
+    for fault, head_of, words in (
+        ("heads-interleaved", lambda h: h % keys, "query head h uses key head h % kv_heads (interleaved groups)"),
+        ("heads-in-neighboring-groups", lambda h: h // w.group, "query head h uses key head h // group (groups of neighbors)"),
         (
             "group-taken-for-kv-heads",
-            "in which query head h uses key head h // kv_heads, not h // group",
             lambda h: min(h // keys, keys - 1),
+            "query head h uses key head h // kv_heads, not h // group",
         ),
         (
             "group-rounded-to-power-of-two",
-            "in which groups are rounded up to a power of two",
             lambda h: h >> (w.group - 1).bit_length(),
+            "groups are rounded up to a power of two",
         ),
-        (
-            "groups-ignored",
-            "in which query head h uses key head h, as far as there are any",
-            lambda h: min(h, keys - 1),
-        ),
-        ("first-key-head-for-all", "in which all query heads use the first key head", lambda h: 0),
-        ("next-key-head", "in which query heads use the next key head", lambda h: (own[h] + 1) % keys),
+        ("groups-ignored", lambda h: min(h, keys - 1), "query head h uses key head h, as far as there are any"),
+        ("first-key-head-for-all", lambda h: 0, "all query heads use the first key head"),
+        ("next-key-head", lambda h: (own[h] + 1) % keys, "query heads use the next key head"),
     ):
         order = tuple(map(head_of, range(w.heads)))
         if order != own and order not in tried:
             tried.add(order)
-            yield AttentionFault(fault, words, partial(_with_key_heads, w, order))
+            yield AttentionFault(fault, f"in which {words}", partial(_with_key_heads, w, order))
 
 
 def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Other:
@@ -334,45 +312,33 @@ def _pages(w: Workload) -> Iterator[AttentionFault]:
         return
     size = w.kv_pages.size
 
-    def table(changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:
-        def other(inputs: Inputs) -> dict[str, torch.Tensor]:
-            assert inputs.page_table is not None
-            return {"page_table": changed(inputs.page_table)}
-
-        return of_tensors(w, other)
-
     def numbers(table: torch.Tensor) -> torch.Tensor:
         return torch.arange(table.shape[1], device=table.device)
 
+    def in_order(inputs: Inputs) -> dict[str, torch.Tensor]:
+        table = inputs.page_table
+        assert table is not None
+        return {"page_table": (table[:, :1] + numbers(table)) % len(inputs.k)}
+
+    def without_stride(inputs: Inputs) -> dict[str, torch.Tensor]:
+        table, lens = inputs.page_table, inputs.kv_lens
+        assert table is not None
+        assert lens is not None
+        rows, used = torch.arange(len(table), device=table.device), -(-lens[:, None] // size)
+        return {"page_table": table.flatten()[(rows[:, None] * used + numbers(table)).clamp(max=table.numel() - 1)]}
+
     if any(n % size for n in w.kv_lens or ()):
-        whole = of_tensors(w, _lens(lambda lens: lens // size * size))
+        whole = _with(w, "kv_lens", lambda lens: lens // size * size)
         yield AttentionFault("last-page-skipped", "without the last page where it is not full", whole)
     if w.batch > 1:
-        of_first = table(lambda t: t[:1].expand_as(t))
+        of_first = _with(w, "page_table", lambda t: t[:1].expand_as(t))
         yield AttentionFault("pages-of-first-sequence", "with the pages of the first sequence for all", of_first)
     words = "that takes a sequence's pages to follow each other: only the first is looked up"
-    yield AttentionFault("pages-taken-in-order", words, partial(_with_pages_in_order, w))
+    yield AttentionFault("pages-taken-in-order", words, of_tensors(w, in_order))
     words = "that finds a row of the page table by the pages in use, not by its stride"
-    yield AttentionFault("page-table-stride-ignored", words, partial(_without_stride, w, size))
+    yield AttentionFault("page-table-stride-ignored", words, of_tensors(w, without_stride))
     words = "that takes pages to be twice as long as they are"
-    yield AttentionFault("page-of-another-size", words, table(lambda t: t[:, numbers(t) // 2]))
-
-
-def _with_pages_in_order(w: Workload, inputs: Inputs) -> Other:
-    table = inputs.page_table
-    assert table is not None
-    in_order = (table[:, :1] + torch.arange(table.shape[1], device=table.device)) % len(inputs.k)
-    return dataclasses.replace(inputs, page_table=in_order), w
-
-
-def _without_stride(w: Workload, size: int, inputs: Inputs) -> Other:
-    table, lens = inputs.page_table, inputs.kv_lens
-    assert table is not None
-    assert lens is not None
-    rows, columns = (torch.arange(n, device=table.device) for n in table.shape)
-    used = -(-lens[:, None] // size)
-    taken = table.flatten()[(rows[:, None] * used + columns).clamp(max=table.numel() - 1)]
-    return dataclasses.replace(inputs, page_table=taken), w
+    yield AttentionFault("page-of-another-size", words, _with(w, "page_table", lambda t: t[:, numbers(t) // 2]))
 
 
 # -- q, k and v ------------------------------------------------------------------------------------------------------------
@@ -380,7 +346,7 @@ def _without_stride(w: Workload, size: int, inputs: Inputs) -> Other:
 
 def _contents(w: Workload) -> Iterator[AttentionFault]:
     words = "with uniform probabilities: the scores have no effect"
-    yield AttentionFault("scores-without-effect", words, of_tensors(w, lambda i: {"q": i.q * 0}))
+    yield AttentionFault("scores-without-effect", words, _with(w, "q", lambda q: q * 0))
     if w.head_dim == w.v_head_dim:
         yield AttentionFault("k-for-v", "with k in place of v", of_tensors(w, lambda i: {"v": i.k}))
         yield AttentionFault("v-for-k", "with v in place of k", of_tensors(w, lambda i: {"k": i.v}))
@@ -391,26 +357,24 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
         whole = w.head_dim // step * step
         if 0 < whole < w.head_dim:
             words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
-            yield AttentionFault("head-dim-tail-unread", words, partial(_with_short_queries, w, whole))
+            yield AttentionFault("head-dim-tail-unread", words, _with(w, "q", partial(_shortened, whole)))
     if w.v_head_dim != w.head_dim and not w.kv_pages and not w.is_packed:
         words = "that reads rows of v head_dim apart, as those of k"
-        yield AttentionFault("v-with-head-dim-of-k", words, of_tensors(w, lambda i: {"v": _far_rows(i.v, w)}))
+        yield AttentionFault("v-with-head-dim-of-k", words, _with(w, "v", partial(_far_rows, w)))
     if w.kv_heads == w.kv_len > 1 and not w.is_packed and not w.kv_pages:
-        words, swapped = "with heads and rows of k swapped", of_tensors(w, lambda i: {"k": i.k.transpose(1, 2).contiguous()})
-        yield AttentionFault("k-heads-and-rows-swapped", words, swapped)
+        swapped = _with(w, "k", lambda k: k.transpose(1, 2).contiguous())
+        yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
     for bits in (8, 15, 16):
         if w.kv_len > 1 << bits and not w.is_packed and not w.kv_pages:
             words = f"whose key positions wrap round at {1 << bits}"
             yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
 
 
-def _with_short_queries(w: Workload, whole: int, inputs: Inputs) -> Other:
-    q = inputs.q.clone()
-    q[..., whole:] = 0
-    return dataclasses.replace(inputs, q=q), w
+def _shortened(whole: int, q: torch.Tensor) -> torch.Tensor:
+    return F.pad(q[..., :whole], (0, q.shape[-1] - whole))
 
 
-def _far_rows(v: torch.Tensor, w: Workload) -> torch.Tensor:
+def _far_rows(w: Workload, v: torch.Tensor) -> torch.Tensor:
     """Read v with the strides that it would have, were its rows head_dim long; what lies past the end wraps round."""
     *rows, dim = v.shape
     at = torch.arange(math.prod(rows), device=v.device).view(*rows, 1) * w.head_dim + torch.arange(dim, device=v.device)
@@ -426,12 +390,11 @@ def _rotated(w: Workload) -> Iterator[AttentionFault]:
     """Yield q and k rotated by their positions: what a model does before attention, and a kernel must not do again."""
     if w.head_dim % 2 or w.is_packed or w.kv_pages:
         return
-    for style in ("half-split", "interleaved"):
-        for shift in sorted({0, max(w.kv_len - w.q_len, 0)}):
-            for is_rounded in (False, True):
-                at = f" and q from position {shift}" if shift else ""
-                words = f"with RoPE inside: q and k rotated by position ({style} pairs, base 10000{at})"
-                yield AttentionFault(f"rope-inside-{style}", words, partial(_with_rope, w, shift, style, is_rounded))
+    shifts = sorted({0, max(w.kv_len - w.q_len, 0)})
+    for style, shift, is_rounded in itertools.product(("half-split", "interleaved"), shifts, (False, True)):
+        at = f" and q from position {shift}" if shift else ""
+        words = f"with RoPE inside: q and k rotated by position ({style} pairs, base 10000{at})"
+        yield AttentionFault(f"rope-inside-{style}", words, partial(_with_rope, w, shift, style, is_rounded))
 
 
 def _with_rope(w: Workload, shift: int, style: str, is_rounded: bool, inputs: Inputs) -> Other:
@@ -609,9 +572,10 @@ def misplaced_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         lengths = [kv_len - q_len for q_len, kv_len in sequence_lengths(w)]
         if any(lengths):
             words = "whose ALiBi counts rows from the first key, not up to the last"
-            yield AttentionFault("alibi-from-first-key", words, partial(_with_alibi, w, _from_first_key))
+            yield AttentionFault("alibi-from-first-key", words, partial(_with_alibi, w, lambda b, q, kv: (q - kv).abs()))
         words = "whose ALiBi is that of causal attention, which rewards the keys of the future"
-        yield AttentionFault("alibi-one-sided", words, partial(_with_alibi, w, partial(_one_sided, lengths)))
+        one_sided = partial(_with_alibi, w, lambda b, q, kv: q + b.new_tensor(lengths)[b] - kv)
+        yield AttentionFault("alibi-one-sided", words, one_sided)
     if w.score_mod is not None:
         for tile in (128, 64, 32, 16):
             if w.q_len > tile:
@@ -676,14 +640,6 @@ def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inpu
         return s - slopes_of(slopes.to(h.device).double(), b, h) * distance(b, q, kv)
 
     return inputs, w.replace(score_mod=_first(w, biased), alibi=False)
-
-
-def _from_first_key(b: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return (q - kv).abs()
-
-
-def _one_sided(lengths: list[int], b: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return q + b.new_tensor(lengths)[b] - kv
 
 
 def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
