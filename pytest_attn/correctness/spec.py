@@ -32,7 +32,7 @@ class CheckSpec:
     """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
-    distributions. declared: what the kernel says of itself. limits: a name in `correctness.limits.LIMITS`. parameters: what
+    distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. parameters: what
     the kernel closes over, by name ("sinks", "bias", "alibi"), whose gradients are compared as well. diagnosis_timeout:
     seconds in which what explains a fault is looked for, 0 for no end.
     """

@@ -41,12 +41,9 @@ class _LengthOfFirstSequence(Kernel):
         return super().lengths(call, batch if call.workload.packs_keys else 0)
 
 
-def _crosses(w: Workload, _backward: bool) -> bool:
-    """Whether packed keys begin elsewhere than packed queries, or end elsewhere."""
-    return w.packs_keys and w.q_lens != w.kv_lens
-
-
-@LENGTHS("queries-offsets-for-keys", "vllm-project/vllm-omni#3525", applies=_crosses)
+@LENGTHS(
+    "queries-offsets-for-keys", "vllm-project/vllm-omni#3525", applies=lambda w, _: w.packs_keys and w.q_lens != w.kv_lens
+)
 class _QueriesOffsetsForKeys(Kernel):
     """Packed keys are found with the cumulated lengths of the queries."""
 

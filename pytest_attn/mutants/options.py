@@ -21,16 +21,11 @@ from pytest_attn.mutants.reach import (
     is_causal,
 )
 from pytest_attn.workloads.masks import Mask
-from pytest_attn.workloads.workload import Workload
 
 OPTIONS = Defects("options")
 
 
 _has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "alibi", "sinks"))
-
-
-def _has_bias_last(w: Workload, _backward: bool) -> bool:
-    return not w.bias_before_softcap
 
 
 @OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))
@@ -117,7 +112,9 @@ class _SoftcapAfterMask(Kernel):
         return s.masked_fill(~self.visible(tile), hidden).masked_fill(~self.inside(tile), -math.inf)
 
 
-@OPTIONS("softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias, _has_bias_last))
+@OPTIONS(
+    "softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias, lambda w, _: not w.bias_before_softcap)
+)
 class _SoftcapAfterBias(Kernel):
     """Scores are capped after the bias is added, not before."""
 

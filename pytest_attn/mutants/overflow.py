@@ -31,27 +31,19 @@ class _Wraps(Kernel):
 
 
 def _keys_are_far(w: Workload, _backward: bool) -> bool:
-    return _tokens_of_keys(w) * w.kv_heads * w.head_dim > REACH
+    """Whether memory has so many keys, padding and unused parts of pages included."""
+    page = 1 if w.kv_pages is None else w.kv_pages.size
+    dense = w.batch * math.ceil(w.kv_len / page) * page
+    tokens = sum(kv_len for _, kv_len in sequence_lengths(w)) if w.packs_keys else dense
+    return tokens * w.kv_heads * w.head_dim > REACH
 
 
 def _queries_are_far(w: Workload, _backward: bool) -> bool:
     return _tokens_of_queries(w) * w.heads * w.head_dim > REACH
 
 
-def _results_are_far(w: Workload, _backward: bool) -> bool:
-    return _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH
-
-
 def _tokens_of_queries(w: Workload) -> int:
     return sum(q_len for q_len, _ in sequence_lengths(w))
-
-
-def _tokens_of_keys(w: Workload) -> int:
-    """Count the keys that memory has, padding and unused parts of pages included."""
-    if w.packs_keys:
-        return sum(kv_len for _, kv_len in sequence_lengths(w))
-    page = 1 if w.kv_pages is None else w.kv_pages.size
-    return w.batch * math.ceil(w.kv_len / page) * page
 
 
 @OVERFLOW("key-offset-wraps", "FA#772", "xf@89d3014f", applies=_keys_are_far)
@@ -78,7 +70,9 @@ def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
     return memory
 
 
-@OVERFLOW("out-offset-wraps", "NATTEN#294", "FA#2260", applies=_results_are_far)
+@OVERFLOW(
+    "out-offset-wraps", "NATTEN#294", "FA#2260", applies=lambda w, _: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH
+)
 class _OutOffsetWraps(_Wraps):
     """The offset at which a row of out is written is a 32-bit number."""
 
