@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_attn.workloads.masks import intervals
@@ -56,24 +57,12 @@ def draw_qkv(distribution: str, draw: Draw, w: Workload, q: Shape, k: Shape, v: 
 # -- the distributions: each takes the draw, the workload and the dense shapes of q, k, v ---------------------------------
 
 
-def _scaled(factor: float, draw: Draw, q: Shape, k: Shape, v: Shape) -> QKV:
+def _scaled(factor: float, draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
     return draw.normal("q", q, factor), draw.normal("k", k, factor), draw.normal("v", v, factor)
 
 
-def _randn(draw: Draw, _w: Workload, *shapes: Shape) -> QKV:
-    return _scaled(1.0, draw, *shapes)
-
-
-def _flat(draw: Draw, _w: Workload, *shapes: Shape) -> QKV:
-    return _scaled(0.1, draw, *shapes)
-
-
-def _peaky(draw: Draw, _w: Workload, *shapes: Shape) -> QKV:
-    return _scaled(3.0, draw, *shapes)
-
-
-def _flux(draw: Draw, _w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, *shapes)
+def _flux(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
+    q, k, v = _scaled(1.0, draw, w, *shapes)
     return tuple(t * draw.whole(f"{n}-factor", s, 1, 4) for n, t, s in zip("qkv", (q, k, v), shapes, strict=True))  # type: ignore[return-value]
 
 
@@ -91,7 +80,7 @@ def _onehot(draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
 
 
 def _outlier(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, *shapes)
+    q, k, v = _scaled(1.0, draw, w, *shapes)
     k[..., 0] += 30
     sign = 1 - 2 * (draw.bits("sign", w.heads) & 1).to(q)
     sign[0] = -1  # at least one head has lse far below -88, where exp(lse) underflows in float32
@@ -100,7 +89,7 @@ def _outlier(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
 
 
 def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, *shapes)
+    q, k, v = _scaled(1.0, draw, w, *shapes)
     v += draw.whole("v-mean", (v.shape[0], v.shape[1], 1, 1), -4, 4) / 2
     _plant_needles(w, q, k)
     return q, k, v
@@ -166,9 +155,9 @@ def edge_targets(rows: Tensor, span: tuple[Tensor, Tensor] | None, q_len: int, k
 
 _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "structured": _structured,
-    "flat": _flat,
-    "randn": _randn,
-    "peaky": _peaky,
+    "flat": partial(_scaled, 0.1),
+    "randn": partial(_scaled, 1.0),
+    "peaky": partial(_scaled, 3.0),
     "flux": _flux,
     "outlier": _outlier,
     "onehot": _onehot,

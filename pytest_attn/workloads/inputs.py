@@ -277,18 +277,15 @@ def factors_of(name: str, descales: Descales, w: Workload, page_table: torch.Ten
     if name == "q":
         factors = factors.repeat_interleave(w.group, 1)
     if page_table is not None and name != "q":
-        return _of_pages(factors, page_table, w.kv_pages.pool if w.kv_pages else None)
+        # each page has the factors of the batch entry that reads it: (pages, 1, kv_heads, 1), 0 for a page that none reads
+        pool = w.kv_pages.pool if w.kv_pages else None
+        of_pages = factors.new_zeros(pool or page_table.numel(), factors.shape[1])
+        of_pages[page_table.flatten().long()] = factors.repeat_interleave(page_table.shape[1], 0)
+        return of_pages[:, None, :, None]
     lengths = w.q_lens if name == "q" else w.kv_lens
     if w.is_packed and lengths is not None:
         return factors.repeat_interleave(factors.new_tensor(lengths).long(), 0).unsqueeze(-1)
     return factors[:, :, None, None]
-
-
-def _of_pages(factors: torch.Tensor, page_table: torch.Tensor, pool: int | None) -> torch.Tensor:
-    """Give each page the factors of the batch entry that reads it: (pages, 1, kv_heads, 1), 0 for a page that none reads."""
-    of_pages = factors.new_zeros(pool or page_table.numel(), factors.shape[1])
-    of_pages[page_table.flatten().long()] = factors.repeat_interleave(page_table.shape[1], 0)
-    return of_pages[:, None, :, None]
 
 
 # -- keys and values in a pool of pages ---------------------------------------------------------------------------------------

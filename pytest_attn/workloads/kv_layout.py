@@ -17,17 +17,24 @@ from torch import Tensor
 
 from pytest_attn.workloads.dtypes import beside
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 
 def handed_over(w: Workload, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v in memory of their own, as the workload says that a kernel is given them."""
-    if w.kv_pages is not None:
-        return _arranged(w.kv_pages, k, v)
     if w.pad == "left":
         return with_keys_moved(w, k, 2), with_keys_moved(w, v, 2)
-    return k.clone(), v.clone()
+    if w.kv_pages is None:
+        return k.clone(), v.clone()
+    if w.kv_pages.layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if w.kv_pages.fused:
+        whole = torch.stack((k, v), 1)
+        whole = _middle_layer(whole) if w.kv_pages.sliced else whole
+        return whole[:, 0], whole[:, 1]
+    if w.kv_pages.sliced:
+        return _middle_layer(k), _middle_layer(v)
+    return k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
 
 def with_keys_moved(w: Workload, tensor: Tensor, axis: int, way: int = 1) -> Tensor:
@@ -81,19 +88,6 @@ def copies_of(tensors: Sequence[Tensor], skip: int = 0) -> list[Tensor]:
         copy = rooms[memory].as_strided(t.size(), t.stride(), before + t.storage_offset() - start)
         copies.append(copy.copy_(t.detach()))
     return copies
-
-
-def _arranged(pages: Pages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-
-    if pages.layout == "HND":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if pages.fused:
-        whole = torch.stack((k, v), 1)
-        whole = _middle_layer(whole) if pages.sliced else whole
-        return whole[:, 0], whole[:, 1]
-    if pages.sliced:
-        return _middle_layer(k), _middle_layer(v)
-    return k.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
 
 def _middle_layer(pool: Tensor) -> Tensor:
