@@ -114,6 +114,13 @@ def source_of(file):
     return (HERE / file).read_text()
 
 
+def faulty(file, right, wrong):
+    """Return the text of a fake with a fault planted in it."""
+    source = source_of(file)
+    assert right in source, f"{file} has no {right!r}"
+    return source.replace(right, wrong)
+
+
 def put(monkeypatch, folder, name, **changed):
     """Install one of `LIBRARIES`. changed: files of it, by their paths, that have another source."""
     files, distribution, version = LIBRARIES[name]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import faulty, install, uninstall
 from fakes.judged import H200, assert_passes, judged
 
 from pytest_attn import Document, Window, Workload
@@ -68,9 +68,7 @@ def test_it_says_the_workload_in_the_words_of_the_library(cudnn, workload):
     ],
 )
 def test_another_meaning_in_the_library_is_found(cudnn, said, instead, workload):
-    source = (HERE / "cudnn.py").read_text()
-    assert said in source
-    backend = cudnn(**{"cudnn/__init__.py": source.replace(said, instead)})
+    backend = cudnn(**{"cudnn/__init__.py": faulty("cudnn.py", said, instead)})
     assert not judged(backend, workload, backward=True).passed
 
 

@@ -1,5 +1,5 @@
 import pytest
-from fakes import HERE, LIBRARIES, source_of, uninstall
+from fakes import LIBRARIES, faulty, uninstall
 from fakes import put as put_library
 from fakes.judged import CPU, H200, assert_passes, judged
 
@@ -63,7 +63,7 @@ def test_flex_ignores_is_causal_and_that_is_known(diffusers, workload):
 
 
 def test_flex_that_heeds_is_causal_passes(diffusers):
-    heeding = (HERE / "diffusers.py").read_text().replace("if attn_mask is None:", "if attn_mask is None and not is_causal:")
+    heeding = faulty("diffusers.py", "if attn_mask is None:", "if attn_mask is None and not is_causal:")
     backend = diffusers("flex", **{"diffusers/models/attention_dispatch.py": heeding})
     assert judged(backend, SQUARE).passed
 
@@ -87,14 +87,14 @@ def test_flash_is_told_in_its_own_alignment(diffusers, name, workload):
 
 @pytest.mark.parametrize("name", ["flash", "flash_varlen"])
 def test_another_alignment_behind_the_dispatcher_is_found(diffusers, name):
-    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = faulty("flash2.py", '"bottom-right" if causal', '"top-left" if causal')
     backend = diffusers(name, with_flash=True, **{"flash_attn/flash_attn_interface.py": wrong})
     assert not judged(backend, W.replace(mask="causal-bottom-right")).passed
 
 
 @pytest.mark.parametrize("fault", ["scale=scale, enable_gqa", "scale=scale,\n        enable_gqa"])
 def test_an_argument_that_is_not_handed_on_is_found(diffusers, fault):
-    wrong = (HERE / "diffusers.py").read_text().replace(fault, fault.replace("scale=scale", "scale=None"))
+    wrong = faulty("diffusers.py", fault, fault.replace("scale=scale", "scale=None"))
     backend = diffusers("flex" if "\n" not in fault else "native", **{"diffusers/models/attention_dispatch.py": wrong})
     assert not judged(backend, W.replace(scale=0.3)).passed
 
@@ -135,7 +135,7 @@ def test_a_quantizing_kernel_is_left_to_its_own_backend(diffusers):
 
 def test_a_name_that_is_not_judged_is_not_entered(diffusers):
     """Entering it would download a kernel of the Hub, only to hear that it is not judged."""
-    entering = (HERE / "diffusers.py").read_text().replace("    old = _Attention", "    raise OSError\n    old = _Attention")
+    entering = faulty("diffusers.py", "    old = _Attention", "    raise OSError\n    old = _Attention")
     backend = diffusers("native", **{"diffusers/models/attention_dispatch.py": entering})
     assert backend.broken_because() == "OSError: "
     assert "not judged" in Registry()["diffusers:sage"].broken_because()

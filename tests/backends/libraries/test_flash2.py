@@ -1,5 +1,5 @@
 import pytest
-from fakes import LIBRARIES, install, source_of, uninstall
+from fakes import LIBRARIES, faulty, install, uninstall
 from fakes import put as put_library
 from fakes.judged import H200, assert_passes, judged
 
@@ -60,9 +60,7 @@ def test_the_library_appends_new_keys_to_a_cached_prefix(flash2):
 
 def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
     written = "v_cache[b, length : length + v.shape[1]] = v[b]"
-    source = source_of("flash2.py")
-    assert written in source
-    flash2(**{"flash_attn/flash_attn_interface.py": source.replace(written, f"{written}.flip(0)")})
+    flash2(**{"flash_attn/flash_attn_interface.py": faulty("flash2.py", written, f"{written}.flip(0)")})
     with pytest.raises(
         ContractError, match="of v_cache, where the new key 31 of batch entry 0 belongs, holds that of the new"
     ):
@@ -70,7 +68,7 @@ def test_new_values_that_the_library_appends_in_another_order_are_found(flash2):
 
 
 def test_another_alignment_in_the_library_is_found(flash2):
-    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = faulty("flash2.py", '"bottom-right" if causal', '"top-left" if causal')
     backend = flash2(**{"flash_attn/flash_attn_interface.py": wrong})
     assert not judged(backend, W.replace(mask="causal-bottom-right")).passed
 

@@ -1,5 +1,5 @@
 import pytest
-from fakes import install, source_of, uninstall
+from fakes import faulty, install, uninstall
 from fakes.judged import B200, CPU, H200, assert_passes, judged
 
 from pytest_attn import Document, Pages, Window, Workload
@@ -26,12 +26,6 @@ def flash3(monkeypatch, tmp_path):
     yield put
     _refused_by_build.cache_clear()
     uninstall((NEW, OLD))
-
-
-def faulty(old, new):
-    source = source_of("flash3.py")
-    assert old in source
-    return source.replace(old, new)
 
 
 @pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
@@ -73,11 +67,11 @@ def test_the_installed_generation_is_chosen(flash3, path, module):
     ],
 )
 def test_a_fault_of_the_library_is_found(flash3, old, new, workload):
-    assert not judged(flash3(NEW, faulty(old, new)), workload).passed
+    assert not judged(flash3(NEW, faulty("flash3.py", old, new)), workload).passed
 
 
 def test_an_output_without_its_batch_is_found(flash3):
-    backend = flash3(NEW, faulty("(out, lse) if return_attn_probs else out", "out[0]"))
+    backend = flash3(NEW, faulty("flash3.py", "(out, lse) if return_attn_probs else out", "out[0]"))
     with pytest.raises((ContractError, IndexError)):
         judged(backend, W)
 
@@ -92,13 +86,15 @@ def test_an_output_without_its_batch_is_found(flash3):
     ],
 )
 def test_a_build_without_a_feature_refuses_it_in_its_own_words(flash3, feature, workload):
-    backend = flash3(NEW, faulty("LACKING = ()", f"LACKING = ({feature!r},)"))
+    backend = flash3(NEW, faulty("flash3.py", "LACKING = ()", f"LACKING = ({feature!r},)"))
     assert backend.unsupported_because(workload, HERE_MACHINE) == [f"This flash attention build does not support {feature}."]
     assert backend.unsupported_because(W, HERE_MACHINE) == []
 
 
 def test_another_error_is_no_refusal(flash3):
-    backend = flash3(NEW, faulty("This flash attention build does not support local", "CUDA error: no kernel for"))
+    backend = flash3(
+        NEW, faulty("flash3.py", "This flash attention build does not support local", "CUDA error: no kernel for")
+    )
     backend.source.load().LACKING = ("local attention",)
     with pytest.raises(RuntimeError, match="CUDA error"):
         backend.unsupported_because(W.replace(mask=Window(9, 3)), HERE_MACHINE)
@@ -150,7 +146,8 @@ def test_fp8_comes_with_descales_for_each_key_head(flash3, workload):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_descale_that_does_not_arrive_is_found(flash3, name):
-    wrong = flash3(source=faulty(f"{name}_descale, ", "None, ") if name != "v" else faulty("v_descale))", "None))"))
+    said, instead = (f"{name}_descale, ", "None, ") if name != "v" else ("v_descale))", "None))")
+    wrong = flash3(source=faulty("flash3.py", said, instead))
     assert f"without the descale of {name}" in describe(diagnose(judged(wrong, FP8)))
 
 

@@ -2,7 +2,7 @@ import math
 from importlib import import_module
 
 import pytest
-from fakes import HERE, install, uninstall
+from fakes import HERE, faulty, install, uninstall
 from fakes.judged import HOST, assert_passes, judged
 
 from pytest_attn import Machine, Neighborhood, Window, Workload
@@ -60,9 +60,7 @@ def test_it_says_the_workload_in_the_words_of_the_library(natten, workload):
     ],
 )
 def test_another_meaning_in_the_library_is_found(natten, said, instead, workload):
-    source = (HERE / "natten.py").read_text()
-    assert said in source
-    backend = natten(**{"natten/functional.py": source.replace(said, instead)})
+    backend = natten(**{"natten/functional.py": faulty("natten.py", said, instead)})
     assert not judged(backend, workload).passed
 
 

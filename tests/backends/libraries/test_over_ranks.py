@@ -319,6 +319,7 @@ def test_both_directions_are_within_the_context():
     assert said == ["in", "forward", "out", "in", "backward", "out", "in", "backward", "out"]
     with torch.no_grad():
         assert not fn(q, k, v).requires_grad
+    assert torch.autograd.grad(fn(q, k.detach(), v.detach()), q)[0].item() == 6.0, "where q alone has a gradient"
 
 
 def test_defects_of_rings_are_those_of_the_kernel_and_of_the_split():

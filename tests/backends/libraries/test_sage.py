@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fakes import HERE, install, uninstall
+from fakes import faulty, install, uninstall
 from fakes.judged import A100, B200, H200, judged
 
 from pytest_attn import Pages, Window, Workload
@@ -70,7 +70,7 @@ def test_keys_of_padding_that_version_1_counts_are_a_defect_of_their_own(install
 
 
 def test_a_version_1_that_leaves_k_alone_passes(installed):
-    source = (HERE / "sage1.py").read_text().replace("k -= k.mean", "k = k - k.mean")
+    source = faulty("sage1.py", "k -= k.mean", "k = k - k.mean")
     assert judged(installed("1.0.6", source)["sage"], W).passed
 
 
@@ -90,14 +90,12 @@ def test_a_version_1_that_leaves_k_alone_passes(installed):
     ],
 )
 def test_a_fault_in_version_1_is_found_beside_its_defects(installed, text, replacement):
-    source = (HERE / "sage1.py").read_text()
-    assert text in source
-    comparison = judged(installed("1.0.6", source.replace(text, replacement))["sage"], W)
+    comparison = judged(installed("1.0.6", faulty("sage1.py", text, replacement))["sage"], W)
     assert not values_pass(comparison)
 
 
 def test_another_alignment_in_version_1_is_found(installed):
-    source = (HERE / "sage1.py").read_text().replace("rows[:, None] >=", "rows[:, None] >")
+    source = faulty("sage1.py", "rows[:, None] >=", "rows[:, None] >")
     assert not values_pass(judged(installed("1.0.6", source)["sage"], SQUARE))
 
 
@@ -141,9 +139,7 @@ def test_version_2_stays_within_the_error_of_its_steps(installed, name, workload
     ],
 )
 def test_a_gross_fault_in_version_2_is_found(installed, name, text, replacement):
-    source = (HERE / "sage2.py").read_text()
-    assert text in source
-    assert not judged(installed("2.2.0", source.replace(text, replacement))[name], SQUARE).passed
+    assert not judged(installed("2.2.0", faulty("sage2.py", text, replacement))[name], SQUARE).passed
 
 
 def test_hopper_gets_its_own_fp8_kernel(installed, monkeypatch):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from fakes import HERE, LIBRARIES, install, uninstall
+from fakes import HERE, LIBRARIES, faulty, install, uninstall
 from fakes import put as put_library
 from fakes.judged import HOST, assert_passes, judged
 from fakes.masks import checkered
@@ -130,7 +130,7 @@ def test_it_refuses_in_the_words_of_the_selection(put, name, workload, reasons):
 
 def test_what_cudnn_says_against_it_is_the_refusal(put):
     told = "CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed\\n  CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
-    source = (HERE / "te_utils.py").read_text().replace('FUSED_REASON = ""\n', f'FUSED_REASON = "{told}"\n')
+    source = faulty("te_utils.py", 'FUSED_REASON = ""\n', f'FUSED_REASON = "{told}"\n')
     assert put("te_fused", **{UTILS: source}).unsupported_because(W, HOST) == [
         "Disabling FusedAttention: CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
     ]
@@ -139,7 +139,7 @@ def test_what_cudnn_says_against_it_is_the_refusal(put):
 def test_what_a_flash_attn_was_built_without_is_a_refusal(put):
     told = "this flash-attn build has head_dim 64 and 128 only"
     check = f"    if q.shape[-1] not in (64, 128):\n        raise RuntimeError({told!r})\n"
-    source = (HERE / "te_dpa.py").read_text().replace("def _check_build(q):\n    pass\n", f"def _check_build(q):\n{check}")
+    source = faulty("te_dpa.py", "def _check_build(q):\n    pass\n", f"def _check_build(q):\n{check}")
     backend = put("te_flash", **{DPA: source})
     assert backend.unsupported_because(W.replace(head_dim=40), HOST) == [told]
     assert backend.unsupported_because(W.replace(head_dim=64), HOST) == []
@@ -168,9 +168,7 @@ def test_a_release_without_an_option_refuses_what_needs_it(put):
     ],
 )
 def test_another_meaning_in_the_library_is_found(put, name, right, wrong, workload):
-    source = (HERE / "te_dpa.py").read_text()
-    assert right in source
-    backend = put(name, **{DPA: source.replace(right, wrong)})
+    backend = put(name, **{DPA: faulty("te_dpa.py", right, wrong)})
     assert not judged(backend, workload).passed
 
 

@@ -1,5 +1,5 @@
 import pytest
-from fakes import HERE, LIBRARIES, install, source_of, uninstall
+from fakes import LIBRARIES, faulty, install, uninstall
 from fakes import put as put_library
 from fakes.judged import CPU, H200, judged
 
@@ -110,13 +110,11 @@ def test_flash_attention_is_told_as_the_models_tell_it(transformers, workload):
 )
 def test_a_fault_of_the_dispatcher_is_found(transformers, name, workload, right, wrong):
     workload = workload.replace(scale=0.3)
-    source = (HERE / "transformers.py").read_text()
-    assert right in source
-    assert not passes(transformers(name, source.replace(right, wrong)), workload)
+    assert not passes(transformers(name, faulty("transformers.py", right, wrong)), workload)
 
 
 def test_another_alignment_in_the_library_is_found(transformers):
-    wrong = source_of("flash2.py").replace('"bottom-right" if causal', '"top-left" if causal')
+    wrong = faulty("flash2.py", '"bottom-right" if causal', '"top-left" if causal')
     backend = transformers("flash_attention_2", flash=wrong)
     assert not passes(backend, W.replace(mask="causal-bottom-right"))
 
@@ -208,7 +206,7 @@ def test_a_function_with_a_cache_of_its_own_is_not_judged(transformers):
 
 def test_a_library_that_transformers_does_not_see_is_refused(transformers):
     """It would look for one on the Hub instead."""
-    blind = (HERE / "transformers.py").read_text().replace("lambda: True", "lambda: False")
+    blind = faulty("transformers.py", "lambda: True", "lambda: False")
     reason = transformers("flash_attention_2", blind).broken_because()
     assert reason == "transformers does not find the library of flash_attention_2"
 

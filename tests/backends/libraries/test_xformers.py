@@ -1,5 +1,5 @@
 import pytest
-from fakes import HERE, LIBRARIES, uninstall
+from fakes import HERE, LIBRARIES, faulty, uninstall
 from fakes import put as put_library
 from fakes.judged import HOST, assert_passes, judged
 from fakes.masks import checkered
@@ -151,9 +151,7 @@ def test_what_a_flash_attn_was_built_without_is_a_refusal(put):
     ],
 )
 def test_another_meaning_in_the_library_is_found(put, file, right, wrong, workload):
-    source = (HERE / FILES[file]).read_text()
-    assert right in source
-    backend = put("xformers", **{file: source.replace(right, wrong or right.replace("False", "True"))})
+    backend = put("xformers", **{file: faulty(FILES[file], right, wrong or right.replace("False", "True"))})
     assert not judged(backend, workload).passed
 
 
