@@ -206,15 +206,25 @@ def biased(q, k, v, mask):
     return ((q @ k.mT).float() * 0.25 + mask).softmax(-1).to(v.dtype) @ v
 
 
-def test_autocast_leaves_the_mask_of_a_named_function_as_it_is():
-    bias = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
-    model, step = case_of(stack(lambda q, k, v: biased(q, k, v, mask=bias)))
+BIAS = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("attend", "options"),
+    [
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=BIAS), {}),
+        (lambda q, k, v: biased(q, k, v, mask=BIAS), {"functions": [biased], "precision": "eager", "scatter": 0}),
+    ],
+    ids=["sdpa", "named"],
+)
+def test_autocast_casts_an_additive_mask_as_torch_does_and_leaves_that_of_a_named_function(attend, options):
+    model, step = case_of(stack(attend))
 
     def cast():
         with torch.autocast("cpu", torch.bfloat16):
             return step()
 
-    assert check_model(model, cast, functions=[biased], precision="eager", scatter=0).calls
+    assert check_model(model, cast, **options).calls
 
 
 def dropping(query, key, value, mask=None, dropout=None):
@@ -244,17 +254,6 @@ def test_a_function_of_ones_own_that_changes_its_input_is_not_judged_backward():
     assert check_model(model, step, functions=in_place, backward=False).calls
     with pytest.raises(AssertionError, match="was not judged: it changes its q in place, which hides the gradient"):
         check_model(model, step, functions=in_place)
-
-
-def test_autocast_casts_an_additive_mask_as_torch_does():
-    bias = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
-    model, step = case_of(stack(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
-
-    def cast():
-        with torch.autocast("cpu", torch.bfloat16):
-            return step()
-
-    assert check_model(model, cast).calls
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -201,20 +201,3 @@ def test_sinks_that_are_not_passed_are_found(monkeypatch, everywhere, dtype):
     assert all(call.workload.sinks for call in asked)
     wrong = [call.module for call in found.calls if not call.passed]
     assert wrong == [f"blocks.{n}.attn" for n in (range(LAYERS) if everywhere else [CHOSEN])]
-
-
-@DTYPES
-def test_a_layer_left_on_its_old_implementation_is_named(dtype):
-    model, step = case("causal", dtype)
-    mask = seen("causal")
-
-    def old(q, k, v):
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
-        return (q @ k.mT / 4).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
-    model.blocks[CHOSEN].attn.attend = old
-
-    found = judge_model(model, step, lambda q, k, v, workload: attention(q, k, v, "causal"), scatter=0)
-
-    assert (found.passed, found.silent) == (False, (f"blocks.{CHOSEN}.attn",))
-    assert f"blocks.{CHOSEN}.attn: ran without an attention call that could be replaced" in found.message
