@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -153,8 +154,6 @@ class Probe:
         self.deadline, self.thorough = deadline, thorough
         self.count = count or Count()
         self._current = spec.device
-        self._kernel: AttentionFn | None = None
-        self._base: dict[str, Tensor] | None = None
         self.note = ""
         self._references: list[tuple[Inputs, Reference]] = []
         self._keep: Tensor | None = None
@@ -173,26 +172,18 @@ class Probe:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def base(self) -> dict[str, Tensor]:
         """The results on the inputs as they are, in contiguous tensors."""
         __tracebackhide__ = True
-        if self._base is None:
-            self._base = self.run(self.inputs)
-        return self._base
+        return self.run(self.inputs)
 
-    def settle(self, base: dict[str, Tensor], note: str) -> None:
-        """Take another answer for the plain one, and say why."""
-        self._base, self.note = base, note
-
-    @property
+    @cached_property
     def kernel(self) -> AttentionFn:
         """The callable, prepared for the workload where a backend makes it."""
         __tracebackhide__ = True
-        if self._kernel is None:
-            with self.calling():
-                self._kernel = self.subject.prepare(self.inputs, self.backward)
-        return self._kernel
+        with self.calling():
+            return self.subject.prepare(self.inputs, self.backward)
 
     def calling(self) -> AbstractContextManager[object]:
         """Surround a call as the case wants it, silencing a library's warnings."""
@@ -265,7 +256,7 @@ class Probe:
     def with_kernel(self, kernel: AttentionFn) -> Probe:
         """Return a probe of a callable that stands for the kernel."""
         probe = self._beside(self.spec, self.inputs)
-        probe._kernel = kernel
+        probe.kernel = kernel
         return probe
 
     def _beside(self, spec: CheckSpec, inputs: Inputs) -> Probe:
