@@ -136,7 +136,9 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     doubt = _anchor_doubt(figures.drift, recorded, policy, context.agreed)
     slower = Verdict.INCONCLUSIVE if doubt else Verdict.REGRESSED
     if all(_launches_slower(run, recorded) for run in runs):
-        return figures.decision(slower, doubt or _describe_launches(runs, recorded))
+        now, then = median(run.launch for run in runs), max(run.launch for run in recorded.runs)
+        launches = f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
+        return figures.decision(slower, doubt or launches)
     is_certain = figures.tail < figures.level and slow_runs >= max(1, len(runs) - 1)
     if is_certain and figures.change >= figures.least:
         return figures.decision(slower, doubt)
@@ -247,11 +249,6 @@ def _launches_slower(run: Run, recorded: Fit) -> bool:
     """Whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
     slowest = max(r.launch for r in recorded.runs)
     return slowest > 0 and run.launch > max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE)
-
-
-def _describe_launches(runs: Sequence[Run], recorded: Fit) -> str:
-    now, then = median(run.launch for run in runs), max(run.launch for run in recorded.runs)
-    return f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
 
 
 def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
@@ -274,8 +275,6 @@ def profile_call(
     ceilings: tuple[float, float] | None = None,
 ) -> Profile:
     """Profile one call; the caller has warmed it up. ceilings: (FLOP/s, bytes/s) of the device."""
-    from torch.profiler import ProfilerActivity, profile
-
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_cuda else [ProfilerActivity.CPU]
     peak = None
@@ -291,14 +290,10 @@ def profile_call(
 
 def launches_of(call: Callable[[], object], device: torch.device) -> list[Launch]:
     """Return what a call launches, longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
     on_cuda = device.type == "cuda"
     with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
         call()
         if on_cuda:
-            import torch
-
             torch.cuda.synchronize(device)
     return _launches(profiler, on_cuda)
 
@@ -311,14 +306,11 @@ def _launches(profiler: Any, on_cuda: bool) -> list[Launch]:
     found = []
     for event in profiler.key_averages():
         microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        if event.device_type != wanted or microseconds <= 0 or _is_bookkeeping(event.key, on_cuda):
+        is_bookkeeping = not on_cuda and not event.key.startswith(("aten::", "cpp_", "graph_", "Torch-Compiled"))
+        if event.device_type != wanted or microseconds <= 0 or is_bookkeeping:
             continue
         found.append(Launch(*name_of(event.key), event.key, event.count, microseconds * 1e-6))
     return sorted(found, key=lambda launch: -launch.seconds)
-
-
-def _is_bookkeeping(key: str, on_cuda: bool) -> bool:
-    return not on_cuda and not key.startswith(("aten::", "cpp_", "graph_", "Torch-Compiled"))
 
 
 _WARM_UPS = 2

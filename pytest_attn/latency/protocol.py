@@ -199,7 +199,7 @@ class Stopwatch:
             launch=plan.launch,
             anchors=anchors | self.monitor.anchors(),
             memory=memory,
-            threads=_threads(self.device),
+            threads=torch.get_num_threads() if self.device.type == "cpu" else None,
             disturbances=tuple(dict.fromkeys(disturbances)),
             notes=tuple(self.monitor.notes),
             conditions=self.monitor.conditions(),
@@ -306,10 +306,6 @@ def _lost_graph(recorded: Mode | None, mode: Mode) -> list[str]:
     if recorded in GRAPHS and mode in ("batched", "events"):
         return [_NO_GRAPH]
     return [_NOT_ON_DEVICE] if recorded == "graph" and mode == "replay" else []
-
-
-def _threads(device: torch.device) -> int | None:
-    return torch.get_num_threads() if device.type == "cpu" else None
 
 
 @functools.cache

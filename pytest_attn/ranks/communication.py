@@ -132,7 +132,11 @@ def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | 
     """
     ranks = list(zip(*(one.ranks for one in samples), strict=True))
     found: dict[str, Any] = {"seconds": [median(one.seconds for one in mine) for mine in ranks]}
-    late = [max(one.late for one in sample.ranks if one.late is not None) for sample in samples if _is_late_known(sample)]
+    late = [
+        max(one.late for one in sample.ranks if one.late is not None)
+        for sample in samples
+        if all(one.late is not None for one in sample.ranks)
+    ]
     found["apart"] = median(late) if late else None
     if profiled and all(profiled):
         own = [one["own"] for one in profiled if one]
@@ -143,10 +147,6 @@ def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | 
         share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
         return {**found, "own": own, "communication": share, "communication_by": "wrapped functions of torch.distributed"}
     return {**found, "own": [], "communication": [], "communication_by": ""}
-
-
-def _is_late_known(sample: Shared) -> bool:
-    return all(one.late is not None for one in sample.ranks)
 
 
 #: calls that are profiled, of which the last counts: the profiler's own start takes part of the first

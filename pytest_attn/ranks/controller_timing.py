@@ -24,7 +24,7 @@ from pytest_attn.latency.cuda_timer import (
     too_slow,
     wanted_backlog,
 )
-from pytest_attn.latency.disturbance import DisturbanceMonitor
+from pytest_attn.latency.disturbance import REFERENCE_LOOP, DisturbanceMonitor
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import PAIRS, LatencyDirection, Look, StaleError, Work, judge_pairs
@@ -235,8 +235,6 @@ def _shared_cores(steps: Steps, threads: int) -> str:
 
 def _anchors_of(kind: str) -> Mapping[str, str]:
     """Return the anchors that ranks take: the reference loop tells of a core that one thread has to itself."""
-    from pytest_attn.latency.disturbance import REFERENCE_LOOP
-
     return {name: text for name, text in anchor_hashes(kind).items() if name != REFERENCE_LOOP}
 
 

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -295,21 +294,19 @@ class Rank:
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
-            self._answer(partial(self._timed, timing) if order["do"] == "step" else partial(self._computed, server), order)
+            self._answer(order, server, timing)
 
-    def _answer(self, answer: Callable[[Message], Any], order: Message) -> None:
+    def _answer(self, order: Message, server: RankServer, timing: Steps) -> None:
         """Answer an order with its result, or with what went wrong."""
         try:
-            self._channel.send(result=answer(order))
+            is_step = order["do"] == "step"
+            self._channel.send(result=timing.step(order["what"], order["given"]) if is_step else self._computed(server, order))
         except ContractError as error:
             self._channel.send(contract=str(error))
         except StaleError as error:
             self._channel.send(stale=str(error))
         except Exception as error:
             self._channel.send(raised=type(error).__name__, text=_told(error))
-
-    def _timed(self, timing: Steps, order: Message) -> Any:
-        return timing.step(order["what"], order["given"])
 
     def _computed(self, server: RankServer, order: Message) -> str:
         """Return the file with the shards of one call."""

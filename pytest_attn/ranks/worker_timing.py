@@ -242,11 +242,9 @@ class _AlignedTimer(CudaTimer):
     """A timer whose samples begin when the device of the last rank comes to them."""
 
     def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:
-
         super().__init__(device, cold)
         self._group, self._word = group, torch.zeros(1, device=device)
 
     def _flush(self) -> None:
-
         super()._flush()
         dist.all_reduce(self._word, group=self._group)
