@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.library import Library
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
 
 _NVML = Library(("nvidia-ml-py", "pynvml", "nvidia-ml-py3"), "pynvml", "pip install nvidia-ml-py")
 POWER_CAP = "software power cap"
@@ -43,6 +45,8 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         """Find the device. Raises AbsentError where NVML is not there or does not know it."""
+        import torch
+
         self._nvml = _nvml_for(device)
         try:
             torch.cuda.synchronize(device)  # makes the context with which NVML lists this process, to know it by
@@ -139,6 +143,8 @@ class Gpu:
 
 
 def _nvml_for(device: torch.device) -> ModuleType:
+    import torch
+
     if device.type != "cuda" or torch.version.hip:
         raise AbsentError(f"{device} is not an NVIDIA GPU")
     missing = _NVML.missing_because()
@@ -170,6 +176,8 @@ def _tried(nvml: ModuleType, function: str, name: bytes | int) -> tuple[Any, Exc
 
 def _names_of(device: torch.device) -> Iterator[tuple[str, bytes | int]]:
     """Yield what NVML may know a device by; as bytes, which every pynvml takes."""
+    import torch
+
     by_uuid, by_bus = "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId"
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
