@@ -156,7 +156,7 @@ class Interceptor:
         self._is_inside = True
         try:
             with _set_aside(self._mode), torch.compiler.set_stance("default"), warnings.catch_warnings():
-                # of what is so only because calls are intercepted: compiled parts run eagerly, and our aliases are no leaves
+                # so only because calls are intercepted: compiled parts run eagerly, and an alias of ours is not a leaf
                 warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 yield

@@ -12,7 +12,7 @@ import pytest, pytest_attn
 from pathlib import Path
 
 ROOT = Path(pytest_attn.__file__).parent
-ENDS = ("make_case", "compare_tensor", "describe")
+ENDS = {"make_case": "cases/case.py", "compare_tensor": "correctness/judge.py", "describe": "correctness/description.py"}
 WALKED = {}
 
 def chain(frame):
@@ -27,7 +27,7 @@ def note(codes):
             WALKED.setdefault((code.co_qualname, path.relative_to(ROOT).as_posix()))
 
 def watch(frame, event, argument):
-    if event == "call" and frame.f_code.co_name in ENDS and ROOT in Path(frame.f_code.co_filename).parents:
+    if event == "call" and Path(frame.f_code.co_filename) == ROOT / ENDS.get(frame.f_code.co_name, ""):
         note(reversed(list(chain(frame))))
 
 @pytest.hookimpl(wrapper=True)
