@@ -17,8 +17,8 @@ from itertools import product
 from pytest_attn import Workload
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import pytest_attn
-import pytest_attn.correctness.description
+import pytest_attn.correctness.mismatch_text
 import pytest_attn.workloads.catalog
 from pytest_attn import Window, Workload
 from pytest_attn.backends.declaration import Declaration
@@ -213,7 +213,7 @@ def run(case: Case, device: torch.device) -> None:
         f" z {worst.z_element:.2f} row {worst.z_row:.2f} head {worst.z_head:.3f}"
     )
     if not comparison.passed:
-        say("  " + pytest_attn.correctness.description.describe(comparison).replace("\n", "\n    "))
+        say("  " + pytest_attn.correctness.mismatch_text.describe(comparison).replace("\n", "\n    "))
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in clock.seconds.items())
     say(f"  whole check {sum(clock.seconds.values()):.2f} s: {parts}")
     say(f"  the kernel's own ms per forward call: {', '.join(f'{1e3 * seconds:.1f}' for seconds in clock.calls)}")
@@ -285,7 +285,7 @@ def try_faults(case: Case, spec: CheckSpec, cache: ReferenceCache) -> None:
         for fault in GRADIENT_FAULTS:
             start = time.perf_counter()
             say_found(fault, broken_gradient(fault, honest, exact, w), exact, w, start)
-    exact.let_go()
+    exact.free_inputs()
 
 
 def say_found(fault: str, tensors: dict[str, torch.Tensor], exact: reference.Reference, w: Workload, start: float) -> None:

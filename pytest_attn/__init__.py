@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.api import check, check_invariants, measure
     from pytest_attn.cases.case import AttentionCase
-    from pytest_attn.cases.failure import Failure, load_failure
     from pytest_attn.cases.model import AttentionModel
+    from pytest_attn.cases.saved_failure import Failure, load_failure
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.correctness.contract import ContractError
     from pytest_attn.invariants.report import InvariantReport
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_attn.models.capture import AttentionCall, NotReadError, capture
     from pytest_attn.models.check import check_model, check_module
     from pytest_attn.models.comparison import ModelComparison
-    from pytest_attn.models.recognition import DropoutError
+    from pytest_attn.models.mask_recognition import DropoutError
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.kv_layout import split_cache
@@ -82,8 +82,8 @@ _HOMES = {
     "Comparison": "pytest_attn.correctness.comparison",
     "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
-    "DropoutError": "pytest_attn.models.recognition",
-    "Failure": "pytest_attn.cases.failure",
+    "DropoutError": "pytest_attn.models.mask_recognition",
+    "Failure": "pytest_attn.cases.saved_failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
     "KnownDefect": "pytest_attn.backends.defects",
@@ -104,7 +104,7 @@ _HOMES = {
     "check_module": "pytest_attn.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.kv_layout",
-    "load_failure": "pytest_attn.cases.failure",
+    "load_failure": "pytest_attn.cases.saved_failure",
     "measure": "pytest_attn.cases.api",
 }
 

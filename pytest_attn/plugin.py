@@ -12,8 +12,8 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_marked, kind_of
+from pytest_attn.session.options import add_options
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
-from pytest_attn.session.settings import add_options
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # xdist's own answers, too, and may have been registered later
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Make `-n auto` as many workers as there are GPUs under --attn-gpu-per-worker, however many this host has."""
     if not config.getoption("attn_gpu_per_worker"):

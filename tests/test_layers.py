@@ -368,5 +368,5 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "processes",
         "processes.worker",
         "session",
-        *(f"session.{name}" for name in ("devices", "kinds", "options", "registrations", "session", "settings")),
+        *(f"session.{name}" for name in ("devices", "kinds", "option_types", "options", "registrations", "session")),
     ]

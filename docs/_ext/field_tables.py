@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Pages, Window, Workload
-from pytest_attn.session.options import GROUPS, Option, declared_options
-from pytest_attn.session.settings import Settings
+from pytest_attn.session.option_types import GROUPS, Option, declared_options
+from pytest_attn.session.options import Settings
 
 #: what a user writes as `mask=` beside "causal" and "causal-bottom-right"
 MASKS = (Window, Causal, Document, Neighborhood, BooleanMask)

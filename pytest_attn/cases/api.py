@@ -12,7 +12,7 @@ from pytest_attn.backends.declaration import Declaration, Declared, arguments_of
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject
-from pytest_attn.correctness import description
+from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
@@ -219,7 +219,7 @@ def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
     __tracebackhide__ = True
     comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, ReferenceCache()))
     if not comparison.passed:
-        raise AssertionError(description.describe(diagnose(comparison, spec.diagnosis_timeout)))
+        raise AssertionError(mismatch_text.describe(diagnose(comparison, spec.diagnosis_timeout)))
     return comparison
 
 
@@ -242,7 +242,7 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
         except ContractError as error:
             broken = error
     if broken is not None:
-        raise ContractError("\n".join([description.describe_contract(broken), *lines]))
+        raise ContractError("\n".join([mismatch_text.describe_contract(broken), *lines]))
     if not subject.is_backend:
         raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")

@@ -12,16 +12,16 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.executor import Executor, OnRanks
-from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
+from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.model import ModelEvaluator
 from pytest_attn.cases.on_rank import RankCase
 from pytest_attn.cases.records import figures_of, z_property
-from pytest_attn.cases.run import CaseRun
 from pytest_attn.cases.tensors import CaseTensors
-from pytest_attn.correctness import description
+from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
@@ -340,8 +340,8 @@ class KernelEvaluator(Evaluator[Comparison]):
             fields["faults"] = comparison.faults
         return Judgment(
             Verdict.MISMATCH,
-            reason=description.headline(comparison),
-            text=description.describe(comparison),
+            reason=mismatch_text.headline(comparison),
+            text=mismatch_text.describe(comparison),
             known_defects=known,
             fields=fields,
             properties=properties,
@@ -349,9 +349,9 @@ class KernelEvaluator(Evaluator[Comparison]):
         )
 
     @property
-    def evidence(self) -> Evidence:
+    def evidence(self) -> FailureToSave:
         """The inputs."""
-        return Evidence(self._spec, self.subject)
+        return FailureToSave(self._spec, self.subject)
 
 
 class OutputEvaluator(Evaluator[None]):
@@ -371,13 +371,13 @@ class OutputEvaluator(Evaluator[None]):
             return Judgment(Verdict.PASSED, **facts)
         comparison = diagnose(comparison, self._spec.diagnosis_timeout, keep_evidence=self._run.saves_failures)
         facts["fields"] = figures_of(comparison)
-        text, evidence = description.describe(comparison), replace(self.evidence, comparison=comparison)
-        return Judgment(Verdict.MISMATCH, reason=description.headline(comparison), text=text, evidence=evidence, **facts)
+        text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
+        return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), text=text, evidence=evidence, **facts)
 
     @property
-    def evidence(self) -> Evidence:
+    def evidence(self) -> FailureToSave:
         """The inputs."""
-        return Evidence(self._spec, None)
+        return FailureToSave(self._spec, None)
 
 
 class InvariantEvaluator(Evaluator[InvariantReport]):
@@ -421,9 +421,9 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begin)
 
     @property
-    def evidence(self) -> Evidence:
+    def evidence(self) -> FailureToSave:
         """The inputs."""
-        return Evidence(self._spec, self.subject)
+        return FailureToSave(self._spec, self.subject)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.description import describe_contract
+from pytest_attn.correctness.mismatch_text import describe_contract
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import LABEL_WIDTH
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Evidence:
+class FailureToSave:
     """What --attn-save-failures writes of a failure.
 
     subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
@@ -65,7 +65,7 @@ class Judgment(Generic[Result]):
     skip: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     properties: Mapping[str, str] = field(default_factory=dict)
-    evidence: Evidence | str = ""
+    evidence: FailureToSave | str = ""
     remedies: Sequence[str] = ()
     width: int = LABEL_WIDTH
     error: Exception | None = None
@@ -89,7 +89,7 @@ class Judgment(Generic[Result]):
 
 
 class Evaluator(ABC, Generic[Result]):
-    """Asks one question about one subject. A kind of judgment is a class of these; its words are in messages/.
+    """Asks one question about one subject. A kind of judgment is a class of these.
 
     subject: or what reports call it. workload: of the record. doing, on: what a terminal says meanwhile.
     """
@@ -117,7 +117,7 @@ class Evaluator(ABC, Generic[Result]):
         return {}
 
     @property
-    def evidence(self) -> Evidence | str:
+    def evidence(self) -> FailureToSave | str:
         """What is saved of a subject whose result cannot be compared, as `Judgment.evidence`."""
         return ""
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
-from pytest_attn.cases.run import CaseRun
-from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, identify
+from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
-from pytest_attn.latency.judge import (
+from pytest_attn.latency.profiler import profile_subject
+from pytest_attn.latency.regression import (
     ACCEPT,
     Crowd,
     DeviceBaselines,
@@ -31,7 +32,6 @@ from pytest_attn.latency.judge import (
     describe_undecided,
     judge_latency,
 )
-from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode

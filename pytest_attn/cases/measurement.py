@@ -14,11 +14,11 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.baseline import Baseline, case_key, conditions_of, gpu_of
+from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
-from pytest_attn.latency.judge import Measured
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
+from pytest_attn.latency.regression import Measured
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection, work_of

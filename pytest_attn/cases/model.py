@@ -13,14 +13,14 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.judgment import Evaluator, Judgment, Refusal
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
-from pytest_attn.cases.run import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
-from pytest_attn.latency.baseline import case_key
+from pytest_attn.latency.baseline_file import case_key
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError

@@ -25,7 +25,8 @@ import pytest
 from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.failure import (
+from pytest_attn.cases.records import change_last_record
+from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
     FORMAT,
     SCRIPT,
@@ -37,7 +38,6 @@ from pytest_attn.cases.failure import (
     tensors_of,
     write_tensors,
 )
-from pytest_attn.cases.records import change_last_record
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled

@@ -77,10 +77,10 @@ def judge(
     with current(spec.device), judgment.keeping_what_is_wrong():
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
-            judgment.ask(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
+            judgment.judge_distribution(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
             if judgment.failed is None:  # else a diagnosis asks for them
-                reference.let_go()
-        judgment.ask_again()
+                reference.free_inputs()
+        judgment.judge_again()
     return judgment.comparison()
 
 
@@ -128,7 +128,7 @@ class _Judgment:
         self.is_sampled = self.is_approximate = False
         self.sampled: dict[str, tuple[int, int]] = {}
 
-    def ask(self, distribution: str, reference: Reference, pattern: StridePattern) -> None:
+    def judge_distribution(self, distribution: str, reference: Reference, pattern: StridePattern) -> None:
         """Judge the results on one distribution, of tensors that lie in memory as wished.
 
         They are contiguous where other strides would be compiled anew, and where these are refused.
@@ -156,7 +156,7 @@ class _Judgment:
                 self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
 
-    def ask_again(self) -> None:
+    def judge_again(self) -> None:
         """Judge the first distribution once more, where its results are others now: nothing may be left of other calls."""
         __tracebackhide__ = True
         if self.failed or self.first is None or not self.first.kept:
@@ -169,7 +169,7 @@ class _Judgment:
             again, pattern = self._results(distribution, reference, REWRITTEN_KEYS)
             self._judge_once_more(again, pattern, _CHANGED_BY_CALLS)
             if self.failed is None:
-                reference.let_go()
+                reference.free_inputs()
 
     def _judge_once_more(self, tensors: dict[str, torch.Tensor], pattern: StridePattern, event: Hint) -> None:
         """Judge those of the first distribution's tensors that are not what they were. event: what happened in between."""

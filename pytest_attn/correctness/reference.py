@@ -206,7 +206,7 @@ class Reference:
             self._inputs = self.redraw()
         return self._inputs
 
-    def let_go(self) -> None:
+    def free_inputs(self) -> None:
         """Free the inputs of a long workload until they are asked for."""
         if self.redraw is not None and self.given is None:
             self._inputs = None

@@ -32,8 +32,8 @@ from pytest_attn.correctness.comparison import (
 )
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
-from pytest_attn.diagnosis.attention import TILES, attention_faults
-from pytest_attn.diagnosis.backward import (
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
+from pytest_attn.diagnosis.backward_faults import (
     GradientOfRegion,
     WholeGradient,
     faults_of_steps,
@@ -41,7 +41,7 @@ from pytest_attn.diagnosis.backward import (
     swapped_gradients,
 )
 from pytest_attn.diagnosis.faults import PRECISION
-from pytest_attn.diagnosis.forward import (
+from pytest_attn.diagnosis.forward_faults import (
     FEW_ROWS,
     MANY_ROWS,
     OnlineRows,

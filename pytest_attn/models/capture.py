@@ -22,7 +22,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
-from pytest_attn.models.recognition import says_the_same, to_inputs, with_mask
+from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask
 from pytest_attn.workloads.workload import Workload

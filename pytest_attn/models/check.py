@@ -28,8 +28,8 @@ from pytest_attn.models.interception import (
     never_called,
 )
 from pytest_attn.models.judge import judge_call, known_defect_of
+from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.ratios import ratios_of
-from pytest_attn.models.recognition import DropoutError
 from pytest_attn.models.step import device_of, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.workloads.distributions import Draw

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pytest_attn.correctness import description
+from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.models.capture import Unread
 from pytest_attn.models.compiled import CompiledRun
@@ -162,7 +162,7 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     whose = f" of {model.subject}" if model.subject else ""
     yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
-        text = description.describe(call.comparison) if call.comparison else call.fault
+        text = mismatch_text.describe(call.comparison) if call.comparison else call.fault
         yield f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''}): {text}"
         if call.known:
             yield labeled("known", f"{call.known} may be it")

@@ -38,7 +38,7 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import SDPA, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
 from pytest_attn.models.exact import exact_attention
-from pytest_attn.models.recognition import to_inputs
+from pytest_attn.models.mask_recognition import to_inputs
 
 
 def in_backward_pass() -> bool:

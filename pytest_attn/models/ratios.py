@@ -20,7 +20,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.models.capture import alias, precision_of
 from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, is_of_transformers
-from pytest_attn.models.recognition import to_inputs
+from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
 
 

@@ -31,7 +31,7 @@ from pytest_attn.models.interception import (
     transformers_intercepted,
     wrappers_of,
 )
-from pytest_attn.models.recognition import asks_the_same, to_inputs
+from pytest_attn.models.mask_recognition import asks_the_same, to_inputs
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload

@@ -20,7 +20,7 @@ from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.capture import capture
 from pytest_attn.models.interception import is_of_transformers
-from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.step import named_tensors, untouched
 
 #: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move

@@ -23,7 +23,7 @@ from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
     from pytest_attn.session.devices import Machines
-    from pytest_attn.session.settings import Settings
+    from pytest_attn.session.options import Settings
 
 #: under which a worker of xdist hands over what it has noted
 _NOTED = "attn_manifest"

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_attn.backends.declaration import FORM, Argument, Declaration, argument, arguments_of, checked, described, one_of
 from pytest_attn.backends.machine import is_device_name, satisfies
-from pytest_attn.session.options import size
+from pytest_attn.session.option_types import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.dtypes import dtype_name

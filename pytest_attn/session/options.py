@@ -1,338 +1,269 @@
-"""What an option is, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
+"""What the user asked for: every option, declared here and nowhere else, read from command line, ini file or default."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
-
-#: the longest suffix first -> the field of `Settings` that names such a file
-SUFFIXES = {".support.md": "support", ".jsonl": "json", ".html": "report", ".md": "summary"}
-
-
-def kind_of(path: str) -> str:
-    """Return which output a file is. Raises ValueError for another suffix."""
-    for suffix, name in SUFFIXES.items():
-        if path.endswith(suffix):
-            return name
-    raise ValueError(f"must end in {', '.join(list(SUFFIXES)[1:])} or {next(iter(SUFFIXES))}, got {path!r}")
-
-
-def by_kind(paths: Sequence[str], named: Mapping[str, object]) -> dict[str, str]:
-    """Return the files of --attn-output by the field that each stands for.
-
-    named: the values of these fields so far. Raises ValueError where a kind of output is asked for twice.
-    """
-    found: dict[str, str] = {}
-    for path in paths:
-        name = kind_of(path)
-        other = found.get(name) or named.get(name)
-        if other:
-            raise ValueError(f"{path!r} and {other!r} are the same kind of output; name one file of each suffix")
-        found[name] = path
-    return found
-
-
-class Option(NamedTuple):
-    """One option of the command line, `--attn-STEM`."""
-
-    name: str  # of its field in `Settings`
-    stem: str
-    help: str
-    default: str | None = None  # its text where it has an ini value of the same name
-    metavar: str | None = None  # what stands for its value in the help, None for a switch
-    parse: Callable[[str], Any] = str  # its text -> the field's value; a ValueError's text continues "--attn-STEM: "
-    in_child: bool = True  # whether the new processes of a run are given it, too
-    is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
-
-    @property
-    def flag(self) -> str:
-        """The command-line spelling."""
-        return f"--attn-{self.stem}"
-
-    @property
-    def dest(self) -> str:
-        """The spelling in ini files, and in pytest's own namespace."""
-        return f"attn_{self.stem.replace('-', '_')}"
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it is given without a value."""
-        return self.metavar is None
-
-
-def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str) -> Any:  # noqa: A002
-    """Declare an option with an ini value; its default is text, as a user would type it."""
-    return field(metadata={"option": {"help": help, "default": default, "metavar": metavar, "parse": parse}})
-
-
-def action(help: str, metavar: str, parse: Callable[[str], Any] = str, in_child: bool = False) -> Any:  # noqa: A002
-    """Declare an option of the command line alone; its field is None where it is not given."""
-    return field(metadata={"option": {"help": help, "metavar": metavar, "parse": parse, "in_child": in_child}})
-
-
-def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
-    """Declare an option without a value; its field is a bool."""
-    return field(metadata={"option": {"help": help, "stem": stem, "in_child": in_child}})
-
-
-def output(help: str, suffix: str) -> Any:  # noqa: A002
-    """Declare an option that names a file which a run writes."""
-
-    def parse(text: str) -> str:
-        return _writable_file(text, suffix)
-
-    return action(help, f"FILE{suffix}", parse)
-
-
-def outputs(help: str, stem: str) -> Any:  # noqa: A002
-    """Declare the option, to be given once for each, that names files of any kind which a run writes."""
-
-    def parse(text: str) -> str:
-        kind_of(text)
-        return _writable_file(text, "")
-
-    told = {"help": help, "metavar": "FILE", "parse": parse, "in_child": False, "stem": stem, "is_repeatable": True}
-    return field(metadata={"option": told})
-
-
-def declared_options(settings: type) -> Iterator[Option]:
-    """Yield the options that are declared in a dataclass, in their order."""
-    for one in fields(settings):
-        if "option" in one.metadata:
-            given = dict(one.metadata["option"])
-            stem = given.pop("stem", "") or one.name.replace("_", "-")
-            yield Option(one.name, stem, **given)
-
-
-# -- what their texts may be ---------------------------------------------------------------------------------------------
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return names that commas or spaces separate."""
-    return tuple(name for name in re.split(r"[,\s]+", text.strip()) if name)
-
-
-def dtypes(text: str) -> tuple[str, ...]:
-    """Return dtypes by their full names."""
-    if not names(text):
-        return ()  # runs at every start of pytest: keep it free of imports
-    from pytest_attn.workloads.dtypes import dtype_name
-
-    return tuple(dtype_name(name) for name in names(text))
-
-
-def device(text: str) -> str:
-    """Return the name of a device, or "auto"."""
-    if text == "auto":
-        return text  # import-free, too
-    from pytest_attn.backends.machine import is_device_name
-
-    if not is_device_name(text):
-        raise ValueError(f"must be auto, cpu, cuda, cuda:N, xpu or mps, got {text!r}")
-    return text
-
-
-def limits(text: str) -> str:
-    """Return the name of a set of limits."""
-    if text == "default":
-        return text  # import-free, too
-    from pytest_attn.correctness.comparison import LIMITS
-
-    if text not in LIMITS:
-        raise ValueError(f"must be {' or '.join(LIMITS)}, got {text!r}")
-    return text
-
-
-def whole_number(text: str) -> int:
-    """Return a number >= 0."""
-    if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"must be a whole number >= 0, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Return a time limit, 0 for none."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise ValueError(f"must be a number of seconds >= 0 (0 waits forever), got {text!r}")
-    return found
-
-
-def one_of(*known: str) -> Callable[[str], str]:
-    """Return a parser of these words."""
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}, got {text!r}")
-        return text
-
-    return parse
-
-
-def percent(text: str) -> float | None:
-    """Return a share, None for "", which leaves it to the kind of device."""
-    if not text:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
-    if not match or not 0 < float(match[1]) <= 1000:
-        raise ValueError(f"must be a number of percent above 0, such as 5, got {text!r}")
-    return float(match[1]) / 100
-
-
-def threads(text: str) -> int:
-    """Return a number of threads, 0 to leave them as they are."""
-    if not re.fullmatch(r"\d{1,4}", text):
-        raise ValueError(f"must be a whole number of threads from 0 (which leaves them as they are) to 9999, got {text!r}")
-    return int(text)
-
-
-def clock(text: str) -> str:
-    """Return "max", a number of MHz as text, or "" for no locked clock."""
-    if text and text != "max" and not re.fullmatch(r"[1-9]\d*", text):
-        raise ValueError(f"must be max or a number of MHz, got {text!r}")
-    return text
-
-
-def size(text: str) -> int:
-    """Return the bytes of a size such as "4 GiB", "512MiB" or "2GB"; raise ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", str(text).strip())
-    if not match:
-        raise ValueError(f"must be a size such as '4 GiB', got {text!r}")
-    prefix = match[2].removesuffix("B")
-    base = 1024 if prefix.endswith("i") else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(prefix[0]) + 1 if prefix else 0))
-
-
-def recording_reason(text: str) -> str:
-    """Return why baselines are recorded; what looks like a test or an option was meant as one."""
-    if not text.strip() or text.startswith("-"):
-        raise ValueError(f'must be a reason such as "first recording", got {text!r}')
-    if "::" in text or os.path.exists(text):
-        raise ValueError(f'must be a reason such as "first recording", got the test {text!r}')
-    return text.strip()
-
-
-def one_backend(text: str) -> str:
-    """Return the name of one backend."""
-    if not text.strip() or "," in text:
-        raise ValueError(f"must be the name of one backend, got {text!r}")
-    return text
-
-
-def stem_of_files(text: str) -> str:
-    """Return the path of files without their suffix, links followed."""
-    path = os.path.realpath(os.path.expanduser(text))
-    is_stem = os.path.basename(text) and not os.path.isdir(path) and not path.endswith((".json", ".py"))
-    if not is_stem or not os.path.isdir(os.path.dirname(path)):
-        raise ValueError(f"must be a name without suffix in a folder that exists, got {text!r}")
-    return path
-
-
-def failures_folder(text: str) -> str:
-    """Return a folder that can be written to, made where it is missing."""
-    import uuid  # few runs come here
-    from importlib.util import find_spec
-    from pathlib import Path
-
-    if not text.strip() or text.startswith("-") or "::" in text:
-        raise ValueError(f"must be a folder, got {text!r}")
-    for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
-        if find_spec(name) is None:
-            raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
-    folder = Path(text).expanduser().resolve()
-    probe = folder / f".{uuid.uuid4().hex}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise ValueError(f"cannot write to {text!r}: {error.strerror or error}") from None
-    return str(folder)
-
-
-def _writable_file(text: str, suffix: str) -> str:
-    """Return the path of a file to write, links followed; raise ValueError, before anything runs, for any other."""
-    path = os.path.realpath(os.path.expanduser(text))
-    is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
-    if not is_file or not path.endswith(suffix):
-        raise ValueError(f"must be a file NAME{suffix} in a folder that exists, got {text!r}")
-    return path
+import argparse
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pytest_attn.session import option_types
+from pytest_attn.session.option_types import (
+    GROUPS,
+    Option,
+    OptionGroup,
+    action,
+    by_kind,
+    declared_options,
+    option,
+    output,
+    outputs,
+    switch,
+)
 
 
 @dataclass(frozen=True)
-class OptionGroup:
-    """A group of options by the names of their fields in `Settings`."""
+class Settings:
+    """The options of one run, checked. `given` holds those that differ from their default, as text."""
 
-    name: str
-    title: str
-    shown: Mapping[str, str]  # the short text of each that `pytest --help` lists
-    rarely: tuple[str, ...] = ()  # those that it leaves to ini files and the reference page
+    backends: tuple[str, ...] = option(
+        "Backends for tests that use attn_backend: all, available, or NAME,NAME; -NAME leaves one out."
+        " NAME+compile, NAME+max_autotune and NAME+graph are variants. hub:REPO, diffusers:NAME, transformers:NAME"
+        " and the names of diffusers, transformers and vLLM work too (default: available)",
+        "available",
+        "NAMES",
+        option_types.names,
+    )
+    workloads: tuple[str, ...] = option(
+        "Workloads of the catalog: names, groups or globs, -NAME leaves one out. Narrows what a marker names and"
+        " chooses where it names none (default there: smoke, edges and features on a CPU, all on a GPU)",
+        "",
+        "NAMES",
+        option_types.names,
+    )
+    dtypes: tuple[str, ...] = option(
+        "Dtypes, e.g. bf16,fp16,fp32. Narrows what a marker names and replaces a workload's own (default: its own)",
+        "",
+        "NAMES",
+        option_types.dtypes,
+    )
+    device: str = option(
+        "auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)", "auto", "DEVICE", option_types.device
+    )
+    limits: str = option(
+        "Largest z of an element, RMS of a row and of a head: default (8, 4, 1.5) or strict (6, 2, 1 for outputs)",
+        "default",
+        "NAME",
+        option_types.limits,
+    )
+    seed: int = option("Seed of the inputs (default: 0)", "0", "N", option_types.whole_number)
+    fuzz: int = option(
+        "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
+        "0",
+        "N",
+        option_types.whole_number,
+    )
+    timeout: float = option(
+        "Stop a callable that takes longer, 0 waits forever (default: 0)", "0", "SECONDS", option_types.seconds
+    )
+    rank_timeout: float = option(
+        "Seconds that ranks may take for one call of a callable; then their stacks and last collectives are shown, and they"
+        " are ended, 0 waits forever (default: 120)",
+        "120",
+        "SECONDS",
+        option_types.seconds,
+    )
+    diagnosis_timeout: float = option(
+        "Seconds in which what explains a wrong result is looked for; then what was left out is said, 0 looks without end"
+        " (default: 60)",
+        "60",
+        "SECONDS",
+        option_types.seconds,
+    )
+    memory: int = option(
+        "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
+        "4GiB",
+        "SIZE",
+        option_types.size,
+    )
+    latency: str = option(
+        "attn.measure: off (check only), auto (time, and hold against a baseline where there is one), require (fail where"
+        " there is none, or nothing can be said) (default: auto)",
+        "auto",
+        "MODE",
+        option_types.one_of("off", "auto", "require"),
+    )
+    unjudged: str = option(
+        "A marked test that passes and has judged nothing: error, warn or ignore (default: error)",
+        "error",
+        "ACTION",
+        option_types.one_of("error", "warn", "ignore"),
+    )
+    max_slowdown: float | None = option(
+        "A slowdown of less never fails a test (default: 2 on a GPU, 10 on a CPU)", "", "PERCENT", option_types.percent
+    )
+    baselines: str = option("Folder of the recorded latencies, from rootdir (default: baselines)", "baselines", "DIR")
+    threads: int = option(
+        "Threads of torch on a CPU while it is timed, 0 leaves them (default: 0)", "0", "N", option_types.threads
+    )
+    l2: str = option(
+        "cold or warm: whether a GPU's L2 cache holds the data (default: cold)",
+        "cold",
+        "STATE",
+        option_types.one_of("cold", "warm"),
+    )
+    fresh: str = option(
+        "How the new processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
+        " Linux, or started, each by itself, which takes longer (default: forked)",
+        "forked",
+        "HOW",
+        option_types.one_of("started", "forked"),
+    )
+    lock_clocks: str = option(
+        "Lock the GPU's clock while it is timed, max or a number of MHz, and undo it; needs permission (default: not)",
+        "",
+        "MHZ",
+        option_types.clock,
+    )
+    list_only: bool = switch(
+        "List backends, what they can do, and workloads; what would run and why the rest would not; run nothing", "list"
+    )
+    profile: bool = switch(
+        "Print which kernels each case that is right really launches, with time, memory and share of roofline",
+        in_child=False,
+    )
+    cupti: bool = switch("Print beside each p50 what torch's profiler (CUPTI) says of the same call", in_child=False)
+    thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
+    mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
+    json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
+    rank: bool = switch("Print for each workload which backend is fastest and right, and which tie with it", in_child=False)
+    gpu_per_worker: bool = switch(
+        "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
+    )
+    outputs: tuple[str, ...] = outputs(
+        "Write a file; its suffix says which. It may be given several times. .jsonl: an object per line and judgment. .html:"
+        " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
+        "output",
+    )
+    support: str | None = output("As --attn-output FILE.support.md: the table of backends and workloads", ".md")
+    json: str | None = output("As --attn-output FILE.jsonl: an object per line and judgment, as the run goes", ".jsonl")
+    report: str | None = output("As --attn-output FILE.html: one page that opens offline", ".html")
+    summary: str | None = output("As --attn-output FILE.md: a summary in Markdown, as GitHub Actions gets it by itself", ".md")
+    save_failures: str | None = action(
+        "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
+        "DIR",
+        option_types.failures_folder,
+    )
+    rank_to: str | None = action(
+        "--attn-rank, written to STEM.json, and to STEM.py as tables {workload: backend} that a model can load",
+        "STEM",
+        option_types.stem_of_files,
+    )
+    tune: str | None = action(
+        "Check and time one backend under each of its configurations, in tests that use attn_backend, and rank these",
+        "BACKEND",
+        option_types.one_backend,
+        in_child=True,
+    )
+    update_baselines: str | None = action(
+        "Record the latencies of all selected cases that are right, in ten new processes, and why",
+        "REASON",
+        option_types.recording_reason,
+    )
+    given: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: pytest.Config) -> Settings:
+        """Read every option: command line over ini file over default. Raises pytest.UsageError for a bad value."""
+        values: dict[str, Any] = {}
+        given: dict[str, str] = {}
+        for one in declared_options(cls):
+            if one.is_switch:
+                values[one.name] = bool(config.getoption(one.dest))
+                continue
+            text, origin = _text(config, one)
+            try:
+                if one.is_repeatable:
+                    values[one.name] = tuple(map(one.parse, text or ()))
+                else:
+                    values[one.name] = None if text is None else one.parse(text)
+            except ValueError as error:
+                raise pytest.UsageError(f"{origin}: {error}") from None
+            if one.default is not None and text != one.default:
+                given[one.stem] = str(text)
+        try:
+            values |= by_kind(values.get("outputs", ()), values)
+        except ValueError as error:
+            raise pytest.UsageError(f"--attn-output: {error}") from None
+        settings = cls(**values, given=given)
+        settings._refuse_contradictions(config)
+        return settings
+
+    def as_options(self) -> str:
+        """Return what differs from the defaults, ready to paste, without the files that are written; "" where nothing does."""
+        shown = []
+        for one in declared_options(type(self)):
+            value = self.given.get(one.stem) if one.default is not None else getattr(self, one.name)
+            if one.is_switch and value:
+                shown.append(one.flag)
+            elif not one.is_switch and value and one.in_child:
+                shown.append(f"{one.flag}={shlex.quote(value)}")
+        return " ".join(shown)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All of them, those that are shown first."""
-        return (*self.shown, *self.rarely)
+    def is_ranked(self) -> bool:
+        """Whether backends are ranked at the end, which --attn-rank-to and --attn-tune ask for as well."""
+        return self.rank or self.rank_to is not None or self.tune is not None
+
+    def _refuse_contradictions(self, config: pytest.Config) -> None:
+        """Raise pytest.UsageError for options that do not go together."""
+        if self.update_baselines is not None:
+            if self.latency == "off":
+                raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
+            if config.getoption("numprocesses", None) or config.getoption("tx", None):
+                raise pytest.UsageError(
+                    "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
+                )
+        if self.is_ranked:
+            flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
+            if self.latency == "off":
+                raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
+            if self.mutants:
+                raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
+        if self.tune:
+            if self.latency == "require":
+                raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
+            if config.getoption("attn_backends") is not None:
+                raise pytest.UsageError("--attn-tune: chooses the backends itself; leave out --attn-backends")
 
 
-GROUPS = (
-    OptionGroup(
-        "run",
-        "what to run",
-        {
-            "backends": "all, available, NAME,NAME, -NAME; NAME+compile",
-            "workloads": "names, groups or globs of the catalog; -NAME",
-            "list_only": "list backends, workloads and cases; run nothing",
-            "fuzz": "also run each test on N drawn workloads",
-            "mutants": "run faulty kernels: which do the tests find?",
-            "tune": "check and time each configuration of one backend",
-        },
-    ),
-    OptionGroup(
-        "on",
-        "on what",
-        {
-            "device": "auto, cpu, cuda, cuda:N, xpu or mps",
-            "dtypes": "such as bf16,fp16,fp32",
-            "seed": "of the inputs",
-            "gpu_per_worker": "one GPU for each xdist worker",
-        },
-        ("memory",),
-    ),
-    OptionGroup(
-        "judge",
-        "what to judge",
-        {
-            "timeout": "stop a callable that takes longer",
-            "thorough": "all invariants, with more repetitions",
-            "profile": "which kernels each right case launches",
-        },
-        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
-    ),
-    OptionGroup(
-        "latency",
-        "latency",
-        {
-            "latency": "off, auto or require (a missing baseline fails)",
-            "update_baselines": "record, in ten new processes, and why",
-            "rank": "the fastest backend that is right, and its ties",
-            "max_slowdown": "below this no slowdown fails",
-        },
-        ("baselines", "threads", "l2", "fresh", "lock_clocks", "cupti"),
-    ),
-    OptionGroup(
-        "outputs",
-        "outputs",
-        {
-            "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
-            "save_failures": "tensors and a script for each failing case",
-            "rank_to": "--attn-rank, written to STEM.json and STEM.py",
-        },
-        ("json", "report", "summary", "support", "json_samples"),
-    ),
-)
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option, and its ini value where it has one."""
+    declared = {one.name: one for one in declared_options(Settings)}
+    grouped = {name for group in GROUPS for name in group.names}
+    others = OptionGroup("others", "others", {name: one.help for name, one in declared.items() if name not in grouped})
+    for group in (*GROUPS, *([others] if others.shown else [])):
+        shown = parser.getgroup(f"attn-{group.name}", f"attention kernels: {group.title}")
+        for name in filter(declared.__contains__, group.names):
+            one, text = declared[name], group.shown.get(name, argparse.SUPPRESS)
+            if one.is_switch:
+                shown.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=text)
+                continue
+            how = "append" if one.is_repeatable else "store"
+            shown.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=text, action=how)
+            if one.default is not None:
+                parser.addini(one.dest, one.help, type="string", default=one.default)
+
+
+def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:
+    """Return an option's text, or all of its texts, None where it has none, and where it comes from."""
+    given = config.getoption(one.dest)
+    if given is not None or one.default is None:
+        return given, one.flag
+    where = f" ({config.inipath.name})" if config.inipath else ""
+    try:
+        return str(config.getini(one.dest)), f"{one.dest}{where}"
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"{one.dest}{where}: must be a string: {error}") from None

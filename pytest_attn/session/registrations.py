@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_attn.backends.registry import Registry
     from pytest_attn.backends.subject import Subject
-    from pytest_attn.session.settings import Settings
+    from pytest_attn.session.options import Settings
     from pytest_attn.workloads.catalog import Catalog
 
 

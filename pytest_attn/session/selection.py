@@ -18,9 +18,9 @@ from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress, TuneProgress
 from pytest_attn.session.registrations import Registrations
-from pytest_attn.session.settings import Settings
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import pytest
 
 from pytest_attn.processes.worker import Worker
 from pytest_attn.session.devices import Machines
+from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
-from pytest_attn.session.settings import Settings
 
 if TYPE_CHECKING:
     from pytest_attn.correctness.spec import ReferenceCache

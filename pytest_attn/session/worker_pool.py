@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 
-from pytest_attn.latency.judge import FreshError, StartError
+from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.fork_server import Command, ServerError, modules_ahead
 from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended, Launcher, Process
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.session.options import declared_options
-from pytest_attn.session.settings import Settings
+from pytest_attn.session.option_types import declared_options
+from pytest_attn.session.options import Settings
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
 #: see docs/results/latency-notes.md

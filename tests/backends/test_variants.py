@@ -10,7 +10,7 @@ from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.variants import Compiled, Graphed, capturing, compilation_of, compile_kernel
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 
 W = Workload(32, heads=2, head_dim=32)
 

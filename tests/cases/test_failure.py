@@ -16,9 +16,10 @@ import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
-from pytest_attn.cases import failure as failure_module
+from pytest_attn.cases import saved_failure as failure_module
 from pytest_attn.cases import saving as folder_module
-from pytest_attn.cases.failure import (
+from pytest_attn.cases.records import RECORDS
+from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
     TENSORS,
     FailureData,
@@ -28,7 +29,6 @@ from pytest_attn.cases.failure import (
     tensors_of,
     write_tensors,
 )
-from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saving import (
     FailureSaver,
     NoSpaceError,
@@ -41,8 +41,8 @@ from pytest_attn.cases.saving import (
     write_folder,
 )
 from pytest_attn.correctness import spec as references_module
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.devices import Machines

@@ -11,7 +11,7 @@ import torch
 from pytest_attn.cases import latency as modes
 from pytest_attn.cases.latency import CompareToBaseline, RecordBaseline, ReportToParent
 from pytest_attn.latency.gate import POLICIES, Decision
-from pytest_attn.latency.judge import DeviceBaselines, DisturbedError, FreshError, Measured
+from pytest_attn.latency.regression import DeviceBaselines, DisturbedError, FreshError, Measured
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.processes.channel import Channel

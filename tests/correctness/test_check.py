@@ -15,8 +15,8 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.comparison import LIMITS
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 

@@ -252,12 +252,12 @@ def test_inputs_are_let_go_and_drawn_again(few):
     made = references.reference_of(CheckSpec(CAUSAL, CPU))
     before = made.inputs.q.clone()
     assert made.inputs.dout.untyped_storage().nbytes() <= 8  # no gradient is asked for
-    made.let_go()
+    made.free_inputs()
     assert made._inputs is None
     assert made.nbytes < before.nbytes * 4
     assert torch.equal(made.inputs.q, before)
     short = references.reference_of(CheckSpec(Workload(64, heads=2), CPU))
-    short.let_go()
+    short.free_inputs()
     assert short._inputs is not None
     assert not short.is_sampled
     assert short.sampled == {}

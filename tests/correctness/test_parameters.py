@@ -8,7 +8,7 @@ from judging import judged, positions
 
 from pytest_attn import Workload
 from pytest_attn.correctness import gradients
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of

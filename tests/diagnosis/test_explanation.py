@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis import diagnose
 from pytest_attn.workloads.distributions import DISTRIBUTIONS

@@ -18,7 +18,7 @@ from pytest_attn.correctness.comparison import Hint
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.diagnosis.attention import attention_faults, near_misses
+from pytest_attn.diagnosis.attention_faults import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend

@@ -6,8 +6,8 @@ from judging import spec_of
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis import diagnose as diagnosing
 from pytest_attn.diagnosis.diagnose import TimeBudget, diagnose

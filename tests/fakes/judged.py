@@ -3,8 +3,8 @@
 import torch
 
 from pytest_attn import Machine
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 
 CPU = torch.device("cpu")

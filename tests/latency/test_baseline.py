@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pytest_attn.backends.machine import Machine
-from pytest_attn.latency import baseline as module
+from pytest_attn.latency import baseline_file as module
 from pytest_attn.latency import disturbance
 from pytest_attn.latency.anchors import DEFINITIONS, anchor_hashes, hash_of, make_anchors
-from pytest_attn.latency.baseline import (
+from pytest_attn.latency.baseline_file import (
     SCHEMA,
     Baseline,
     BaselineError,

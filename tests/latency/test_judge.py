@@ -4,9 +4,10 @@ import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
 
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline import BaselineFile, Identity
+from pytest_attn.latency.baseline_file import BaselineFile, Identity
 from pytest_attn.latency.gate import shared_prior
-from pytest_attn.latency.judge import (
+from pytest_attn.latency.protocol import protocol_of
+from pytest_attn.latency.regression import (
     RECORD,
     Crowd,
     DeviceBaselines,
@@ -14,7 +15,6 @@ from pytest_attn.latency.judge import (
     FreshError,
     StartError,
 )
-from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.reports.verdict import Cause, Verdict
 
 # -- one measurement, and what new processes say of it -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from pytest_attn import Workload, check_model
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.models.check import judge_model
-from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.mask_recognition import DropoutError
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_attn.backends.dense import split_additive
-from pytest_attn.models.recognition import StoredMask, asks_the_same, recognize
+from pytest_attn.models.mask_recognition import StoredMask, asks_the_same, recognize
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Sequences, Window
 from pytest_attn.workloads.workload import Workload
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_attn.models.recognition import DropoutError
+from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.token_invariants import judge_model_invariants
 from pytest_attn.suite.models import Library
 

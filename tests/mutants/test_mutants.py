@@ -10,8 +10,8 @@ from honest.variants import HONEST, VARIANTS
 
 from pytest_attn import Window, Workload
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.description import describe
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.layout import unaligned
 from pytest_attn.mutants import MUTANTS

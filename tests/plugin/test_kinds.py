@@ -10,8 +10,8 @@ from pytest_attn.session.progress import Progress
 
 #: asks whether a callable returns numbers: a marker, a fixture, a case, an evaluator
 TOY = """
-from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment
-from pytest_attn.cases.run import CaseRun
+from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment
+from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.session.kinds import Kind
 from pytest_attn.reports.verdict import Verdict
@@ -54,7 +54,7 @@ class Toy(Evaluator):
 
     @property
     def evidence(self):
-        return Evidence(self._spec, self.subject) if self._saves else "a toy keeps no tensors"
+        return FailureToSave(self._spec, self.subject) if self._saves else "a toy keeps no tensors"
 
     def judge(self):
         inputs = draw_inputs(self.workload)

@@ -4,8 +4,8 @@ import re
 import pytest
 import torch
 
-from pytest_attn.session.options import GROUPS, declared_options
-from pytest_attn.session.settings import Settings
+from pytest_attn.session.option_types import GROUPS, declared_options
+from pytest_attn.session.options import Settings
 
 BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}
 

@@ -9,7 +9,7 @@ from judging import spec_of
 from rings import HONEST, AllGather, Ring
 
 from pytest_attn import Document, Workload
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.diagnosis.ranks import faults_of_ranks

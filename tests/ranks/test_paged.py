@@ -7,7 +7,7 @@ from faulty_rings import judged_over_ranks
 from rings import Problem
 
 from pytest_attn import Pages, Workload
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.ranks.shards import RankCache, parts_of
 from pytest_attn.workloads.inputs import draw_inputs

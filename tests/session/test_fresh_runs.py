@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_attn.latency.judge import FreshError, StartError
+from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.launcher import Ended
 from pytest_attn.session import worker_pool
 from pytest_attn.session.worker_pool import WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed

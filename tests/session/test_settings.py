@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_attn.session import settings as module
-from pytest_attn.session.options import action, declared_options, option, output, size, switch, whole_number
-from pytest_attn.session.settings import Settings
+from pytest_attn.session import options as module
+from pytest_attn.session.option_types import action, declared_options, option, output, size, switch, whole_number
+from pytest_attn.session.options import Settings
 from pytest_attn.session.worker_pool import _options
 
 

@@ -155,7 +155,11 @@ def test_it(number):
 @pytest.mark.parametrize(
     ("arguments", "crash", "wanted"),
     [
-        (["-n", "auto"], "", {("gw0", "4", "1"), ("gw1", "7", "1")}),
+        (
+            ["-p", "attn", "-n", "auto"],
+            "",
+            {("gw0", "4", "1"), ("gw1", "7", "1")},
+        ),  # before xdist, which is asked first
         (["--tx", "popen//id=left", "--tx", "popen//id=right"], "", {("left", "4", "1"), ("right", "7", "1")}),
         (
             ["-n", "2"],
@@ -165,8 +169,9 @@ def test_it(number):
     ],
 )
 def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, arguments, crash, wanted):
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_AUTO_NUM_WORKERS"):
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")  # what xdist itself says of this host
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     pytester.makepyfile(WORKERS.replace("CRASH", crash))
     pytester.runpytest_subprocess("--attn-gpu-per-worker", "--dist=each" if not crash else "--dist=load", *arguments)

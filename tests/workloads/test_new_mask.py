@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Capabilities, Workload, check
 from pytest_attn.backends.dense import boolean_mask
-from pytest_attn.cases.failure import decode_workload, encode_workload
 from pytest_attn.cases.fuzz import like, write_workload
+from pytest_attn.cases.saved_failure import decode_workload, encode_workload
 from pytest_attn.models.capture import workload_as_code
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.strategies import workloads

@@ -7,7 +7,7 @@ from pytest_attn.backends.libraries.flash_attention import _refused_by_build
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.diagnosis.diagnose import diagnose
 
 HERE_MACHINE = machine_of(CPU)

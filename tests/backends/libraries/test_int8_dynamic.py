@@ -8,7 +8,7 @@ import pytest_attn
 from pytest_attn import Machine, Pages, Window, Workload
 from pytest_attn.backends.libraries import eager
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.workloads.inputs import draw_inputs
 
 THIS_CPU = Machine("cpu", "CPU", None, "cpu", 8 << 30, 0, "2.11.0")

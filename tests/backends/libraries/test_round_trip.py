@@ -15,7 +15,7 @@ from pytest_attn.backends.libraries.flashinfer import _options
 from pytest_attn.backends.registry import Registry
 from pytest_attn.models.exact import exact_attention
 from pytest_attn.models.interception import intercept_attention
-from pytest_attn.models.recognition import to_inputs
+from pytest_attn.models.mask_recognition import to_inputs
 
 W = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=64)
 SQUARE = W.replace(kv_len=24)

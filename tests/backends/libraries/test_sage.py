@@ -6,7 +6,7 @@ from fakes.judged import A100, B200, H200, judged
 from pytest_attn import Pages, Window, Workload
 from pytest_attn.backends.libraries import sage
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.description import describe
+from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.workloads.inputs import draw_inputs
 
 W = Workload(130, 192, batch=2, heads=4, kv_heads=2)

@@ -14,7 +14,7 @@ from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
-from pytest_attn.cases.judgment import Evaluator, Evidence, Judgment, Refusal, Result
+from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refusal, Result
 from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
@@ -112,7 +112,7 @@ class CaseRun:
         folder = self.session.settings.save_failures
         if folder is None or not self.saves_failures or not found.evidence:
             return []
-        if not isinstance(found.evidence, Evidence):
+        if not isinstance(found.evidence, FailureToSave):
             return [labeled("not saved", found.evidence, found.width)]
         spec, subject, unnamed = found.evidence.spec, found.evidence.subject, self.executor.unnamed_because
         saver = FailureSaver(folder, self.session, self.item, spec, subject, self.command, unnamed)

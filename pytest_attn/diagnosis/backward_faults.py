@@ -13,7 +13,7 @@ import torch
 
 from pytest_attn.correctness.exact import modify, over_keys, softmax
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.diagnosis.attention import TILES, attention_faults
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import AttentionSteps, Region, RegionScores, honest_steps

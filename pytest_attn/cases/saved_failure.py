@@ -19,7 +19,7 @@ from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.api import judged_in_words
-from pytest_attn.correctness import description
+from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
@@ -268,7 +268,9 @@ class Failure:
             return report
         comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, references), self._reproduce())
         if not comparison.passed:
-            raise AssertionError(f"{description.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}")
+            raise AssertionError(
+                f"{mismatch_text.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}"
+            )
         return comparison
 
     @property

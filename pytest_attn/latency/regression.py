@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline import Baseline, BaselineError, BaselineFile, Identity, find, recorded_otherwise
+from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, Identity, find, recorded_otherwise
 from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, screen, shared_prior
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency

@@ -15,7 +15,7 @@ from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.exact import Block, Chunk, modify, over_keys, scaled_scores
 from pytest_attn.correctness.judge import LSE_TOLERANCE
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
-from pytest_attn.diagnosis.attention import TILES, attention_faults
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
 from pytest_attn.workloads.workload import Workload, ungrouped

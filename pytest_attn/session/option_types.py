@@ -1,0 +1,338 @@
+"""What an option is, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+#: the longest suffix first -> the field of `Settings` that names such a file
+SUFFIXES = {".support.md": "support", ".jsonl": "json", ".html": "report", ".md": "summary"}
+
+
+def kind_of(path: str) -> str:
+    """Return which output a file is. Raises ValueError for another suffix."""
+    for suffix, name in SUFFIXES.items():
+        if path.endswith(suffix):
+            return name
+    raise ValueError(f"must end in {', '.join(list(SUFFIXES)[1:])} or {next(iter(SUFFIXES))}, got {path!r}")
+
+
+def by_kind(paths: Sequence[str], named: Mapping[str, object]) -> dict[str, str]:
+    """Return the files of --attn-output by the field that each stands for.
+
+    named: the values of these fields so far. Raises ValueError where a kind of output is asked for twice.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        name = kind_of(path)
+        other = found.get(name) or named.get(name)
+        if other:
+            raise ValueError(f"{path!r} and {other!r} are the same kind of output; name one file of each suffix")
+        found[name] = path
+    return found
+
+
+class Option(NamedTuple):
+    """One option of the command line, `--attn-STEM`."""
+
+    name: str  # of its field in `Settings`
+    stem: str
+    help: str
+    default: str | None = None  # its text where it has an ini value of the same name
+    metavar: str | None = None  # what stands for its value in the help, None for a switch
+    parse: Callable[[str], Any] = str  # its text -> the field's value; a ValueError's text continues "--attn-STEM: "
+    in_child: bool = True  # whether the new processes of a run are given it, too
+    is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling."""
+        return f"--attn-{self.stem}"
+
+    @property
+    def dest(self) -> str:
+        """The spelling in ini files, and in pytest's own namespace."""
+        return f"attn_{self.stem.replace('-', '_')}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is given without a value."""
+        return self.metavar is None
+
+
+def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str) -> Any:  # noqa: A002
+    """Declare an option with an ini value; its default is text, as a user would type it."""
+    return field(metadata={"option": {"help": help, "default": default, "metavar": metavar, "parse": parse}})
+
+
+def action(help: str, metavar: str, parse: Callable[[str], Any] = str, in_child: bool = False) -> Any:  # noqa: A002
+    """Declare an option of the command line alone; its field is None where it is not given."""
+    return field(metadata={"option": {"help": help, "metavar": metavar, "parse": parse, "in_child": in_child}})
+
+
+def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
+    """Declare an option without a value; its field is a bool."""
+    return field(metadata={"option": {"help": help, "stem": stem, "in_child": in_child}})
+
+
+def output(help: str, suffix: str) -> Any:  # noqa: A002
+    """Declare an option that names a file which a run writes."""
+
+    def parse(text: str) -> str:
+        return _writable_file(text, suffix)
+
+    return action(help, f"FILE{suffix}", parse)
+
+
+def outputs(help: str, stem: str) -> Any:  # noqa: A002
+    """Declare the option, to be given once for each, that names files of any kind which a run writes."""
+
+    def parse(text: str) -> str:
+        kind_of(text)
+        return _writable_file(text, "")
+
+    told = {"help": help, "metavar": "FILE", "parse": parse, "in_child": False, "stem": stem, "is_repeatable": True}
+    return field(metadata={"option": told})
+
+
+def declared_options(settings: type) -> Iterator[Option]:
+    """Yield the options that are declared in a dataclass, in their order."""
+    for one in fields(settings):
+        if "option" in one.metadata:
+            given = dict(one.metadata["option"])
+            stem = given.pop("stem", "") or one.name.replace("_", "-")
+            yield Option(one.name, stem, **given)
+
+
+# -- what their texts may be ---------------------------------------------------------------------------------------------
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return names that commas or spaces separate."""
+    return tuple(name for name in re.split(r"[,\s]+", text.strip()) if name)
+
+
+def dtypes(text: str) -> tuple[str, ...]:
+    """Return dtypes by their full names."""
+    if not names(text):
+        return ()  # runs at every start of pytest: keep it free of imports
+    from pytest_attn.workloads.dtypes import dtype_name
+
+    return tuple(dtype_name(name) for name in names(text))
+
+
+def device(text: str) -> str:
+    """Return the name of a device, or "auto"."""
+    if text == "auto":
+        return text  # import-free, too
+    from pytest_attn.backends.machine import is_device_name
+
+    if not is_device_name(text):
+        raise ValueError(f"must be auto, cpu, cuda, cuda:N, xpu or mps, got {text!r}")
+    return text
+
+
+def limits(text: str) -> str:
+    """Return the name of a set of limits."""
+    if text == "default":
+        return text  # import-free, too
+    from pytest_attn.correctness.comparison import LIMITS
+
+    if text not in LIMITS:
+        raise ValueError(f"must be {' or '.join(LIMITS)}, got {text!r}")
+    return text
+
+
+def whole_number(text: str) -> int:
+    """Return a number >= 0."""
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"must be a whole number >= 0, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return a time limit, 0 for none."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"must be a number of seconds >= 0 (0 waits forever), got {text!r}")
+    return found
+
+
+def one_of(*known: str) -> Callable[[str], str]:
+    """Return a parser of these words."""
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}, got {text!r}")
+        return text
+
+    return parse
+
+
+def percent(text: str) -> float | None:
+    """Return a share, None for "", which leaves it to the kind of device."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
+    if not match or not 0 < float(match[1]) <= 1000:
+        raise ValueError(f"must be a number of percent above 0, such as 5, got {text!r}")
+    return float(match[1]) / 100
+
+
+def threads(text: str) -> int:
+    """Return a number of threads, 0 to leave them as they are."""
+    if not re.fullmatch(r"\d{1,4}", text):
+        raise ValueError(f"must be a whole number of threads from 0 (which leaves them as they are) to 9999, got {text!r}")
+    return int(text)
+
+
+def clock(text: str) -> str:
+    """Return "max", a number of MHz as text, or "" for no locked clock."""
+    if text and text != "max" and not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"must be max or a number of MHz, got {text!r}")
+    return text
+
+
+def size(text: str) -> int:
+    """Return the bytes of a size such as "4 GiB", "512MiB" or "2GB"; raise ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", str(text).strip())
+    if not match:
+        raise ValueError(f"must be a size such as '4 GiB', got {text!r}")
+    prefix = match[2].removesuffix("B")
+    base = 1024 if prefix.endswith("i") else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(prefix[0]) + 1 if prefix else 0))
+
+
+def recording_reason(text: str) -> str:
+    """Return why baselines are recorded; what looks like a test or an option was meant as one."""
+    if not text.strip() or text.startswith("-"):
+        raise ValueError(f'must be a reason such as "first recording", got {text!r}')
+    if "::" in text or os.path.exists(text):
+        raise ValueError(f'must be a reason such as "first recording", got the test {text!r}')
+    return text.strip()
+
+
+def one_backend(text: str) -> str:
+    """Return the name of one backend."""
+    if not text.strip() or "," in text:
+        raise ValueError(f"must be the name of one backend, got {text!r}")
+    return text
+
+
+def stem_of_files(text: str) -> str:
+    """Return the path of files without their suffix, links followed."""
+    path = os.path.realpath(os.path.expanduser(text))
+    is_stem = os.path.basename(text) and not os.path.isdir(path) and not path.endswith((".json", ".py"))
+    if not is_stem or not os.path.isdir(os.path.dirname(path)):
+        raise ValueError(f"must be a name without suffix in a folder that exists, got {text!r}")
+    return path
+
+
+def failures_folder(text: str) -> str:
+    """Return a folder that can be written to, made where it is missing."""
+    import uuid  # few runs come here
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    if not text.strip() or text.startswith("-") or "::" in text:
+        raise ValueError(f"must be a folder, got {text!r}")
+    for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
+        if find_spec(name) is None:
+            raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
+    folder = Path(text).expanduser().resolve()
+    probe = folder / f".{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(f"cannot write to {text!r}: {error.strerror or error}") from None
+    return str(folder)
+
+
+def _writable_file(text: str, suffix: str) -> str:
+    """Return the path of a file to write, links followed; raise ValueError, before anything runs, for any other."""
+    path = os.path.realpath(os.path.expanduser(text))
+    is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
+    if not is_file or not path.endswith(suffix):
+        raise ValueError(f"must be a file NAME{suffix} in a folder that exists, got {text!r}")
+    return path
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """A group of options by the names of their fields in `Settings`."""
+
+    name: str
+    title: str
+    shown: Mapping[str, str]  # the short text of each that `pytest --help` lists
+    rarely: tuple[str, ...] = ()  # those that it leaves to ini files and the reference page
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, those that are shown first."""
+        return (*self.shown, *self.rarely)
+
+
+GROUPS = (
+    OptionGroup(
+        "run",
+        "what to run",
+        {
+            "backends": "all, available, NAME,NAME, -NAME; NAME+compile",
+            "workloads": "names, groups or globs of the catalog; -NAME",
+            "list_only": "list backends, workloads and cases; run nothing",
+            "fuzz": "also run each test on N drawn workloads",
+            "mutants": "run faulty kernels: which do the tests find?",
+            "tune": "check and time each configuration of one backend",
+        },
+    ),
+    OptionGroup(
+        "on",
+        "on what",
+        {
+            "device": "auto, cpu, cuda, cuda:N, xpu or mps",
+            "dtypes": "such as bf16,fp16,fp32",
+            "seed": "of the inputs",
+            "gpu_per_worker": "one GPU for each xdist worker",
+        },
+        ("memory",),
+    ),
+    OptionGroup(
+        "judge",
+        "what to judge",
+        {
+            "timeout": "stop a callable that takes longer",
+            "thorough": "all invariants, with more repetitions",
+            "profile": "which kernels each right case launches",
+        },
+        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
+    ),
+    OptionGroup(
+        "latency",
+        "latency",
+        {
+            "latency": "off, auto or require (a missing baseline fails)",
+            "update_baselines": "record, in ten new processes, and why",
+            "rank": "the fastest backend that is right, and its ties",
+            "max_slowdown": "below this no slowdown fails",
+        },
+        ("baselines", "threads", "l2", "fresh", "lock_clocks", "cupti"),
+    ),
+    OptionGroup(
+        "outputs",
+        "outputs",
+        {
+            "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
+            "save_failures": "tensors and a script for each failing case",
+            "rank_to": "--attn-rank, written to STEM.json and STEM.py",
+        },
+        ("json", "report", "summary", "support", "json_samples"),
+    ),
+)
