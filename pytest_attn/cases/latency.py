@@ -23,10 +23,10 @@ from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.regression import (
     ACCEPT,
-    Crowd,
     DeviceBaselines,
     DisturbedError,
     FreshError,
+    SharedCpu,
     describe_regression,
     describe_unconfirmed,
     describe_undecided,
@@ -284,7 +284,7 @@ class CompareToBaseline(LatencyMode):
 
     def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
         super().__init__(session, baselines)
-        self._config, self._crowd = config, Crowd()
+        self._config, self._crowd = config, SharedCpu()
 
     @classmethod
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:

@@ -2,7 +2,7 @@
 
 A workload is cut into segments of equally long sequences, blocks of heads and chunks of query rows. One chunk is computed at a
 time, so memory grows with the sequence, not with its square. Query head h uses key head h // group, and keys are never
-repeated in memory.
+repeated in memory. reference.py runs it over a whole workload.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The faults that a diagnosis can name, by their identities: what hints, records and mutants call them.
+"""The identities of the faults that a diagnosis can name: what hints, records and mutants call them.
 
-Plain data, which hints and mutants share: neither knows of the other's code, so that one can be measured by the other.
+Plain data, which hints and mutants share: neither knows of the other's code, so that one can be measured by the other. What a
+fault predicts, and the words of its hint, are in attention_faults.py, forward_faults.py, backward_faults.py and ranks.py, and
+with the masks.
 """
 
 from __future__ import annotations

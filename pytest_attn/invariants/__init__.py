@@ -1,0 +1,1 @@
+"""What must hold of every attention kernel without any tolerance."""

@@ -1,0 +1,1 @@
+"""How long a kernel takes, and whether that is longer than it was."""

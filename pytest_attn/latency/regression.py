@@ -1,6 +1,7 @@
 """The decision over one latency, from what was recorded, what was measured, and a function that times it in new processes.
 
-Nothing here knows pytest, and nothing is changed but what is known of the machine, in `Crowd`.
+The rule by which a p50 is slower is in gate.py. Nothing here knows pytest, and nothing is changed but what is known of the
+machine, in `SharedCpu`.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Measured:
 
 
 @dataclass
-class Crowd:
+class SharedCpu:
     """Whether a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
 
     is_there: bool = False
@@ -155,7 +156,7 @@ def judge_latency(
     policy: Policy,
     cases: int,
     fresh_runs: Callable[[], Sequence[Run]],
-    crowd: Crowd,
+    crowd: SharedCpu,
 ) -> Decision:
     """Hold a measurement against its baseline.
 
@@ -180,7 +181,7 @@ def judge_latency(
     return with_other_gates(decision, baseline, measured.latency, z, policy)
 
 
-def _first_look(measured: Measured, context: GateContext, crowd: Crowd) -> tuple[Decision, bool]:
+def _first_look(measured: Measured, context: GateContext, crowd: SharedCpu) -> tuple[Decision, bool]:
     """Return what the one measurement says, and whether new processes must be asked."""
     latency = measured.latency
     if latency.disturbances:

@@ -1,0 +1,1 @@
+"""Pytest once more in another process: started or forked, spoken to, awaited, and ended."""

@@ -1,0 +1,1 @@
+"""One callable over several processes: their pool, their shards, their times."""

@@ -8,9 +8,9 @@ from pytest_attn.latency.baseline_file import Baseline, BaselineFile, Identity, 
 from pytest_attn.latency.gate import POLICIES, shared_prior
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.regression import (
-    Crowd,
     DeviceBaselines,
     Measured,
+    SharedCpu,
     judge_latency,
 )
 from pytest_attn.latency.result import Latency
@@ -95,4 +95,4 @@ def judged(one, fresh=None, baselines=None, crowd=None, cases=1, **policy):
     """Return the decision. Without `fresh`, nobody may be asked; policy: what differs from that of the device."""
     fresh = fresh or Fresh(error=AssertionError("new processes were asked"))
     wanted = replace(POLICIES[one.kind], **policy)
-    return judge_latency(one, baselines or recorded(one.kind), wanted, cases, fresh, crowd or Crowd())
+    return judge_latency(one, baselines or recorded(one.kind), wanted, cases, fresh, crowd or SharedCpu())

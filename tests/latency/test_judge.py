@@ -9,10 +9,10 @@ from pytest_attn.latency.gate import shared_prior
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.regression import (
     RECORD,
-    Crowd,
     DeviceBaselines,
     DisturbedError,
     FreshError,
+    SharedCpu,
     StartError,
 )
 from pytest_attn.reports.verdict import Cause, Verdict
@@ -117,7 +117,7 @@ def test_a_disturbed_time_is_decided_by_fresh_processes_on_a_cpu(p50, verdict):
 
 
 def test_a_disturbed_time_on_a_gpu_is_inconclusive_and_nobody_is_asked():
-    crowd = Crowd()
+    crowd = SharedCpu()
     decision = judged(measured(3e-4, "cuda", latency=DISTURBED), crowd=crowd)
     assert (decision.verdict, decision.reason, decision.change) == (Verdict.INCONCLUSIVE, "hot; shared", None)
     assert not crowd.is_there
@@ -135,7 +135,7 @@ def test_a_disturbed_time_says_why_fresh_processes_did_not_decide(error):
 
 
 def test_where_fresh_processes_were_disturbed_as_well_they_are_not_asked_again():
-    crowd, disturbed = Crowd(), Fresh(error=DisturbedError("hot"))
+    crowd, disturbed = SharedCpu(), Fresh(error=DisturbedError("hot"))
     judged(measured(3e-4, latency=DISTURBED), disturbed, crowd=crowd)
     assert crowd.is_there
     assert judged(measured(3e-4, latency=DISTURBED), disturbed, crowd=crowd).verdict == Verdict.INCONCLUSIVE
@@ -144,11 +144,11 @@ def test_where_fresh_processes_were_disturbed_as_well_they_are_not_asked_again()
 
 def test_a_slower_time_among_a_crowd_is_confirmed_all_the_same():
     fresh = Fresh(3e-4, 3e-4, 3e-4, 3e-4)
-    assert judged(measured(3e-4), fresh, crowd=Crowd(is_there=True)).verdict == Verdict.REGRESSED
+    assert judged(measured(3e-4), fresh, crowd=SharedCpu(is_there=True)).verdict == Verdict.REGRESSED
 
 
 def test_an_undisturbed_time_says_that_the_crowd_has_gone():
-    crowd = Crowd(is_there=True)
+    crowd = SharedCpu(is_there=True)
     judged(measured(1e-4), crowd=crowd)
     assert not crowd.is_there
     fresh = Fresh(1e-4, 1e-4, 1e-4, 1e-4)
@@ -158,13 +158,13 @@ def test_an_undisturbed_time_says_that_the_crowd_has_gone():
 
 @pytest.mark.parametrize("error", [FreshError("it took more than 1800 s"), StartError("no more")])
 def test_fresh_processes_that_were_not_disturbed_are_no_crowd(error):
-    crowd = Crowd()
+    crowd = SharedCpu()
     judged(measured(3e-4, latency=DISTURBED), Fresh(error=error), crowd=crowd)
     assert not crowd.is_there
 
 
 def test_disturbed_fresh_processes_of_a_gpu_are_no_crowd():
-    crowd = Crowd()
+    crowd = SharedCpu()
     judged(measured(3e-4, "cuda"), Fresh(error=DisturbedError("hot")), crowd=crowd)
     assert not crowd.is_there
 
