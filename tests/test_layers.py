@@ -51,7 +51,7 @@ BEFORE_A_CASE = (
     "version",
 )
 #: modules of theirs that a case loads
-AT_A_CASE = ("suite/models.py", "backends/layouts.py", "backends/libraries/", "workloads/kv_layout.py")
+AT_A_CASE = ("suite/models.py", "backends/layouts.py", "backends/streams.py", "backends/libraries/", "workloads/kv_layout.py")
 PYTEST_ALLOWED = ("plugin", "hooks", "cases", "ranks", "session", "suite", "processes")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.contexts import no_collection, quiet
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
@@ -116,9 +114,6 @@ def unlimited_recompiles() -> Iterator[None]:
 # -- +graph ------------------------------------------------------------------------------------------------------------------
 
 
-_WARM_UPS = 3
-
-
 class Graphed(Variant):
     """A backend's forward call, captured on other data than it is judged on and replayed over poisoned outputs.
 
@@ -139,6 +134,8 @@ class Graphed(Variant):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Capture at the first call; every call copies its data in, poisons the output, replays and copies it out."""
+        from pytest_attn.backends.streams import Capture
+
         kernel = self.inner.prepare(inputs, backward)
         captured: list[Capture] = []
 
@@ -148,48 +145,3 @@ class Graphed(Variant):
             return captured[0].replay((q, k, v))
 
         return call
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Record what is launched meanwhile. A graph that Python's collector frees in between would spoil that.
-
-    The current stream is then what it was, which torch sees to only where the capture succeeds.
-    """
-    import torch
-
-    as_before = torch.cuda.stream(torch.cuda.current_stream())
-    with quiet(), no_collection(), as_before, torch.cuda.graph(graph, stream=stream):
-        yield
-
-
-class Capture:
-    """A graph of one call of a kernel, with tensors of its own for inputs and outputs."""
-
-    #: how often it calls the kernel
-    calls = _WARM_UPS + 1
-
-    def __init__(self, kernel: AttentionFn, like: tuple[torch.Tensor, ...]) -> None:
-        import torch
-
-        self.inputs = [torch.zeros_like(t) for t in like]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                kernel(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with capturing(self.graph):
-            self.output = kernel(*self.inputs)
-
-    def replay(self, data: tuple[torch.Tensor, ...]) -> Any:
-        """Return copies of the outputs for `data`."""
-        for mine, given in zip(self.inputs, data, strict=True):
-            mine.copy_(given)
-        outputs = self.output if isinstance(self.output, tuple | list) else (self.output,)
-        for output in outputs:
-            output.fill_(math.nan)
-        self.graph.replay()
-        copies = tuple(output.clone() for output in outputs)
-        return copies if isinstance(self.output, tuple | list) else copies[0]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
 from pytest_attn.correctness.reference import Reference
@@ -294,6 +295,7 @@ def call_kernel(
     gradients = nullcontext() if spec.backward else torch.no_grad()
     with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
         result = kernel(*given)
+    wait(spec.device)
     if fault := fault_of_caches(spec.workload, caches):
         raise ContractError(fault)
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
@@ -302,8 +304,7 @@ def call_kernel(
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
         leaves = {**dict(zip("qkv", given, strict=True)), **spec.parameters}
         tensors.update(_gradients(tensors["out"], leaves, pattern.of("dout", dout, spec.layout)))
-    if spec.device.type == "cuda":
-        torch.cuda.synchronize(spec.device)
+        wait(spec.device)
     changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")
     native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.reports.lines import figure, labeled
+from pytest_attn.reports.lines import figure, labeled, told_apart
 
 
 def describe(comparison: Comparison) -> str:
@@ -21,12 +19,11 @@ def describe(comparison: Comparison) -> str:
     row = mismatch.row
     at = ", ".join(map(str, row.worst))
     whose = row.name if row.name == comparison.subject else f"{row.name} of {comparison.subject}"
+    found, exact = told_apart(row.found, row.exact)
     of_finite = "of finite elements: " if row.wrong_positions else ""
     lines = [
         f"mismatch: {whose}: {_excess(row)} ({comparison.workload}, inputs {row.distribution})",
-        labeled(
-            "worst", f"{row.name}[{at}] = {_value(row.found)}, exact {_value(row.exact)}, budget {figure(row.budget, '.3g')}"
-        ),
+        labeled("worst", f"{row.name}[{at}] = {found}, exact {exact}, budget {figure(row.budget, '.3g')}"),
         labeled(
             "levels",
             f"element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
@@ -79,10 +76,6 @@ def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
 
 def _short(z: float) -> str:
     return figure(z, ".2f" if z < 100 else ",.0f")
-
-
-def _value(value: float) -> str:
-    return f"{value}" if math.isnan(value) or math.isinf(value) else figure(value, ".6g")
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------

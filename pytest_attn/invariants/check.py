@@ -13,7 +13,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import Algebra, Magnitude
 from pytest_attn.invariants.gradients import Gradients, LseGradient
-from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, Probe, what_was_raised
+from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
 from pytest_attn.invariants.layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.leak import Leak
 from pytest_attn.invariants.poison import Poison
@@ -142,6 +142,8 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
         return finding("not applicable", reason)
     try:
         evidence = invariant.run(probe)
+    except OwnDefectError:
+        raise
     except (NotApplicable, RefusedError) as reason:
         return finding("not applicable", str(reason))
     except (ContractError, KernelRaised) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of
+from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
@@ -23,6 +25,7 @@ from pytest_attn.correctness.contract import ContractError, EmptyRows, check_con
 from pytest_attn.correctness.judge import compare_tensor
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.reports.lines import told_apart
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -44,17 +47,23 @@ def difference(name: str, found: Tensor, expected: Tensor, where: Tensor | None 
     if not bool(unequal.any()):
         return ""
     share = f"{int(unequal.sum()):,} of {unequal.numel():,} elements differ"
-    return f"{at_first(name, found, unequal)}, was {_value(expected, unequal)} ({share})"
+    now, was = (float(tensor[unequal][0]) for tensor in (found, expected))
+    if now == was or (math.isnan(now) and math.isnan(was)):
+        raise OwnDefectError(
+            f"pytest-attn compared {name} while it still changed ({share}, and the first of them is {now:.9g} in both), so"
+            " nothing is known of the kernel. This is a defect of pytest-attn: please report it with this text"
+        )
+    texts = told_apart(now, was)
+    return f"{name}[{_first(unequal)}] = {texts[0]}, was {texts[1]} ({share})"
 
 
 def at_first(name: str, tensor: Tensor, where: Tensor) -> str:
     """Write the first element of a tensor where `where` is True: "out[0, 1, 7, 0] = 0.5"."""
-    index = ", ".join(str(int(i)) for i in where.nonzero()[0])
-    return f"{name}[{index}] = {_value(tensor, where)}"
+    return f"{name}[{_first(where)}] = {float(tensor[where][0]):.6g}"
 
 
-def _value(tensor: Tensor, where: Tensor) -> str:
-    return f"{float(tensor[where][0]):.6g}"
+def _first(where: Tensor) -> str:
+    return ", ".join(str(int(i)) for i in where.nonzero()[0])
 
 
 def prefixed(words: str, evidence: str) -> str:
@@ -109,8 +118,7 @@ class StartedCall:
     def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
         probe = self._probe
-        if probe.device.type == "cuda":
-            torch.cuda.synchronize(probe.device)
+        wait(probe.device)
         both = {**(outputs or self.handed_out), **gradients}
         native = {name: (t if name == "lse" else probe.spec.in_layout(t)).detach() for name, t in both.items()}
         return probe.empty_rows.forget(native)
@@ -290,7 +298,8 @@ class Probe:
                 at = ", ".join(map(str, row.worst))
                 rounding = f"{row.excess:.3g} times what rounding explains"
                 over = "not finite where exact is" if row.wrong_positions else rounding
-                return f"{name}[{at}] = {row.found:.6g}, exact {row.exact:.6g} ({over})"
+                found, exact = told_apart(row.found, row.exact)
+                return f"{name}[{at}] = {found}, exact {exact} ({over})"
         return ""
 
     def change(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
@@ -312,6 +321,10 @@ class NotApplicable(Exception):  # noqa: N818 - it is an outcome, not an error
     """An invariant that says nothing about this kernel after all; the text is the reason."""
 
 
+class OwnDefectError(Exception):
+    """A comparison that contradicts itself: no kernel explains it. It ends the test, and breaks no invariant."""
+
+
 class KernelRaised(Exception):  # noqa: N818 - a finding, whose text is the evidence
     """A kernel raised an error that does not refuse; the text says on what, and what it raised."""
 
@@ -321,7 +334,7 @@ def on(words: str) -> Iterator[None]:
     """Say of what a kernel raises on what it did. words: how its tensors lie, or what they hold."""
     try:
         yield
-    except (ContractError, NotApplicable, RefusedError):
+    except (ContractError, NotApplicable, OwnDefectError, RefusedError):
         raise
     except Exception as error:
         raise KernelRaised(f"{words}: {what_was_raised(error)}") from error

@@ -9,6 +9,7 @@ import sys
 import torch
 from torch import Tensor
 
+from pytest_attn.backends.streams import side_stream
 from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, first_difference, prefixed
 from pytest_attn.workloads.dtypes import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
@@ -95,9 +96,7 @@ def _exactly(results: dict[str, Tensor]) -> dict[str, Tensor]:
 def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while its inputs are still zeros: they are written by work that waits in the same, side stream."""
     late = tensors.map(torch.zeros_like)
-    stream = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(probe.device))
-    with torch.cuda.stream(stream):
+    with side_stream(probe.device):
         torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         for name in ("q", "k", "v", "dout"):
             getattr(late, name).copy_(getattr(tensors, name))
@@ -106,13 +105,12 @@ def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
 
 def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while another stream multiplies matrices."""
-    other = torch.cuda.Stream(probe.device)  # type: ignore[no-untyped-call]
     matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.dout.dtype)
-    other.wait_stream(torch.cuda.current_stream(probe.device))
-    with torch.cuda.stream(other):
+    with side_stream(probe.device) as here:
         for _ in range(16):
             matrix @ matrix
-    return probe.call(tensors)
+        with torch.cuda.stream(here):
+            return probe.call(tensors)
 
 
 class State(Invariant):

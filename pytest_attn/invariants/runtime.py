@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from pytest_attn.backends.streams import Capture
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.backends.variants import Capture
 from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import CUDA, Invariant, Need, NotApplicable, Probe, prefixed
 from pytest_attn.invariants.rerun import other_values

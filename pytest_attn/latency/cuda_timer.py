@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.backends.variants import capturing
+from pytest_attn.backends.streams import capturing, side_stream
 from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
 from pytest_attn.latency.work import StaleError, TimedCall, Work, called, peak_of, verified
 
@@ -158,11 +158,9 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool
     outputs: list[torch.Tensor] = []
     padding: list[torch.Tensor] = []  # until the capture is over
     try:
-        stream.wait_stream(torch.cuda.current_stream(work.device))
-        with torch.cuda.stream(stream):
+        with side_stream(work.device, stream):
             work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
-        torch.cuda.current_stream(work.device).wait_stream(stream)
         with capturing(graph, stream):
             for call in staged:
                 outputs.append(work.result(call()))

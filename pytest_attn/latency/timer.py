@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.contexts import no_collection
+from pytest_attn.backends.streams import wait
 from pytest_attn.latency.disturbance import ContentionMonitor
-from pytest_attn.latency.work import Work, look_for_kept_results, wait
+from pytest_attn.latency.work import Work, look_for_kept_results
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 

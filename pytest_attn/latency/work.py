@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
@@ -221,14 +222,6 @@ def called(work: Work) -> TimedCall:
     launched = time.perf_counter() - begun
     wait(work.device)
     return TimedCall(value, launched, time.perf_counter() - begun)
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all that a device was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type in ("xpu", "mps"):
-        getattr(torch, device.type).synchronize()
 
 
 #: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU

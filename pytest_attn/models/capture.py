@@ -18,6 +18,7 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
@@ -333,6 +334,8 @@ class Recorder:
         self._kept -= min(self._kept, sum(t.nbytes for t in held if t.device == call.inputs.device))
         if call.is_again and not call.has_dout and not call.missing:
             return  # the first one has been judged, or will be
+        if self._judges:  # its tensors came on the streams of their hooks
+            wait(call.inputs.device)
         with torch.no_grad():
             self._done(call)
 

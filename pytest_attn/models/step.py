@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from pytest_attn.backends.streams import wait
+
 __tracebackhide__ = True  # what it raises is the step's own mistake
 
 
@@ -57,9 +59,12 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module, backward: bool) ->
     """
     if not backward:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            return named(step()).settled()
+            returned = step()
+        wait(device_of(model))
+        return named(returned).settled()
     with watching_backward() as runs:
         returned = step()
+    wait(device_of(model))
     finish_backward(returned, model, bool(runs))
     result = named(returned)
     result.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

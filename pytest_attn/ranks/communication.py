@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from pytest_attn.backends.streams import wait
 from pytest_attn.latency.nvml import AbsentError, Gpu
-from pytest_attn.latency.work import Work, wait
+from pytest_attn.latency.work import Work
 
 #: functions of torch.distributed that wait for other ranks, and which argument names the other one
 _WAITING = {

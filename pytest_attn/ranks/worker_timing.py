@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.backends.contexts import no_collection
+from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
@@ -24,7 +25,7 @@ from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor, process_waited
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.work import DISTRIBUTION, Work, look, peak_of, verified, wait
+from pytest_attn.latency.work import DISTRIBUTION, Work, look, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
 from pytest_attn.ranks.rank import Rank, StartBarrier

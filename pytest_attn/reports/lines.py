@@ -27,6 +27,14 @@ def figure(value: float, plain: str) -> str:
     return f"{digits}e{int(power)}"
 
 
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Return two numbers as they are read, or with as many digits as show that they differ."""
+    short = tuple(figure(x, ".6g") if math.isfinite(x) else f"{x}" for x in (one, other))
+    texts = (short, *(tuple(f"{x:.{digits}g}" for x in (one, other)) for digits in (6, 9, 17)))  # float32 needs 9, float64 17
+    first, second = next((both for both in texts if both[0] != both[1]), short)
+    return first, second
+
+
 def labeled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
     """Return one indented line, such as "  where      all 4 heads"."""
     return f"  {label:<{width}} {text}"

@@ -9,7 +9,8 @@ from fakes.judged import H200, judged
 from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.variants import Compiled, Graphed, capturing, compilation_of, compile_kernel
+from pytest_attn.backends.streams import capturing
+from pytest_attn.backends.variants import Compiled, Graphed, compilation_of, compile_kernel
 from pytest_attn.correctness.mismatch_text import describe
 
 W = Workload(32, heads=2, head_dim=32)
@@ -107,8 +108,8 @@ def graphs(monkeypatch):
     backend = Own()
     for name, value in (
         ("CUDAGraph", Graph),
-        ("Stream", Stream),
-        ("current_stream", Stream),
+        ("Stream", lambda device: Stream()),
+        ("current_stream", lambda *_: Stream()),
         ("stream", lambda stream: contextlib.nullcontext()),
         ("graph", lambda graph, stream=None: contextlib.nullcontext()),
     ):

@@ -273,7 +273,7 @@ def test_what_a_graph_leaves_out_is_seen(monkeypatch):
     def found_of(fault):
         cuda, stream = Capturing(fault), SimpleNamespace(wait_stream=lambda other: None)
         stand_ins = {"CUDAGraph": lambda: cuda, "graph": cuda.graph, "stream": nullcontext}
-        for name, stand_in in {**stand_ins, "Stream": lambda: stream, "current_stream": lambda: stream}.items():
+        for name, stand_in in {**stand_ins, "Stream": lambda device: stream, "current_stream": lambda *_: stream}.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         return asked(cuda.kernel, CheckSpec(PLAIN, CPU, declared=Declaration(returns_lse=True)), "graph")
 

@@ -8,7 +8,7 @@ import torch
 from judging import DEVICES, SMALL, attention, keeps_graphs, measure, needs_cuda, timed, with_gradients
 
 from pytest_attn import Workload
-from pytest_attn.backends.variants import capturing
+from pytest_attn.backends.streams import capturing
 from pytest_attn.latency.cuda_timer import DeviceGraph
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import StaleError
