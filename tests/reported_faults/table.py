@@ -7,6 +7,7 @@ None of them is in `pytest_attn.mutants`. The twin of a fault is the class that 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,10 +47,11 @@ class Fault(NamedTuple):
 FAULTS: list[Fault] = []
 
 
-def reported(name: str, report: str, what: str, reaches: Reaches, **more: Any) -> Callable[[type[Attention]], type[Attention]]:
-    """Return a decorator that adds a kernel to the table."""
+def reported(report: str, what: str, reaches: Reaches, **more: Any) -> Callable[[type[Attention]], type[Attention]]:
+    """Return a decorator that adds a kernel to the table, under the name of its class in lower case with hyphens."""
 
     def add(kernel: type[Attention]) -> type[Attention]:
+        name = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__).lower()
         FAULTS.append(Fault(name, report, what, reaches, kernel, **more))
         return kernel
 
@@ -68,9 +70,7 @@ class ManySplits(Attention):
     key_tile, splits = 32, 4
 
 
-# -- what workloads have -------------------------------------------------------------------------------------------------------
-
-
+# -- what workloads have -----------------------------------------------------------------------------------------------------
 def some(w: Workload, condition: Callable[[int, int], bool]) -> bool:
     """Whether the condition on (queries, keys) holds of a batch entry."""
     return any(condition(n, m) for n, m in sequence_lengths(w))
@@ -117,63 +117,56 @@ def bias_lacks(dim: str) -> Reaches:
     return lambda w: w.bias is not None and dim not in w.bias
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------------------
-
-
+# -- masks -------------------------------------------------------------------------------------------------------------------
 @reported(
-    "rows-divided-by-group",
     "Dao-AILab/flash-attention#2528",
     "The flag of packed heads was set, but nothing was packed: a row's limit of a causal mask was that of row i // group.",
     lambda w: is_band(w) and w.group > 1 and some(w, lambda n, m: n > 1),
 )
-class _(Attention):
+class RowsDividedByGroup(Attention):
     def place(self, t: Tile) -> Tensor:
         row = t.i // t.w.group
         return row if t.w.mask.band.top_left else row + t.e.m - t.e.n
 
 
 @reported(
-    "window-dropped-for-pages",
     "EricLBuehler/mistral.rs#2094",
     "The kernel of a paged cache was called without the window.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m > w.mask.band.left + 1),
 )
-class _(Attention):
+class WindowDroppedForPages(Attention):
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         left, right = super().window(t)
         return (None if t.w.kv_pages else left), right
 
 
 @reported(
-    "window-dropped-for-one-query",
     "karpathy/nanochat#452",
     "With one query the call was made without a mask, and so without the window.",
     lambda w: has_window(w) and some(w, lambda n, m: n == 1 and m > w.mask.band.left + 1),
 )
-class _(Attention):
+class WindowDroppedForOneQuery(Attention):
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         left, right = super().window(t)
         return (None if t.e.n == 1 else left), right
 
 
 @reported(
-    "window-one-row-off-for-several-queries",
     "openvinotoolkit/openvino#30714",
     "Over pages, the window of more than one query was off by one row.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: n > 1),
 )
-class _(Attention):
+class WindowOneRowOffForSeveralQueries(Attention):
     def place(self, t: Tile) -> Tensor:
         return super().place(t) - int(t.w.kv_pages is not None and t.e.n > 1)
 
 
 @reported(
-    "decoding-sees-behind-the-length",
     "vllm-project/vllm-xpu-kernels#181",
     "With is_causal, one query's keys ended a tile later: cache entries behind the length were seen.",
     lambda w: is_band(w) and w.kv_lens is not None and not w.packs_keys and some(w, lambda n, m: n == 1 and m < w.kv_len),
 )
-class _(Attention):
+class DecodingSeesBehindTheLength(Attention):
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         longer = is_band(call.w) and call.inputs.kv_lens is not None and e.n == 1
@@ -181,24 +174,22 @@ class _(Attention):
 
 
 @reported(
-    "tile-full-by-its-corners",
     "PaddlePaddle/FastDeploy#3514",
     "A tile was taken for one that needs no mask, as its first and its last pair are visible.",
     lambda w: w.mask is not None and w.mask.band is None,
 )
-class _(Attention):
+class TileFullByItsCorners(Attention):
     def in_other_mask(self, t: Tile) -> Tensor:
         seen = super().in_other_mask(t)
         return seen | (seen[..., :1, :1] & seen[..., -1:, -1:])
 
 
 @reported(
-    "last-page-full-in-a-window",
     "vllm-project/vllm#2231",
     "With a window, all slots of the last page counted as filled.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m % w.kv_pages.size > 0 and m < w.kv_len),
 )
-class _(Attention):
+class LastPageFullInAWindow(Attention):
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         if not (call.w.kv_pages and has_window(call.w)) or not e.m:
@@ -213,62 +204,55 @@ class _(Attention):
 
 
 @reported(
-    "values-before-the-window-read",
     "openvinotoolkit/openvino#37377",
     "Slots outside the retained tokens were multiplied by a weight of 0, and 0 times NaN is NaN.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m > w.mask.band.left + w.kv_pages.size),
 )
-class _(Attention):
+class ValuesBeforeTheWindowRead(Attention):
     def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
         return v
 
 
-# -- lengths, packed sequences, splits -----------------------------------------------------------------------------------------
-
-
+# -- lengths, packed sequences, splits ---------------------------------------------------------------------------------------
 @reported(
-    "results-folded-onto-the-first-sequence",
     "vllm-project/flash-attention#176",
     "The batch stride of out stays 0 in a varlen call: the combine kernel writes every sequence over the first.",
     lambda w: w.is_packed and w.kv_pages is not None and w.batch > 1,
 )
-class _(Splits):
+class ResultsFoldedOntoTheFirstSequence(Splits):
     def store(self, call: Call, e: Entry, rows: range, out: Tensor, lse: Tensor, part: Part) -> None:
         folded = e._replace(row=0) if call.w.is_packed and call.w.kv_pages else e
         super().store(call, folded, rows, out, lse, part)
 
 
 @reported(
-    "empty-split-weighs-one",
     "ROCm/aiter#3641",
     "More splits than tiles: an empty split was merged with a weight, as its lse was not -inf.",
     has_empty_split,
 )
-class _(ManySplits):
+class EmptySplitWeighsOne(ManySplits):
     def online(self, call: Call, e: Entry, rows: range, tiles: list[range]) -> Part:
         part = super().online(call, e, rows, tiles)
         return part if tiles else part._replace(lse=torch.zeros_like(part.lse))
 
 
 @reported(
-    "inactive-split-stores-lse",
     "sgl-project/sgl-kernel-xpu#487",
     "Where one split alone has keys, all splits store their lse to the same slot, and -inf overwrites the right one.",
     lambda w: some(w, lambda n, m: 0 < m <= 32 and n > 0),
 )
-class _(Splits):
+class InactiveSplitStoresLse(Splits):
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         return part._replace(lse=torch.full_like(part.lse, -math.inf)) if e.m <= self.key_tile else part
 
 
 @reported(
-    "merge-of-key-heads-only",
     "mlc-ai/mlc-llm#1995",
     "The kernel that merges partial results was given the wrong number of heads.",
     lambda w: w.group > 1 and is_split(w),
 )
-class _(Splits):
+class MergeOfKeyHeadsOnly(Splits):
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         out, lse = (t.clone() for t in super().merged(call, e, rows, parts))
         out[call.w.kv_heads :], lse[call.w.kv_heads :] = (t[call.w.kv_heads :] for t in parts[0])
@@ -276,12 +260,11 @@ class _(Splits):
 
 
 @reported(
-    "lse-of-splits-with-strides-of-a-full-tile",
     "Dao-AILab/flash-attention#2388",
     "The strides of the splits' lse were hard-coded.",
     lambda w: w.heads > 1 and is_split(w) and some(w, lambda n, m: n % 64 > 0 and m > 32),
 )
-class _(Splits):
+class LseOfSplitsWithStridesOfAFullTile(Splits):
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         heads, n = parts[0].lse.shape
         at = (torch.arange(heads)[:, None] * self.row_tile + torch.arange(n)) % (heads * n)
@@ -289,12 +272,11 @@ class _(Splits):
 
 
 @reported(
-    "lse-merged-in-place",
     "local-inference-lab/vllm#468",
     "The merge writes the new lse over the first one, which it reads again for the second weight.",
     is_split,
 )
-class _(Splits):
+class LseMergedInPlace(Splits):
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         first, second = parts
         lse = torch.logaddexp(first.lse, second.lse)
@@ -305,12 +287,11 @@ class _(Splits):
 
 
 @reported(
-    "stale-part-of-an-empty-split",
     "flashinfer-ai/flashinfer#2002",
     "The workspace of partial results was not initialized: a split without keys left there what a call before had.",
     has_empty_split,
 )
-class _(ManySplits):
+class StalePartOfAnEmptySplit(ManySplits):
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         tiles = self.split(self.key_tiles(call, e, rows))
         for at, span in enumerate(tiles):
@@ -323,24 +304,22 @@ class _(ManySplits):
 
 
 @reported(
-    "sequence-without-queries-divides-by-zero",
     "Dao-AILab/flash-attention#2503",
     "An empty q raised ZeroDivisionError.",
     lambda w: w.is_packed and 0 in w.q_lens,
 )
-class _(Attention):
+class SequenceWithoutQueriesDividesByZero(Attention):
     def row_tiles(self, call: Call, e: Entry) -> list[range]:
         assert e.m // e.n >= 0
         return super().row_tiles(call, e)
 
 
 @reported(
-    "single-queries-and-an-empty-sequence",
     "Dao-AILab/flash-attention#1537",
     "max_seqlen_q of 1 beside an empty sequence: q was viewed as one row for each sequence, which fails.",
     lambda w: w.is_packed and w.q_len == 1 and 0 in w.q_lens and w.group > 1,
 )
-class _(Attention):
+class SingleQueriesAndAnEmptySequence(Attention):
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         if call.w.is_packed and call.w.q_len == 1 and call.w.group > 1:
             call.q.reshape(call.w.batch, call.w.group, call.w.kv_heads, call.w.head_dim)
@@ -348,12 +327,11 @@ class _(Attention):
 
 
 @reported(
-    "heads-packed-across-sequences",
     "ROCm/rocm-libraries#7221",
     "Packing the heads of a group into rows was not refused for packed sequences, and folded across their boundaries.",
     lambda w: w.is_packed and w.group > 1 and w.batch > 1 and w.head_groups == "contiguous",
 )
-class _(Attention):
+class HeadsPackedAcrossSequences(Attention):
     def folded(self, call: Call, e: Entry) -> tuple[Tensor, Tensor]:
         """Return which head of the group, and which row of all, stands at (head of the group, row): (group, n) each."""
         at = e.row * call.w.group + torch.arange(call.w.group)[:, None] * e.n + torch.arange(e.n)
@@ -378,39 +356,34 @@ class _(Attention):
 
 
 @reported(
-    "lse-of-tokens-first",
     "vllm-project/vllm#21996",
     "An lse that lies with its tokens first was read as if its heads were: garbage.",
     lambda w: w.is_packed and w.heads > 1,
 )
-class _(Attention):
+class LseOfTokensFirst(Attention):
     def rows_of_lse(self, call: Call, e: Entry, tensor: Tensor) -> Tensor:
         if not call.w.is_packed or not tensor.is_contiguous():
             return super().rows_of_lse(call, e, tensor)
         return tensor.view(-1, call.w.heads)[e.row : e.row + e.n].transpose(0, 1)
 
 
-# -- pages ---------------------------------------------------------------------------------------------------------------------
-
-
+# -- pages -------------------------------------------------------------------------------------------------------------------
 @reported(
-    "pool-as-large-as-the-table",
     "NVIDIA/cutlass#2221",
     "The cache was taken to have as many pages as the page table names.",
     lambda w: w.kv_pages is not None and w.kv_pages.pool is not None,
 )
-class _(Attention):
+class PoolAsLargeAsTheTable(Attention):
     def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
         return super().page_numbers(call, e, number) % call.inputs.page_table.numel()
 
 
 @reported(
-    "pages-of-more-than-128",
     "flashinfer-ai/flashinfer#4347",
     "Results were wrong with pages of more than 128 tokens.",
     lambda w: w.kv_pages is not None and w.kv_pages.size > 128 and some(w, lambda n, m: m > 128),
 )
-class _(Attention):
+class PagesOfMoreThan128(Attention):
     def page_size(self, call: Call) -> int:
         return min(call.w.kv_pages.size, 128)
 
@@ -419,12 +392,11 @@ class _(Attention):
 
 
 @reported(
-    "pages-smaller-than-a-tile",
     "vllm-project/vllm-xpu-kernels#171",
     "page_size / K_tile was 0 where a page is smaller than a tile: all keys of a tile were read behind its first page.",
     lambda w: w.kv_pages is not None and w.kv_pages.size < 16 and some(w, lambda n, m: m > w.kv_pages.size),
 )
-class _(Attention):
+class PagesSmallerThanATile(Attention):
     def gathered(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
         size = self.page_size(call)
         if size >= 16:
@@ -437,12 +409,11 @@ class _(Attention):
 
 
 @reported(
-    "pages-side-by-side",
     "vllm-project/vllm-xpu-kernels#335",
     "Pages were found without their stride, which is larger where layers, or k and v, share each page.",
     lambda w: w.kv_pages is not None and (w.kv_pages.fused or w.kv_pages.sliced),
 )
-class _(Attention):
+class PagesSideBySide(Attention):
     def slots(self, call: Call, pool: Tensor) -> Tensor:
         if pool.dim() == 4:
             pool = pool.as_strided(pool.shape, torch.empty(pool.shape, device="meta").stride(), pool.storage_offset())
@@ -450,64 +421,57 @@ class _(Attention):
 
 
 @reported(
-    "heads-and-slots-of-a-page-swapped",
     "LMCache/LMCache#2826",
     "A pool of heads first was read by the shape of one of slots first: heads and page size were swapped.",
     lambda w: w.kv_pages is not None and w.kv_pages.layout == "HND" and w.kv_heads > 1 and w.kv_pages.size > 1,
 )
-class _(Attention):
+class HeadsAndSlotsOfAPageSwapped(Attention):
     def slots(self, call: Call, pool: Tensor) -> Tensor:
         there = super().slots(call, pool)
         return pool.reshape(there.shape) if call.w.kv_pages.layout == "HND" else there
 
 
 @reported(
-    "pages-ignored-in-a-prefill",
     "golang-design/accel#10",
     "With more than one query the page table was accepted, and not read.",
     lambda w: w.kv_pages is not None and some(w, lambda n, m: n > 1),
 )
-class _(Attention):
+class PagesIgnoredInAPrefill(Attention):
     def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
         if e.n == 1:
             return super().page_numbers(call, e, number)
         return e.b * call.inputs.page_table.shape[1] + number
 
 
-# -- padding, and a cache beside new keys --------------------------------------------------------------------------------------
-
-
+# -- padding, and a cache beside new keys ------------------------------------------------------------------------------------
 @reported(
-    "padding-on-the-left-seen",
     "Blaizzy/mlx-vlm#1946",
     "The padding on the left was dropped on the way to the attention, which read pad tokens as context.",
     lambda w: w.pad == "left" and min(w.kv_lens) < w.kv_len,
 )
-class _(Attention):
+class PaddingOnTheLeftSeen(Attention):
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.pad == "left" else e
 
 
 @reported(
-    "padding-ignored-in-a-batch-of-one",
     "huggingface/transformers#46773",
     "The mask of the padding was applied only where the batch has more than one entry.",
     lambda w: is_padded(w) and w.batch == 1,
 )
-class _(Attention):
+class PaddingIgnoredInABatchOfOne(Attention):
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.batch == 1 and is_padded(call.w) else e
 
 
 @reported(
-    "padding-ignored-while-decoding",
     "OpenNMT/OpenNMT-py#2532",
     "The mask of the padding was applied in the first step only, not where one token is decoded.",
     lambda w: is_padded(w) and w.q_len == 1,
 )
-class _(Attention):
+class PaddingIgnoredWhileDecoding(Attention):
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.q_len == 1 and is_padded(call.w) else e
@@ -518,12 +482,11 @@ def appends_densely(w: Workload) -> bool:
 
 
 @reported(
-    "past-length-of-the-first-sequence",
     "microsoft/onnxruntime#21523",
     "New keys of all sequences were appended at one past length.",
     lambda w: appends_densely(w) and len(set(w.cached)) > 1,
 )
-class _(Attention):
+class PastLengthOfTheFirstSequence(Attention):
     def slots_of_new(self, w: Workload, cache: Any) -> Tensor:
         if not appends_densely(w):
             return super().slots_of_new(w, cache)
@@ -533,12 +496,11 @@ class _(Attention):
 
 
 @reported(
-    "boundary-tile-read-from-the-cache",
     "openvinotoolkit/openvino#37377",
     "Where a tile held the last cached and the first new keys, the new ones were read from the cache, too.",
     lambda w: appends_densely(w) and any(past % 16 for past in w.cached),
 )
-class _(Attention):
+class BoundaryTileReadFromTheCache(Attention):
     def append(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         caches, w = super().append(inputs, k, v), inputs.workload
         if not appends_densely(w):
@@ -551,12 +513,11 @@ class _(Attention):
 
 
 @reported(
-    "append-writes-one-slot-more",
     "Dao-AILab/flash-attention#638",
     "Appending wrote beyond the new keys, and modified what lay there.",
     lambda w: w.cached is not None,
 )
-class _(Attention):
+class AppendWritesOneSlotMore(Attention):
     def write(self, w: Workload, cache: Any, into: Tensor, new: Tensor, layout: str) -> None:
         super().write(w, cache, into, new, layout)
         slots = self.cache_slots(w, into, layout)
@@ -566,60 +527,53 @@ class _(Attention):
 
 
 @reported(
-    "new-keys-not-attended",
     "harvard-edge/cs249r_book#1953",
     "Attention used what the cache showed before its length was advanced: without the new tokens' own keys.",
     lambda w: w.cached is not None,
 )
-class _(Attention):
+class NewKeysNotAttended(Attention):
     def visible(self, t: Tile) -> Tensor:
         seen = super().visible(t)
         return seen if t.w.cached is None else seen & (t.j < t.w.cached[t.e.b])
 
 
-# -- heads and their dimension -------------------------------------------------------------------------------------------------
-
-
+# -- heads and their dimension -----------------------------------------------------------------------------------------------
 @reported(
-    "first-64-dimensions-only",
     "triton-lang/triton#621",
     "With a head dimension of 128, scores were those of the first 64 dimensions.",
     lambda w: w.head_dim > 64,
 )
-class _(Attention):
+class First64DimensionsOnly(Attention):
     def logits(self, t: Tile) -> Tensor:
         return self.load_q(t)[..., :64] @ self.load_k(t)[..., :64].mT * self.scale(t.call)
 
 
 @reported(
-    "first-32-columns-only",
     "mni-ml/framework#38",
     "One thread for each dimension, but at most 32: the other columns of out stayed 0.",
     lambda w: w.v_head_dim > 32,
 )
-class _(Attention):
+class First32ColumnsOnly(Attention):
     def rounded_out(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         return out.masked_fill(torch.arange(out.shape[-1]) >= 32, 0).to(dtype)
 
 
 @reported(
-    "scale-of-another-head-dim",
     "vllm-project/vllm#48658",
     "The scale was computed from another head dimension than that of q and k.",
     lambda w: w.v_head_dim != w.head_dim and w.scale is None,
 )
-class _(Attention):
+class ScaleOfAnotherHeadDim(Attention):
     def scale(self, call: Call) -> float:
         return call.w.scale if call.w.scale is not None else call.w.v_head_dim**-0.5
 
 
 @reported(
-    "blocks-of-heads-across-key-heads",
     "vllm-project/vllm#40792",
     "Query heads were taken in blocks that do not divide the group, and all of a block used the key head of its first.",
     lambda w: w.kv_heads > 1 and w.group > 4 and w.group % 4 > 0 and w.head_groups == "contiguous",
 )
-class _(Attention):
+class BlocksOfHeadsAcrossKeyHeads(Attention):
     def kv_heads_of(self, call: Call) -> Tensor:
         block = min(4, call.w.group)
         first = torch.arange(call.w.heads) // block * block
@@ -627,93 +581,83 @@ class _(Attention):
 
 
 @reported(
-    "score-mod-given-the-key-head",
     "Dao-AILab/flash-attention#1937",
     "With the heads of a group packed, score_mod was to get the query head, and got that of the keys.",
     lambda w: w.score_mod is not None and w.group > 1,
 )
-class _(Attention):
+class ScoreModGivenTheKeyHead(Attention):
     def head_of_mod(self, t: Tile) -> Tensor:
         return self.kv_heads_of(t.call)[:, None, None]
 
 
-# -- softcap, bias, ALiBi ------------------------------------------------------------------------------------------------------
-
-
+# -- softcap, bias, ALiBi ----------------------------------------------------------------------------------------------------
 @reported(
-    "bias-not-in-base-2",
     "meta-pytorch/segment-anything-fast#71",
     "Scores were multiplied by log2(e) for an exponential of base 2, the bias was not.",
     lambda w: w.bias is not None,
 )
-class _(Attention):
+class BiasNotInBase2(Attention):
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         return super().bias(t, bias) * math.log(2)
 
 
 @reported(
-    "softcap-before-scale",
     "huggingface/trl#5691",
     "The softcap was applied to scores without their scale, which came after the tanh.",
     lambda w: w.softcap is not None,
 )
-class _(Attention):
+class SoftcapBeforeScale(Attention):
     def capped(self, t: Tile, x: Tensor) -> Tensor:
         scale = self.scale(t.call)
         return x if t.w.softcap is None else super().capped(t, x / scale) * scale
 
 
 @reported(
-    "softcap-multiplied-by-the-score",
     "unslothai/unsloth-zoo#593",
     "tanh(score / cap) was multiplied by the score, not by the cap.",
     lambda w: w.softcap is not None,
 )
-class _(Attention):
+class SoftcapMultipliedByTheScore(Attention):
     def capped(self, t: Tile, x: Tensor) -> Tensor:
         return x if t.w.softcap is None else x * torch.tanh(x / t.w.softcap)
 
 
 @reported(
-    "alibi-in-bfloat16",
     "HabanaAI/vllm-fork#503",
     "ALiBi's bias was computed in bfloat16, which loses accuracy in long sequences.",
     lambda w: bool(w.alibi),
 )
-class _(Attention):
+class AlibiInBfloat16(Attention):
     def alibi(self, t: Tile, slopes: Tensor) -> Tensor:
         return super().alibi(t, slopes).bfloat16().float()
 
 
 @reported(
-    "alibi-slopes-without-a-batch",
     "ai-bond/flash-attention-v100#34",
     "Slopes of shape (batch, heads) were indexed wrongly for a batch of more than one.",
     lambda w: w.alibi == "batch" and w.batch > 1,
 )
-class _(Attention):
+class AlibiSlopesWithoutABatch(Attention):
     def slopes(self, t: Tile, slopes: Tensor) -> Tensor:
         return slopes if slopes.dim() == 1 else slopes[0]
 
 
 @reported(
-    "bias-of-first-batch-entry",
     "city96/ComfyUI_ExtraModels#33",
     "The mask did not take the batch into account: all entries had that of the first.",
     lambda w: bias_has("b")(w) and w.batch > 1,
 )
-class _(Attention):
+class BiasOfFirstBatchEntry(Attention):
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         return super().bias(t, bias[:1])
 
 
 @reported(
-    "bias-with-rows-of-a-multiple-of-8",
     "facebookresearch/xformers#808",
     "The kernel wants rows of the bias a multiple of 8 apart; it was given others.",
     lambda w: bias_has("q", "k")(w) and w.kv_len % 8 > 0,
 )
-class _(Attention):
+class BiasWithRowsOfAMultipleOf8(Attention):
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         b, heads, rows, keys = bias.shape
         if rows == 1 or keys == 1:
@@ -723,22 +667,18 @@ class _(Attention):
 
 
 @reported(
-    "bias-of-one-row-read-for-the-first-tile",
     "AminRezaei0x443/memory-efficient-attention#8",
     "Whether the bias is one row for all queries was asked of the wrong dimension: later chunks did not get it.",
     bias_lacks("q"),
 )
-class _(Attention):
+class BiasOfOneRowReadForTheFirstTile(Attention):
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         found = super().bias(t, bias)
         return torch.zeros_like(found) if bias.shape[2] == 1 and t.rows.start else found
 
 
-# -- sinks, lse ----------------------------------------------------------------------------------------------------------------
-
-
+# -- sinks, lse --------------------------------------------------------------------------------------------------------------
 @reported(
-    "lse-of-a-row-with-its-sink-alone",
     "Dao-AILab/flash-attention#2706",
     "Rows that see their sink and no key had lse NaN.",
     lambda w: (
@@ -748,7 +688,7 @@ class _(Attention):
         )
     ),
 )
-class _(Attention):
+class LseOfARowWithItsSinkAlone(Attention):
     def with_sinks(self, call: Call, e: Entry, rows: range, part: Part) -> Part:
         found = super().with_sinks(call, e, rows, part)
         if call.sinks is None:
@@ -757,23 +697,21 @@ class _(Attention):
 
 
 @reported(
-    "sinks-in-the-tensors-dtype",
     "Dao-AILab/flash-attention#2706",
     "Sinks of a dtype of their own were read in that of q, k and v.",
     lambda w: isinstance(w.sinks, str) and w.sinks == "float32" and w.dtype in ("bfloat16", "float16"),
 )
-class _(Attention):
+class SinksInTheTensorsDtype(Attention):
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         return None if call.sinks is None else call.sinks.to(call.q.dtype).float()[:, None]
 
 
 @reported(
-    "sinks-by-packed-row",
     "vllm-project/vllm-xpu-kernels#556",
     "With the heads of a group packed into rows, the row's statistics took the sink of another head.",
     lambda w: bool(w.sinks) and w.group > 1 and some(w, lambda n, m: n > 1) and w.head_groups == "contiguous",
 )
-class _(Attention):
+class SinksByPackedRow(Attention):
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         if call.sinks is None or call.w.group == 1:
             return super().sinks(call, e, rows)
@@ -784,48 +722,44 @@ class _(Attention):
 
 
 @reported(
-    "sinks-dropped-while-decoding",
     "vllm-project/vllm#54568",
     "The kernel that decodes did not get the sinks.",
     lambda w: bool(w.sinks) and decodes(w),
 )
-class _(Attention):
+class SinksDroppedWhileDecoding(Attention):
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         return None if e.n == 1 else super().sinks(call, e, rows)
 
 
 @reported(
-    "dsinks-rounded-before-the-sum",
     "jax-ml/jax#40128",
     "Every row's share of a sink's gradient was rounded to the tensors' dtype before the sum.",
     lambda w: bool(w.sinks) and w.out_dtype != "float32",
     parameters=("sinks",),
 )
-class _(Attention):
+class DsinksRoundedBeforeTheSum(Attention):
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
         share = -((self.sinks(call, e, rows) - lse).exp() * delta)
         return share.to(call.q.dtype).float().sum(-1)
 
 
 @reported(
-    "no-gradient-of-sinks",
     "Dao-AILab/flash-attention#1973",
     "Gradients of sinks were not computed.",
     lambda w: bool(w.sinks),
     parameters=("sinks",),
 )
-class _(Attention):
+class NoGradientOfSinks(Attention):
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
         return torch.zeros(call.w.heads)
 
 
 @reported(
-    "lse-of-centered-keys",
     "ROCm/aiter#3334",
     "The keys' mean was taken off, which out does not show; lse was that of the centered keys.",
     lambda w: w.softcap is None and w.score_mod is None,
 )
-class _(Attention):
+class LseOfCenteredKeys(Attention):
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         if not e.m or call.w.softcap is not None or call.w.score_mod is not None:
@@ -836,49 +770,43 @@ class _(Attention):
 
 
 @reported(
-    "lse-in-base-2-while-decoding",
     "flashinfer-ai/flashinfer#4485",
     "lse was of base 2 or of base e by the backend that one interface chose.",
     decodes,
 )
-class _(Attention):
+class LseInBase2WhileDecoding(Attention):
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         return part._replace(lse=part.lse / math.log(2)) if e.n == 1 else part
 
 
-# -- ranges and rounding -------------------------------------------------------------------------------------------------------
-
-
+# -- ranges and rounding -----------------------------------------------------------------------------------------------------
 @reported(
-    "maximum-not-below-zero",
     "NVIDIA/cudnn-frontend#262",
     "Rows whose scores are all negative were wrong: the maximum began at 0.",
     anything,
 )
-class _(Attention):
+class MaximumNotBelowZero(Attention):
     def lowest_maximum(self, call: Call) -> float:
         return 0.0
 
 
 @reported(
-    "maximum-not-below-minus-200",
     "NVIDIA/cudnn-frontend#744",
     "Rows whose scores all lie between -200 and -490 were wrong.",
     anything,
 )
-class _(Attention):
+class MaximumNotBelowMinus200(Attention):
     def lowest_maximum(self, call: Call) -> float:
         return -200.0
 
 
 @reported(
-    "reciprocal-of-exp-lse-for-one-query",
     "NVIDIA/cudnn-frontend#1072",
     "dk and dv of one query were NaN where lse is -122.",
     lambda w: decodes(w) and not w.has_no_gradient_because,
 )
-class _(Attention):
+class ReciprocalOfExpLseForOneQuery(Attention):
     def probabilities_again(self, t: Tile, x: Tensor, lse: Tensor) -> Tensor:
         if t.e.n != 1:
             return super().probabilities_again(t, x, lse)
@@ -887,12 +815,11 @@ class _(Attention):
 
 
 @reported(
-    "probabilities-saturate-in-fp8",
     "Dao-AILab/flash-attention#2717",
     "P was scaled up before it was rounded to e4m3, which ends at 448.",
     lambda w: w.dtype == "float8_e4m3fn",
 )
-class _(Attention):
+class ProbabilitiesSaturateInFp8(Attention):
     def rounded(self, t: Tile, p: Tensor) -> Tensor:
         if t.w.dtype != "float8_e4m3fn":
             return super().rounded(t, p)
@@ -900,39 +827,34 @@ class _(Attention):
 
 
 @reported(
-    "out-truncated",
     "ROCm/aiter#5151",
     "float32 was cut to bfloat16, not rounded: each element is a little too small.",
     lambda w: w.out_dtype == "bfloat16",
 )
-class _(Attention):
+class OutTruncated(Attention):
     def rounded_out(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.bfloat16:
             out = (out.contiguous().view(torch.int32) & -65536).view(torch.float32)
         return out.to(dtype)
 
 
-# -- quantized keys and values -------------------------------------------------------------------------------------------------
-
-
+# -- quantized keys and values -----------------------------------------------------------------------------------------------
 @reported(
-    "descales-swapped",
     "vllm-project/vllm#55557",
     "k was multiplied by the descale of v, and v by that of k.",
     lambda w: w.is_quantized and not w.v_in_k,
 )
-class _(Attention):
+class DescalesSwapped(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t, {"k": "v", "v": "k"}.get(name, name))
 
 
 @reported(
-    "descale-of-the-first-head",
     "sgl-project/sgl-kernel-xpu#252",
     "The descale was read as one number, where each batch entry and key head has one.",
     has_per_head,
 )
-class _(Attention):
+class DescaleOfTheFirstHead(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         found = super().descale(t, name)
         per_head = t.w.descales == "head" and found is not None
@@ -940,98 +862,88 @@ class _(Attention):
 
 
 @reported(
-    "descale-of-v-omitted",
     "sgl-project/sglang#34765",
     "The descale of k was restored in the first product, that of v was omitted in the second.",
     lambda w: w.is_quantized,
 )
-class _(Attention):
+class DescaleOfVOmitted(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return None if name == "v" else super().descale(t, name)
 
 
 @reported(
-    "descales-per-head-dropped",
     "vllm-project/vllm#51363",
     "Descales of each head were dropped.",
     has_per_head,
 )
-class _(Attention):
+class DescalesPerHeadDropped(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return None if t.w.descales == "head" else super().descale(t, name)
 
 
 @reported(
-    "descales-of-the-first-sequence",
     "vllm-project/vllm#42580",
     "Descales were loaded without the number of the sequence.",
     lambda w: w.descales == "head" and w.batch > 1,
 )
-class _(Attention):
+class DescalesOfTheFirstSequence(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t._replace(e=t.e._replace(b=0)) if t.w.descales == "head" else t, name)
 
 
 @reported(
-    "descales-of-a-page-with-heads-first",
     "flashinfer-ai/flashinfer#4044",
     "Descales of a paged cache were read without their strides.",
     lambda w: w.descales == "token" and w.kv_pages is not None and w.kv_heads > 1 and w.kv_pages.size > 1,
 )
-class _(Attention):
+class DescalesOfAPageWithHeadsFirst(Attention):
     def descales_in_pages(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
         pages, size, heads = pool.shape
         return super().descales_in_pages(call, e, pool.reshape(pages, heads, size).transpose(1, 2))
 
 
 @reported(
-    "descales-of-k-and-v-not-applied",
     "lightseekorg/tokenspeed#759",
     "The cache holds k / k_scale and v / v_scale; attention ran on these.",
     lambda w: w.is_quantized,
 )
-class _(Attention):
+class DescalesOfKAndVNotApplied(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t, name) if name == "q" else None
 
 
-# -- dropout -------------------------------------------------------------------------------------------------------------------
-
-
+# -- dropout -----------------------------------------------------------------------------------------------------------------
 def has_dropout(w: Workload) -> bool:
     return w.dropout > 0
 
 
 @reported(
-    "dropout-missing-in-dp",
     "aws-neuron/nki-samples#81",
     "The gradient of the weights was not dropped before dS was formed from it.",
     has_dropout,
 )
-class _(Attention):
+class DropoutMissingInDp(Attention):
     def dropped_gradient(self, t: Tile, dp: Tensor) -> Tensor:
         return dp
 
 
 @reported(
-    "another-dropout-mask-in-backward",
     "pytorch/pytorch#190717",
     "The mask was not saved, and drawn again without the state of the generator.",
     has_dropout,
 )
-class _(Attention):
+class AnotherDropoutMaskInBackward(Attention):
     def backward(self, call: Call, *given: Any) -> dict[str, Tensor]:
         self.draw_dropout(call)
         return super().backward(call, *given)
 
 
 @reported(
-    "dropout-seeded-by-an-address",
     "facebookresearch/xformers#173",
     "The address of the seed was taken for the seed: equal seeds gave different masks.",
     has_dropout,
 )
-class _(Attention):
+class DropoutSeededByAnAddress(Attention):
     def draw_dropout(self, call: Call) -> None:
         w, own = call.w, torch.Generator()
         own.seed()
@@ -1040,12 +952,11 @@ class _(Attention):
 
 
 @reported(
-    "dropout-with-a-constant-seed",
     "Dao-AILab/flash-attention#2088",
     "Seed and offset were constants: every call dropped the same.",
     has_dropout,
 )
-class _(Attention):
+class DropoutWithAConstantSeed(Attention):
     def draw_dropout(self, call: Call) -> None:
         w, own = call.w, torch.Generator().manual_seed(0x1BF58)
         if w.dropout:
@@ -1053,24 +964,22 @@ class _(Attention):
 
 
 @reported(
-    "denominator-after-dropout",
     "aws-neuron/nki-samples#80",
     "The denominator was summed after the dropout.",
     has_dropout,
 )
-class _(Attention):
+class DenominatorAfterDropout(Attention):
     def scores(self, t: Tile) -> Tensor:
         s = super().scores(t)
         return s if t.call.keep is None else s.masked_fill(~self.kept_weights(t), -math.inf)
 
 
 @reported(
-    "dropout-mask-shared-by-batch-entries",
     "ROCm/rocm-libraries#7221",
     "The offset of a head's mask counted key heads, not heads: heads of two batch entries had one mask.",
     lambda w: w.dropout > 0 and w.batch > 1 and w.group > 1,
 )
-class _(Attention):
+class DropoutMaskSharedByBatchEntries(Attention):
     def draw_dropout(self, call: Call) -> None:
         super().draw_dropout(call)
         if call.keep is not None:
@@ -1079,26 +988,22 @@ class _(Attention):
 
 
 @reported(
-    "dv-without-the-factor-of-dropout",
     "facebookresearch/xformers#724",
     "The backward pass of dropout was wrong: dv lacked 1 / (1 - p).",
     has_dropout,
 )
-class _(Attention):
+class DvWithoutTheFactorOfDropout(Attention):
     def dropped_again(self, t: Tile, p: Tensor) -> Tensor:
         return p if t.call.keep is None else p * self.kept_weights(t)
 
 
-# -- backward ------------------------------------------------------------------------------------------------------------------
-
-
+# -- backward ----------------------------------------------------------------------------------------------------------------
 @reported(
-    "keys-transposed-in-backward-where-square",
     "huggingface/diffusers#14338",
     "k and v were transposed twice in the backward pass, which no shape shows where there are as many heads as keys.",
     lambda w: w.kv_heads == w.heads == w.kv_len and not w.has_no_gradient_because and not w.is_packed,
 )
-class _(Attention):
+class KeysTransposedInBackwardWhereSquare(Attention):
     def is_square(self, t: Tile) -> bool:
         return t.w.kv_heads == t.w.heads == t.e.m == len(t.keys)
 
@@ -1112,23 +1017,21 @@ class _(Attention):
 
 
 @reported(
-    "delta-taken-off-for-each-slice-of-values",
     "fla-org/flash-linear-attention#1042",
     "With the value dimension in slices, each subtracted the whole delta.",
     lambda w: w.v_head_dim > 32 and not w.has_no_gradient_because,
 )
-class _(Attention):
+class DeltaTakenOffForEachSliceOfValues(Attention):
     def dscores(self, t: Tile, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         return super().dscores(t, p, dp, delta * -(-t.w.v_head_dim // 32))
 
 
 @reported(
-    "delta-of-a-last-row-tile-unwritten",
     "Dao-AILab/flash-attention AI/VARLEN_PREPROCESS_TILE_BUG.md",
     "The kernel that computes delta had another tile than the one that reads it: the last rows of a sequence had none.",
     lambda w: w.is_packed and not w.has_no_gradient_because and some(w, lambda n, m: n % 64 > 0),
 )
-class _(Attention):
+class DeltaOfALastRowTileUnwritten(Attention):
     def delta(self, call: Call, *given: Any) -> Tensor:
         delta = super().delta(call, *given)
         if not call.w.is_packed:
@@ -1141,13 +1044,12 @@ class _(Attention):
 
 
 @reported(
-    "dbias-of-the-last-batch-entry",
     "HKUSTDial/flash-sparse-attention#199",
     "The gradient of a bias that all batch entries share was not reduced over them.",
     lambda w: bias_lacks("b")(w) and w.batch > 1,
     parameters=("bias",),
 )
-class _(Attention):
+class DbiasOfTheLastBatchEntry(Attention):
     def add_dbias(self, t: Tile, total: Tensor, share: Tensor) -> None:
         if total.shape[0] == 1 and t.rows.start == t.keys.start == 0:
             total.zero_()
@@ -1155,13 +1057,12 @@ class _(Attention):
 
 
 @reported(
-    "dbias-of-the-last-head",
     "HKUSTDial/flash-sparse-attention#193",
     "The gradient of a bias that heads share was not accumulated over them.",
     lambda w: bias_lacks("h")(w) and w.heads > 1,
     parameters=("bias",),
 )
-class _(Attention):
+class DbiasOfTheLastHead(Attention):
     def tile_bias(self, t: Tile) -> Tensor | None:
         bias = super().tile_bias(t)
         return None if bias is None else bias.expand(t.w.heads, *bias.shape[1:])
@@ -1171,42 +1072,37 @@ class _(Attention):
 
 
 @reported(
-    "no-gradient-of-slopes",
     "Dao-AILab/flash-attention#1977",
     "ALiBi's slopes are accepted, but get no gradient.",
     lambda w: bool(w.alibi),
     parameters=("alibi",),
 )
-class _(Attention):
+class NoGradientOfSlopes(Attention):
     def add_dslopes(self, t: Tile, total: Tensor, share: Tensor) -> None:
         pass
 
 
 @reported(
-    "null-lse-where-the-bias-alone-is-trained",
     "pytorch/pytorch#188302",
     "lse was saved only if q, k or v need a gradient; the bias alone had one computed without it.",
     lambda w: w.bias is not None and w.score_mod is None,
     parameters=("bias",),
     alone=True,
 )
-class _(Attention):
+class NullLseWhereTheBiasAloneIsTrained(Attention):
     def gradients(self, call: Call, out: Tensor, lse: Tensor, *given: Any) -> dict[str, Tensor]:
         needed = given[-1]
         saved = any(needed[name] for name in "qkv")
         return super().gradients(call, out, lse if saved else torch.zeros_like(lse), *given)
 
 
-# -- memory and state ----------------------------------------------------------------------------------------------------------
-
-
+# -- memory and state --------------------------------------------------------------------------------------------------------
 @reported(
-    "strides-ignored-for-a-large-head-dim",
     "Dao-AILab/flash-attention#2665",
     "The kernel for a head dimension of 256 ignored the strides.",
     lambda w: w.head_dim >= 256,
 )
-class _(Attention):
+class StridesIgnoredForALargeHeadDim(Attention):
     def rows_in(self, call: Call, e: Entry, tensor: Tensor) -> Tensor:
         if tensor is call.q and call.w.head_dim >= 256:
             plain = torch.empty(tensor.shape, device="meta").stride()
@@ -1215,12 +1111,11 @@ class _(Attention):
 
 
 @reported(
-    "query-scaled-in-place",
     "vllm-project/vllm tests/kernels/attention: q *= scale",
     "q was multiplied by the scale in the caller's tensor.",
     anything,
 )
-class _(Attention):
+class QueryScaledInPlace(Attention):
     def __call__(self, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         result = super().__call__(inputs, q, k, v, **leaves)
         if inputs.workload.dtype != "float8_e4m3fn":
@@ -1229,12 +1124,11 @@ class _(Attention):
 
 
 @reported(
-    "unused-slots-cleared",
     "vllm-project/vllm#43961",
     "NaN in unused slots of the cache was met by clearing them, in the caller's cache.",
     lambda w: (is_padded(w) and w.pad == "right") or (w.kv_pages is not None and some(w, lambda n, m: m < w.kv_len)),
 )
-class _(Attention):
+class UnusedSlotsCleared(Attention):
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         for e in self.entries(call):
             for tensor in (call.k.detach(), call.v.detach()):
@@ -1248,24 +1142,22 @@ class _(Attention):
 
 
 @reported(
-    "window-of-first-call",
     "triton-lang/triton#2869",
     "The key of compiled kernels missed a parameter: the first call was right, later ones were not.",
     is_band,
 )
-class _(Attention):
+class WindowOfFirstCall(Attention):
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         key = (t.w.heads, t.w.kv_heads, t.w.head_dim, t.w.dtype)
         return self.kept.setdefault(key, super().window(t))
 
 
 @reported(
-    "group-of-first-call",
     "flashinfer-ai/flashinfer#4270",
     "A second call replayed the graph of the first, in whose key the number of key heads was missing.",
     anything,
 )
-class _(Attention):
+class GroupOfFirstCall(Attention):
     def kv_heads_of(self, call: Call) -> Tensor:
         kept = self.kept.setdefault((call.w.heads, call.w.head_dim, call.w.dtype), super().kv_heads_of(call))
         return kept.clamp(max=call.w.kv_heads - 1)

@@ -1,0 +1,86 @@
+"""How a kernel of this folder is handed to `check` and `check_invariants`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import pytest_attn
+from pytest_attn import Workload, draw_inputs
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.suite.test_correctness import INPUTS
+from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
+
+from .kernel import Attention, KernelBackend
+from .table import Fault
+
+CPU = torch.device("cpu")
+#: what the kernels call the leaves of parameters
+LEAVES = {"bias": "bias", "sinks": "sinks", "alibi": "slopes"}
+
+
+class Case(NamedTuple):
+    """One workload in one direction, with gradients of parameters: beside those of q, k and v, or alone."""
+
+    workload: Workload
+    backward: bool
+    parameters: tuple[str, ...] = ()
+    alone: bool = False
+
+
+def cases_of(fault: Fault, workloads: list[Workload]) -> Iterator[Case]:
+    """Return what a fault is asked on: the workloads that it reaches, forward and backward."""
+    for w in workloads:
+        if fault.reaches(w):
+            yield Case(w, False)
+            if not w.has_no_gradient_because:
+                yield Case(w, True, fault.parameters, fault.alone)
+
+
+def check(kernel: Attention, case: Case) -> None:
+    """Hold a kernel against exact attention; raises what `pytest_attn.check` raises."""
+    w, backward, parameters, _ = case
+    if parameters_of(w, parameters):
+        check_parameters(kernel, case)
+    elif w.dropout:
+        pytest_attn.check(with_mask(kernel, w), w, backward=backward, device="cpu", inputs=INPUTS, returns=("out", "keep"))
+    else:
+        pytest_attn.check(KernelBackend(type(kernel).__name__, kernel), w, backward=backward, device="cpu", inputs=INPUTS)
+
+
+def check_invariants(kernel: Attention, case: Case) -> None:
+    """Ask a kernel every invariant; raises what `pytest_attn.check_invariants` raises."""
+    w, backward = case.workload, case.backward
+    if w.dropout:
+        pytest_attn.check_invariants(with_mask(kernel, w), w, backward=backward, device="cpu", returns=("out", "keep"))
+    else:
+        pytest_attn.check_invariants(KernelBackend(type(kernel).__name__, kernel), w, backward=backward, device="cpu")
+
+
+def with_mask(kernel: Attention, w: Workload) -> Callable[..., Any]:
+    """Return the kernel as a callable that also says what dropout has left."""
+    inputs = draw_inputs(w)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return kernel(inputs, q, k, v)[::2]
+
+    return attention
+
+
+def check_parameters(kernel: Attention, case: Case) -> None:
+    """Compare the gradients of the parameters that the workload has, as the marker `attention` does."""
+    w, inputs = case.workload, draw_inputs(case.workload)
+    leaves = {
+        name: getattr(inputs, PARAMETERS[name].tensor).clone().requires_grad_() for name in parameters_of(w, case.parameters)
+    }
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return kernel(inputs, q, k, v, **{LEAVES[name]: leaf for name, leaf in leaves.items()})[0]
+
+    spec = CheckSpec(w, CPU, True, INPUTS, parameters=leaves)
+    comparison = judge(spec.subject(Registry(), attention), spec, ReferenceCache())
+    assert comparison.passed, comparison
