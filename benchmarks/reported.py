@@ -14,63 +14,28 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from pytest_attn.workloads.catalog import builtin_catalog
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from reported_faults.judging import Case, cases_of, check, check_invariants
-from reported_faults.kernel import Attention
+from reported_faults.judging import (
+    CHECK,
+    INVARIANTS,
+    MISSED,
+    UNREACHED,
+    Case,
+    Found,
+    cases_of,
+    check,
+    check_invariants,
+    fails,
+    find,
+    where,
+)
 from reported_faults.table import FAULTS, Fault
-
-#: what is said of a fault
-CHECK, INVARIANTS, MISSED, UNREACHED = "check", "invariants", "NOT FOUND", "no workload"
-
-
-class Found(NamedTuple):
-    """What became of one fault: which judge found it on which workload, after how many cases."""
-
-    name: str
-    report: str
-    by: str
-    where: str
-    cases: int
-
-
-def find(fault: Fault, cases: list[Case]) -> Found:
-    """Run a fault until it is found."""
-    if not cases:
-        return Found(fault.name, fault.report, UNREACHED, "", 0)
-    ran = 0
-    for by, ask in ((CHECK, check), (INVARIANTS, check_invariants)):
-        kernel = fault.kernel()
-        for case in cases:
-            ran += 1
-            if said := fails(ask, kernel, case):
-                return Found(fault.name, fault.report, by, f"{where(case)}: {said}", ran)
-    return Found(fault.name, fault.report, MISSED, "", ran)
-
-
-def fails(ask: Callable[[Attention, Case], None], kernel: Attention, case: Case) -> str:
-    """Return the first words of what a judge says, "" where it lets the kernel pass."""
-    try:
-        ask(kernel, case)
-    except ValueError as error:
-        if "cannot take" in str(error):
-            raise
-        return str(error)
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__} {' | '.join(lines[:3])}"[:200]
-    return ""
-
-
-def where(case: Case) -> str:
-    return f"{case.workload.id} {'backward' if case.backward else 'forward'}"
 
 
 def main() -> None:

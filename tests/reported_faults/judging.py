@@ -21,6 +21,8 @@ from .table import Fault
 CPU = torch.device("cpu")
 #: what the kernels call the leaves of parameters
 LEAVES = {"bias": "bias", "sinks": "sinks", "alibi": "slopes"}
+#: what is said of a fault
+CHECK, INVARIANTS, MISSED, UNREACHED = "check", "invariants", "NOT FOUND", "no workload"
 
 
 class Case(NamedTuple):
@@ -84,3 +86,45 @@ def check_parameters(kernel: Attention, case: Case) -> None:
     spec = CheckSpec(w, CPU, True, INPUTS, parameters=leaves)
     comparison = judge(spec.subject(Registry(), attention), spec, ReferenceCache())
     assert comparison.passed, comparison
+
+
+class Found(NamedTuple):
+    """What became of one fault: which judge found it on which workload, after how many cases."""
+
+    name: str
+    report: str
+    by: str
+    where: str
+    cases: int
+
+
+def find(fault: Fault, cases: list[Case]) -> Found:
+    """Run a fault until it is found."""
+    if not cases:
+        return Found(fault.name, fault.report, UNREACHED, "", 0)
+    ran = 0
+    for by, ask in ((CHECK, check), (INVARIANTS, check_invariants)):
+        kernel = fault.kernel()
+        for case in cases:
+            ran += 1
+            if said := fails(ask, kernel, case):
+                return Found(fault.name, fault.report, by, f"{where(case)}: {said}", ran)
+    return Found(fault.name, fault.report, MISSED, "", ran)
+
+
+def fails(ask: Callable[[Attention, Case], None], kernel: Attention, case: Case) -> str:
+    """Return the first words of what a judge says, "" where it lets the kernel pass."""
+    try:
+        ask(kernel, case)
+    except ValueError as error:
+        if "cannot take" in str(error):
+            raise
+        return str(error)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__} {' | '.join(lines[:3])}"[:200]
+    return ""
+
+
+def where(case: Case) -> str:
+    return f"{case.workload.id} {'backward' if case.backward else 'forward'}"

@@ -1,0 +1,48 @@
+"""Faults from reports of other projects are found by the default groups, and the kernel without them is right.
+
+benchmarks/reported.py runs all of them, and prints the share.
+"""
+
+import re
+
+import pytest
+
+from pytest_attn import check_invariants
+from pytest_attn.mutants import MUTANTS
+from pytest_attn.workloads.catalog import builtin_catalog
+
+from .judging import MISSED, Case, cases_of, check, find
+from .kernel import KernelBackend
+from .table import FAULTS
+
+DEFAULT = [w for group in ("smoke", "edges", "features") for w in builtin_catalog().select(group)]
+#: what no default run finds
+MISSED_FOR = {
+    "alibi-in-bfloat-16": "bfloat16 holds the products of short distances with slopes that are powers of two",
+    "dsinks-rounded-before-the-sum": "moves the sum by less than the rounding of out does",
+    "null-lse-where-the-bias-alone-is-trained": "q, k and v need gradients, too",
+}
+
+
+def test_faults_say_what_they_are():
+    names = [fault.name for fault in FAULTS]
+    assert len(names) == len(set(names)) >= 60
+    assert not {mutant.name for mutant in MUTANTS} & set(names)
+    for fault in FAULTS:
+        assert re.match(r"[\w.-]+/[\w.-]+(#\d+$| \S)", fault.report), fault.report
+        assert fault.what.endswith(".")
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("fault", [f for f in FAULTS if any(cases_of(f, DEFAULT))], ids=lambda fault: fault.name)
+def test_a_fault_is_found_by_the_default_groups(fault):
+    found = find(fault, list(cases_of(fault, DEFAULT)))
+    assert (found.by == MISSED) == (fault.name in MISSED_FOR), found
+
+
+@pytest.mark.parametrize("twin", dict.fromkeys(fault.twin for fault in FAULTS), ids=lambda twin: twin.__name__)
+def test_a_kernel_without_a_fault_is_right(twin):
+    for w in builtin_catalog().select("smoke"):
+        for backward in (False, True)[: 1 if w.has_no_gradient_because else 2]:
+            check(twin(), Case(w, backward))
+    check_invariants(KernelBackend(twin.__name__, twin()), "smoke-causal-gqa", backward=True, device="cpu")
