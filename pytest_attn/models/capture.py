@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from pytest_attn.backends.attention_args import AttentionArguments, UnreadableEr
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
+from pytest_attn.backends.libraries.transformers import is_stock
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.models.handed_masks import HandedMasks, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
@@ -50,6 +52,8 @@ class AttentionCall:
         changes: those of q, k and v that it changed in place, and by how much at most.
         missing: gradients that it gives none of, though they are needed.
         is_detached: it gives no gradient at all, though one is needed.
+        forgotten: which mask it does not keep of those that the layers around it were handed.
+        is_narrower: its mask hides keys that the masks of the model's configuration show.
     """
 
     module: str
@@ -68,6 +72,8 @@ class AttentionCall:
     changes: dict[str, float] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     is_detached: bool = False
+    forgotten: str = ""
+    is_narrower: bool = False
 
     @property
     def fills_empty_rows(self) -> bool:
@@ -158,6 +164,16 @@ class Unread(NamedTuple):
     reason: str
 
 
+class Expected(NamedTuple):
+    """What the configuration of a model of transformers says of a call, found by a run in which every mask is built in full.
+
+    visible: what its mask shows then, (batch, 1 or heads, q_len, kv_len), if it has one. handed: see `InterceptedCall`.
+    """
+
+    visible: torch.Tensor | None
+    handed: tuple[HandedMasks, ...]
+
+
 class Computed(NamedTuple):
     """What a call gave: the function's result, the precision profile of who computed it, and who that was if not the model."""
 
@@ -174,12 +190,28 @@ def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) ->
     return registry[profile].precision_on(kind) if profile else "flash"
 
 
+def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tuple[AttentionArguments, bool]:
+    """Return what a call asks, by its own mask or by the one that the configuration says; and whether its own hides more.
+
+    An implementation of transformers is believed where it was handed a mask of pairs, which a sparse model makes of its own.
+    visible: what the configuration says. Raises UnreadableError.
+    """
+    arguments = intercepted.read()
+    rows, keys = arguments.q.shape[-2], arguments.k.shape[-2]
+    if visible is None or arguments.cu_seqlens is not None or visible.shape[-2:] != (rows, keys):
+        return arguments, False
+    if is_stock(intercepted.function) and getattr(intercepted.arguments.get("attention_mask"), "ndim", 4) == 4:
+        shown = shown_by(arguments)
+        return arguments, bool((visible & ~shown & shown.any(-1, keepdim=True)).any())
+    return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible), False
+
+
 class Recorder:
     """Handles calls as the model makes them: as it is, and with copies of all tensors.
 
     done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
-    masks: what each call may see, by module and number, where that is known better than from the call itself. judges: calls
-    are to be judged, so no gradient of out arrives in rows that see no key: what these hold is not checked.
+    expected: what the model's configuration says, by module and number of the call. judges: calls are to be judged, so no
+    gradient of out arrives in rows that see no key: what these hold is not checked.
     precision: where the model's functions round, where that is said; else what is known of them.
     """
 
@@ -187,7 +219,7 @@ class Recorder:
         self,
         done: Callable[[AttentionCall], None],
         backward: bool = True,
-        masks: dict[tuple[str, int], torch.Tensor] | None = None,
+        expected: Mapping[tuple[str, int], Expected] | None = None,
         kept_bytes: int = KEPT_BYTES,
         judges: bool = False,
         precision: str | Precision | None = None,
@@ -195,7 +227,7 @@ class Recorder:
         self.unread_calls: list[Unread] = []
         #: is given each call as it is made
         self.made: Callable[[AttentionCall], None] = lambda call: None
-        self._done, self._backward, self._masks = done, backward, masks or {}
+        self._done, self._backward, self._expected = done, backward, expected or {}
         self._numbers: Counter[tuple[str, bool]] = Counter()
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
         #: whether the call whose dout arrived last is in its backward pass, and no checkpoint of the model computes it again
@@ -216,13 +248,17 @@ class Recorder:
         of = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
         self._numbers[of] += 1
         number = self._numbers[of]
+        expected = self._expected.get((intercepted.module, number), Expected(None, ()))
         try:
-            arguments = self._read(intercepted, number)
+            arguments, is_narrower = _believed(intercepted, expected.visible)
             inputs = to_inputs(arguments)
         except UnreadableError as error:
             self.unread(intercepted.module, intercepted.function.shown, str(error))
             return intercepted.compute()
-        return self.record(intercepted, arguments, inputs, number, aliases)
+        wrong = ""
+        if self._judges and not intercepted.is_again:
+            wrong = forgotten(arguments, intercepted.handed) or forgotten(arguments, expected.handed)
+        return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower)
 
     def record(
         self,
@@ -231,8 +267,10 @@ class Recorder:
         inputs: Inputs,
         number: int,
         aliases: list[torch.Tensor],
+        wrong: str,
+        is_narrower: bool,
     ) -> Any:
-        """Compute a call that was read, and record it."""
+        """Compute a call that was read, and record it. wrong: the mask that was forgotten."""
         pristine = self._copies(inputs)
         nodes, versions = [alias.grad_fn for alias in aliases], [alias._version for alias in aliases]
         result, precision, subject = self.computed(intercepted, arguments, inputs)
@@ -240,6 +278,7 @@ class Recorder:
         out = self._keep(arguments.out_to_native(raw.detach()))
         call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
         call.is_again, call.order = intercepted.is_again, self._numbers.total()
+        call.forgotten, call.is_narrower = wrong, is_narrower
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
         if not intercepted.is_again:
             self.made(call)
@@ -275,14 +314,6 @@ class Recorder:
             self._finish(call)
 
     # -- details -------------------------------------------------------------------------------------------------------
-
-    def _read(self, intercepted: InterceptedCall, number: int) -> AttentionArguments:
-        arguments = intercepted.read()
-        visible = self._masks.get((intercepted.module, number))
-        is_dense = arguments.cu_seqlens is None
-        if visible is None or not is_dense or visible.shape[-2:] != (arguments.q.shape[-2], arguments.k.shape[-2]):
-            return arguments
-        return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible)
 
     def _copies(self, inputs: Inputs) -> Inputs:
         tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}

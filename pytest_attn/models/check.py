@@ -16,7 +16,7 @@ from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.models.capture import AttentionCall, Recorder
+from pytest_attn.models.capture import AttentionCall, Expected, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
 from pytest_attn.models.compiled import judge_compiled, runs_compiled
 from pytest_attn.models.interception import (
@@ -25,6 +25,7 @@ from pytest_attn.models.interception import (
     as_functions,
     intercept_attention,
     is_of_transformers,
+    lacks_masks,
     never_called,
 )
 from pytest_attn.models.judge import judge_call, known_defect_of
@@ -118,7 +119,7 @@ def judge_model(
             recorder = Recorder(judged.judge, backward, masks, judges=True, precision=precision)
         else:
             recorder = Replacer(subject, machine, judged.judge, backward)
-        replaces = subject is not None and is_of_transformers(model)
+        replaces = subject is not None and lacks_masks(model, is_replaced=True)
         calling = subject.calling() if subject else nullcontext()
         with deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
             result = run_step(step, model, backward)
@@ -160,6 +161,7 @@ class _Judged:
         self.fills_empty_rows, self.has_empty_rows = False, False
         self._diverged: list[tuple[int, str]] = []
         self._detached: list[tuple[int, str]] = []
+        self._narrower: list[tuple[int, str]] = []
         self._limits, self._machine = limits, machine
 
     def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
@@ -168,6 +170,9 @@ class _Judged:
             yield self._about(self._diverged, "hold NaN or infinite elements in q, k or v: what these reach says nothing")
         if self._detached:
             yield self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
+        if self._narrower:
+            hide = "hide keys that the masks of the model's configuration show, as sparse attention does: judged by their own"
+            yield self._about(self._narrower, hide)
         if raised := self._with_raised_limits():
             yield (
                 f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({_some(raised)}): attention is"
@@ -205,13 +210,15 @@ class _Judged:
         is_replaced = call.subject is not None
         facts = call.module, call.label, call.function, call.workload
         more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel}
-        found = CallComparison(*facts, None, bool(call.gradients), **more)
+        found = CallComparison(*facts, None, bool(call.gradients), forgotten=call.forgotten, **more)
         self.fills_empty_rows |= call.fills_empty_rows
         self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
         if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
             self._diverged.append((call.order, call.label))
         if call.is_detached:
             self._detached.append((call.order, call.label))
+        if call.is_narrower:
+            self._narrower.append((call.order, call.label))
         try:
             comparison = judge_call(call, self._limits)
             known = known_defect_of(call, comparison, self._machine)
@@ -228,21 +235,21 @@ def _some(names: list[str]) -> str:
 
 
 class ExpectedMasks:
-    """Notes what each call may see. masks: (batch, 1 or heads, q_len, kv_len), by module and number of its call."""
+    """Notes what each call may see, by module and number of its call."""
 
     def __init__(self) -> None:
-        self.masks: dict[tuple[str, int], torch.Tensor] = {}
+        self.found: dict[tuple[str, int], Expected] = {}
         self._numbers: Counter[str] = Counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
-        """Note the mask, and let the call be computed."""
+        """Note the masks, and let the call be computed."""
         if intercepted.is_again:
             return intercepted.compute()
         self._numbers[intercepted.module] += 1
-        mask = intercepted.arguments.get("attention_mask")
+        mask, visible = intercepted.arguments.get("attention_mask"), None
         if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
-            keys = intercepted.tensors[1].shape[-2]
-            self.masks[intercepted.module, self._numbers[intercepted.module]] = mask[..., :keys]
+            visible = mask[..., : intercepted.tensors[1].shape[-2]]
+        self.found[intercepted.module, self._numbers[intercepted.module]] = Expected(visible, intercepted.handed)
         return intercepted.compute()
 
     def unread(self, module: str, function: str, reason: str) -> None:
@@ -250,7 +257,7 @@ class ExpectedMasks:
         self._numbers[module] += 1
 
 
-def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], torch.Tensor], str]:
+def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], Expected], str]:
     """Run a step with every mask built in full, and return these; "" or why there are none.
 
     A name that is registered with the functions of transformers but not with its masks gets none: the model asks for a mask
@@ -267,7 +274,7 @@ def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tu
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         return {}, f"the masks that the model wants were not built ({said}); each call's own was taken"
-    return expected.masks, ""
+    return expected.found, ""
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------------

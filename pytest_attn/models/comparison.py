@@ -19,6 +19,7 @@ class CallComparison:
 
     has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
     all calls. kernel: what computed it, as far as that is known. known: the known defect that explains what is wrong.
+    forgotten: the mask that a layer was handed and the call does not keep.
     """
 
     module: str
@@ -32,11 +33,17 @@ class CallComparison:
     order: int = 0
     kernel: str = ""
     known: str = ""
+    forgotten: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within its budget."""
-        return self.comparison is not None and self.comparison.passed
+        """Whether every tensor is within its budget, and no mask was forgotten."""
+        return self.comparison is not None and self.comparison.passed and not self.forgotten
+
+    @property
+    def explained(self) -> bool:
+        """Whether it is right, or a known defect explains what is wrong."""
+        return self.passed or (bool(self.known) and not self.forgotten)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class ModelComparison:
     def explained(self) -> bool:
         """Whether known defects explain all that is wrong, or nothing is."""
         is_compiled_right = not (self.compiled and self.compiled.wrong)
-        return is_compiled_right and not self.unread and all(call.passed or call.known for call in self.calls)
+        return is_compiled_right and not self.unread and all(call.explained for call in self.calls)
 
     @property
     def worst(self) -> CallComparison | None:
@@ -162,8 +169,12 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     whose = f" of {model.subject}" if model.subject else ""
     yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
-        text = mismatch_text.describe(call.comparison) if call.comparison else call.fault
-        yield f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''}): {text}"
+        who = f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''})"
+        if call.forgotten:
+            yield f"{who}: a mask was forgotten: {call.forgotten}"
+            yield labeled("do", "hand the mask on to the attention function; what the call was asked, it computes right")
+        if not (call.comparison and call.comparison.passed):
+            yield f"{who}: {mismatch_text.describe(call.comparison) if call.comparison else call.fault}"
         if call.known:
             yield labeled("known", f"{call.known} may be it")
     if len(wrong) > _WHOLE:

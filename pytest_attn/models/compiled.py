@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.latency.profiler import launches_of
-from pytest_attn.models.interception import in_backward_pass, intercept_attention, is_of_transformers, uncompiled
+from pytest_attn.models.interception import in_backward_pass, intercept_attention, lacks_masks, uncompiled
 from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
 from pytest_attn.models.step import device_of, run_step
 from pytest_attn.workloads.dtypes import DTYPES
@@ -106,7 +106,7 @@ def judge_compiled(
 
     def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
         again()
-        with intercept_attention(handler, model, functions, replaces=is_of_transformers(model)), mode:
+        with intercept_attention(handler, model, functions, replaces=lacks_masks(model, is_replaced=False)), mode:
             return tensors_of(run_step(step, model, backward))
 
     first, second_draw = Exact(None, precision=precision), Exact(None, precision=precision)

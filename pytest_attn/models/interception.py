@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import SDPA, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
 from pytest_attn.models.exact import exact_attention
+from pytest_attn.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.models.mask_recognition import to_inputs
 
 
@@ -51,13 +52,15 @@ class InterceptedCall:
     """One call on its way: through which function, with which arguments by name, and the function itself.
 
     module: the qualified name of the module that makes it. function: how its arguments are read; original: what is called.
-    ran: what computed it, as far as functions that are known were called within.
+    handed: the masks of that module's arguments, then of what runs it, outwards. ran: what computed it, as far as functions
+    that are known were called within.
     """
 
     module: str
     function: AttentionFunction
     arguments: Mapping[str, Any]
     original: Callable[..., Any]
+    handed: tuple[HandedMasks, ...] = ()
     ran: list[str] = field(default_factory=list)
 
     @property
@@ -146,7 +149,7 @@ class Interceptor:
             except UnreadableError as error:
                 self._handler.unread(module, function.shown, str(error))
                 return original(*args, **kwargs)
-            call = InterceptedCall(module, function, arguments, original)
+            call = InterceptedCall(module, function, arguments, original, self._tracker.handed())
             self._ran = call.ran
             return self._handler.handle(call)
 
@@ -343,7 +346,8 @@ class Tracker:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        self._running: list[torch.nn.Module] = []
+        #: each with the arguments that it was called with
+        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
         self._ran: dict[str, torch.nn.Module] = {}
         self._callers: dict[str, torch.nn.Module] = {}
         #: modules that computed a softmax outside of every attention call
@@ -367,7 +371,7 @@ class Tracker:
                 hooks.append(every.register_module_forward_pre_hook(self._enter))
                 hooks.append(every.register_module_forward_hook(self._leave, always_call=True))
             for part in [] if self._model is None else self._model.modules():
-                hooks.append(part.register_forward_pre_hook(self._enter))
+                hooks.append(part.register_forward_pre_hook(self._enter, with_kwargs=True))
                 hooks.append(part.register_forward_hook(self._leave, always_call=True))
             yield
         finally:
@@ -375,25 +379,29 @@ class Tracker:
                 hook.remove()
             self._running.clear()
 
-    def _enter(self, module: torch.nn.Module, _args: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         if id(module) not in self._names:
             self._name(module)
-        self._running.append(module)
+        self._running.append((module, args, kwargs))
         self._ran[self._names[id(module)]] = module
 
     def _leave(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
-        while self._running and self._running.pop() is not module:
+        while self._running and self._running.pop()[0] is not module:
             pass
+
+    def handed(self) -> tuple[HandedMasks, ...]:
+        """Return the masks that the modules were handed that run, the innermost first."""
+        return tuple(handed_to(self._names[id(module)], module, *given) for module, *given in reversed(self._running))
 
     @property
     def current(self) -> str:
         """The qualified name of the module that runs; "" outside all."""
-        return self._names[id(self._running[-1])] if self._running else ""
+        return self._names[id(self._running[-1][0])] if self._running else ""
 
     def note_call(self) -> str:
         """Note an attention call of the module that runs, and return its name."""
         if self._running:
-            self._callers[self.current] = self._running[-1]
+            self._callers[self.current] = self._running[-1][0]
         return self.current
 
     def note_softmax(self) -> None:
@@ -449,6 +457,16 @@ def transformers_intercepted(
 def is_of_transformers(model: torch.nn.Module | None) -> bool:
     """Whether a model has parts of transformers, which say what masks they want."""
     return model is not None and bool(_configs(model))
+
+
+def lacks_masks(model: torch.nn.Module | None, is_replaced: bool) -> bool:
+    """Whether a model of transformers has to be switched for its calls to be handed every mask as others can take it.
+
+    What SDPA is handed says all, also where a sparse model makes a mask for it, and for no name that it does not know. So does
+    what eager attention is handed, but only eager attention has a meaning for rows without a key there.
+    """
+    says_all = ("sdpa",) if is_replaced else ("sdpa", "eager")
+    return model is not None and any(config._attn_implementation_internal not in says_all for config in _configs(model))
 
 
 @contextmanager

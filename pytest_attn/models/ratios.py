@@ -19,7 +19,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.models.capture import alias, precision_of
 from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
-from pytest_attn.models.interception import InterceptedCall, intercept_attention, is_of_transformers
+from pytest_attn.models.interception import InterceptedCall, intercept_attention, lacks_masks
 from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
 
@@ -98,10 +98,11 @@ def ratios_of(
 ) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
     functions = tuple(functions)
+    replaces = lacks_masks(model, is_replaced=subject is not None)
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
-        with intercept_attention(Exact(subject, seed, precision), model, functions, replaces=is_of_transformers(model)):
+        with intercept_attention(Exact(subject, seed, precision), model, functions, replaces=replaces):
             return tensors_of(run_step(step, model, backward))
 
     exact = run(None)

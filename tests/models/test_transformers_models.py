@@ -1,5 +1,7 @@
 """Models of transformers, each small, with random weights; skipped where it is not installed."""
 
+import sys
+
 import pytest
 import torch
 
@@ -136,6 +138,87 @@ def test_sinks_that_are_not_passed_are_found(registered):
     found = judge_model(model, step)
 
     assert not any(call.passed for call in found.calls)
+
+
+# -- sparse attention, whose layers make a mask of their own -----------------------------------------------------------------
+
+
+def sparse_case(implementation, dtype=torch.bfloat16):
+    """Return a model whose layers choose 8 keys of each query, and its step; the first sequence is padded on the left."""
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        pytest.skip("transformers is older than DeepSeek-V3.2")
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+    indexer = {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}
+    small = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
+    torch.manual_seed(0)
+    config = transformers.DeepseekV32Config(**{**small, **ranks, **experts, **indexer, "num_key_value_heads": 4})
+    config._attn_implementation = implementation
+    model = transformers.DeepseekV32ForCausalLM(config).to(dtype)
+    ids = torch.randint(128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :15] = 0
+    return model, lambda: model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_sparse_attention_is_judged_by_the_mask_that_its_layers_make(implementation):
+    found = check_model(*sparse_case(implementation))
+
+    assert len(found.calls) == 2
+    assert found.notes[0].startswith("2 of 2 calls hide keys that the masks of the model's configuration show, as sparse")
+
+
+def test_a_backend_in_the_place_of_sdpa_gets_the_sparse_mask_too():
+    found = check_model(*sparse_case("sdpa"), "math")
+
+    seen = found.calls[0].workload.mask.function.visible
+    assert int(seen.sum(-1).max()) == 8
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", [sparse_case, lambda implementation: case("mistral", implementation, padding="left")])
+def test_a_stock_function_that_drops_the_mask_it_was_handed_is_found(make, implementation, monkeypatch):
+    model, step = make(implementation)
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    modeling = sys.modules[type(model).__module__]
+    stock = functions["sdpa"] if implementation == "sdpa" else modeling.eager_attention_forward
+
+    def drops(module, query, key, value, attention_mask, **options):
+        return stock(module, query, key, value, None, **options)
+
+    monkeypatch.setitem(functions._global_mapping, "sdpa", drops)
+    monkeypatch.setattr(modeling, "eager_attention_forward", drops)
+
+    found = judge_model(model, step)
+    assert [call.passed for call in found.calls] == [False, False]
+
+
+def forgetting(layer):
+    """Hand no mask to a layer's attention."""
+    forward = layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **given: forward(*args, **{**given, "attention_mask": None})
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", [None, "math"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_mask_that_one_layer_forgets_is_found(name, backend, implementation):
+    model, step = case(name, implementation, padding="left")
+    forgetting(model.model.layers[1])
+
+    found = judge_model(model, step, backend, scatter=0)
+    assert [call.module for call in found.calls if not call.passed] == ["model.layers.1.self_attn"]
+    assert "a mask was forgotten: attention_mask (2, 1, 48, 48) of model.layers.1.self_attn hides key" in found.message
+
+
+def test_padding_that_a_model_does_not_hand_to_its_layers_is_found():
+    model, step = case("llama", "sdpa", padding="left")
+    forward = model.model.forward
+    model.model.forward = lambda *args, **given: forward(*args, **{**given, "attention_mask": None})
+
+    found = judge_model(model, step, scatter=0)
+    assert "a mask was forgotten: attention_mask (2, 48) of model hides key 0 from row 15" in found.message
 
 
 def test_a_vision_transformer_of_timm_passes_and_is_replaced():

@@ -232,6 +232,11 @@ def function_called(implementation: str) -> AttentionFunction:
     )
 
 
+def is_stock(function: AttentionFunction) -> bool:
+    """Whether transformers itself has a function that is handed masks of pairs of a query and a key."""
+    return function.name in ("transformers:eager", "transformers:sdpa", "transformers:flex_attention")
+
+
 def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArguments:
     """Read the arguments of an attention function of transformers: q, k and v "bhsd", out "bshd"."""
     if given.get("cache") is not None:

@@ -1,0 +1,174 @@
+"""Which masks a layer was handed, and whether its attention call shows a key that these hide.
+
+A mask may be forgotten on its way to the call: then the call is right for what it was asked, and the model is wrong. Honest
+layers hand masks on in another dtype, sliced to the keys, merged with others, or as a flag. So what counts is which pairs of
+a query and a key are visible, and what is in doubt passes: a boolean mask is read both ways, one of two dimensions as padding
+and as rows by keys, and where a layer attends to two sequences either mask will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.attention_args import AttentionArguments
+from pytest_attn.backends.dense import dense
+
+#: what a bias below hides, whatever the scores are
+_HIDES = -1e3
+#: parts of the names of arguments that hold another sequence, to which a layer attends as well
+_OTHERS = ("encoder", "cross", "memory", "context", "key_value", "decoder")
+
+
+@dataclass(frozen=True)
+class HandedMasks:
+    """Masks among the arguments of a module that runs. masks: by parameter; takes: all parameters for masks.
+
+    has_two: whether it was handed another sequence to attend to.
+    """
+
+    module: str
+    masks: Mapping[str, torch.Tensor]
+    takes: tuple[str, ...]
+    has_two: bool
+
+
+def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> HandedMasks:
+    """Return the masks that a module is called with. name: what reports call it."""
+    parameters = _parameters(type(module).forward)
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    masks = {key: value for key, value in given.items() if _is_mask(key, value)}
+    takes = tuple(key for key in dict.fromkeys((*parameters, *given)) if _names_mask(key))
+    others = [key for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes]
+    has_two = any(part in key for key in others for part in _OTHERS)
+    return HandedMasks(name, masks, takes, has_two or any(key.startswith(("decoder_", "tgt")) for key in parameters))
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        found = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # of a forward that Python cannot look into
+        return ()
+    return tuple(one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))[1:]
+
+
+def _names_mask(name: str) -> bool:
+    return name in ("mask", "src_mask", "tgt_mask", "memory_mask") or name.endswith(
+        ("attention_mask", "attn_mask", "padding_mask", "causal_mask")
+    )
+
+
+def _is_mask(name: str, value: object) -> bool:
+    return _names_mask(name) and isinstance(value, torch.Tensor) and not value.is_nested and 2 <= value.dim() <= 4
+
+
+def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
+    """Say which mask of those that the layers around a call were handed it does not keep, "" where there is none.
+
+    handed: of the module that makes the call, then of what runs that, outwards.
+    """
+    if given.cu_seqlens is not None or given.score_mod is not None or not any(level.masks for level in handed):
+        return ""
+    shape = (*given.q.shape[:3], given.k.shape[2])
+    shown: torch.Tensor | None = None
+    for level, masks in _in_force(handed):
+        for group in _groups(level, masks):
+            readings = [list(_readings(name, mask, shape)) for name, mask in group.items()]
+            if not all(readings):
+                continue
+            shown = shown_by(given) if shown is None else shown
+            found = [_seen(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
+            if all(pairs is not None for pairs in found):
+                name = next(iter(group))
+                return f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_told(found[0], shape)}"
+    return ""
+
+
+def _in_force(handed: Sequence[HandedMasks]) -> Iterator[tuple[HandedMasks, Mapping[str, torch.Tensor]]]:
+    """Yield the masks that hold for a call: the nearest, and padding further out while each module between takes a mask."""
+    is_nearest, is_handed_on = True, True
+    for number, level in enumerate(handed):
+        # what is only called a mask may be one of what is to be predicted, further out
+        keys = {n: m for n, m in level.masks.items() if m.dim() == 2 and is_handed_on and (n != "mask" or number < 2)}
+        if is_nearest and level.masks:
+            yield level, {name: mask for name, mask in level.masks.items() if mask.dim() > 2 or name in keys}
+            is_nearest = False
+        elif not level.has_two:
+            yield level, keys
+        is_handed_on &= bool(level.takes)
+
+
+def _groups(level: HandedMasks, masks: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield masks of which a call need keep one only: those of padding, and others. None where it may need none."""
+    for is_padding in (False, True):
+        group = {name: mask for name, mask in masks.items() if ("padding" in name) == is_padding}
+        takes = [name for name in level.takes if ("padding" in name) == is_padding]
+        if group and (not level.has_two or len(group) == len(takes)):
+            yield group
+
+
+def _readings(name: str, mask: torch.Tensor, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Yield what a mask may hide, boolean and broadcastable to (batch, heads, rows, keys); nothing where it hides none."""
+    mask = mask.detach()
+    if mask.is_floating_point() and bool((mask <= torch.finfo(mask.dtype).min / 2).any()):
+        either = [mask <= torch.finfo(mask.dtype).min / 2]
+    elif bool(((mask == 0) | (mask == 1)).all()) and not bool((mask == mask.flatten()[0]).all()):
+        either = [mask == 1, mask == 0] if "padding" in name else [mask == 0, mask == 1]
+        if mask.dtype != torch.bool and name.endswith("attention_mask"):
+            del either[1]  # numbers under this name are 1 where a token counts
+    else:
+        return
+    for hidden in either:
+        yield from _aligned(name, hidden, shape)
+
+
+def _aligned(name: str, hidden: torch.Tensor, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    batch, heads, _, keys = shape
+    if hidden.dim() > 2:
+        hidden = hidden[..., :keys]  # of a cache that has room for more
+    views = [hidden]
+    if hidden.dim() == 3:
+        folded = [hidden.reshape(batch, heads, -1, keys)] if hidden.shape[::2] == (batch * heads, keys) else []
+        views = [hidden[:, None], *folded]
+    elif hidden.dim() == 2:
+        views = [hidden[:, None, None]] if "padding" in name else [hidden[:, None, None], hidden[None, None]]
+    for view in views:
+        if view.shape[-1] == keys and all(size in (1, whole) for size, whole in zip(view.shape, shape, strict=True)):
+            yield view
+
+
+def shown_by(given: AttentionArguments) -> torch.Tensor:
+    """Return which keys a call of dense tensors shows to which rows, broadcastable to (batch, heads, rows, keys)."""
+    device, shape = given.q.device, (*given.q.shape[:3], given.k.shape[2])
+    shown = torch.ones(1, 1, *shape[2:], dtype=torch.bool, device=device)
+    if given.visible is not None:
+        shown = shown & given.visible
+    if given.mask is not None:
+        shown = shown & dense(given.mask, shape, device)
+    if given.kv_lens is not None:
+        lengths = torch.tensor(given.kv_lens, device=device)
+        shown = shown & (torch.arange(shape[3], device=device) < lengths[:, None, None, None])
+    return shown if given.bias is None else shown & (given.bias.detach() > _HIDES)
+
+
+def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return which hidden keys a call shows, None where none; rows of padded queries are free."""
+    hidden = hidden.to(shown.device)
+    seen = hidden & shown & ~hidden.all(-1, keepdim=True)
+    if shape[2] == shape[3]:
+        is_padding = hidden.expand(-1, -1, shape[2], -1).all(-2)
+        seen = seen & ~is_padding[..., None]
+    return seen if bool(seen.any()) else None
+
+
+def _told(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
+    assert seen is not None
+    batch, _, row, key = seen.nonzero()[0].tolist()
+    where = f" of batch entry {batch}" if seen.shape[0] > 1 else ""
+    return f"key {key} from row {row}{where}, and the call shows it ({int(seen.expand(*shape).sum()):,} such pairs)"
