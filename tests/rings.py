@@ -137,6 +137,9 @@ class Kernel:
 class Ring(Kernel):
     """Keys and values go round; outs of chunks are merged by their lse; dk and dv travel with their chunk."""
 
+    #: what gradients are summed in
+    sums = torch.float32
+
     def forward(self, q, k, v):
         out, lse = torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -math.inf)
         if self.fault == "lse in bfloat16":
@@ -219,7 +222,7 @@ class Ring(Kernel):
         delta = self.deltas(out, dout)
         if fault == "D left out":
             delta = delta * 0
-        dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+        dq, dk, dv = (torch.zeros(t.shape, dtype=self.sums) for t in (q, k, v))
         own_k, own_v = k, v
         for step in range(self.ranks):
             source = (self.rank - step) % self.ranks
@@ -227,10 +230,10 @@ class Ring(Kernel):
             keys, values = (own_k, own_v) if stale else (k, v)
             parts = self.chunk_backward(q, keys, values, self.seen_at(source, keys.shape[2]), lse, delta, dout)
             if not (fault == "dq of one step dropped" and step == self.ranks - 1):
-                dq += parts[0].float()
+                dq += parts[0].to(self.sums)
             if not (fault == "dk and dv not reduced" and step):
                 times = 2 if fault == "remote dk and dv twice" and step else 1
-                dk, dv = dk + times * parts[1].float(), dv + times * parts[2].float()
+                dk, dv = dk + times * parts[1].to(self.sums), dv + times * parts[2].to(self.sums)
             if fault == "dk and dv stay with the last rank" and step == self.ranks - 1:
                 break
             k, v, dk, dv = (self.exchange.shift(t) for t in (k, v, dk, dv))

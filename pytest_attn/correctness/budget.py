@@ -78,6 +78,15 @@ class Rounding:
             variance += (x * ((terms if added is None else added) * _CUT_FROM_SUM)).square_()
         return variance if cut is None else variance.add_(cut)
 
+    def with_parts(self, variance: torch.Tensor, x: torch.Tensor, terms: int) -> torch.Tensor:
+        """Return the variance of a gradient x of `terms` terms with that of rounding its parts, and the sums of these.
+
+        variance: u^2 times the terms' squares, or more. Where terms are random, the squares of n parts add up to theirs, and
+        the sums of 2 to n - 1 parts to (n + 1) (n - 2) / 2n times as much; where they agree, together to about n / 3 x^2.
+        """
+        parts = self.precision.parts
+        return variance if parts == 1 else variance * (1 + parts / 2) + self.of_result(x, terms) * (parts / 3)
+
     def of_operands(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the variance, in the shape of x, of rounding x and its partner in a product, None where these are exact.
 
@@ -352,7 +361,8 @@ class ForwardBudget:
         if self.precision.is_coarse:
             variance += _coarse_variance(p, out, p_rounding_var, chunk, self.precision.p_step)
         else:
-            variance += over_keys(p_rounding_var, chunk.v_squared)
+            of_p = over_keys(p_rounding_var, chunk.v_squared)
+            variance += of_p if self.precision.parts == 1 else of_p.mul_(2)  # parts of out, of random terms: as much again
         variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels
         if noise_var is not None and rows.dropped is not None:  # sum_j n_ij (z_j v_j - o)^2, at most twice its squares' sum
             of_kept = over_keys(noise_var * rows.dropped.square(), chunk.v_squared)

@@ -203,7 +203,7 @@ class Gradients:
         times = self.precision.query_roundings(self.kv_len)
         if times > 1:  # partial sums: where their terms are random, half of all on average; where these agree, a third
             variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)
-        variance += self.rounding.of_sum(dq, self.kv_len)
+        variance = self.rounding.with_parts(variance, dq, self.kv_len) + self.rounding.of_sum(dq, self.kv_len)
         return dq, variance
 
 
@@ -247,6 +247,7 @@ class KeyGradients:
         for name, (value, variance) in self.sums.items():
             if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
                 variance = variance * (1 + times) + self.rounding.of_result(value, terms) * (times / 3)
+            variance = self.rounding.with_parts(variance, value, terms)
             if self.per_query_head:
                 variance = over_group(variance + self.rounding.of_result(value, terms), self.group)
                 value = over_group(value, self.group)

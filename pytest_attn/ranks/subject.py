@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import RankBackend
@@ -33,6 +34,11 @@ class RankedSubject(Subject):
     team: RankGroup
     sharding: Sharding
     _numbers: count[int]
+
+    def declares(self, asked: Declaration, kind: str) -> Declaration:
+        """Return what is declared, with a rounding of each rank's part."""
+        declared = super().declares(asked, kind)
+        return dataclasses.replace(declared, precision=declared.profile.over_ranks(self.sharding.ranks))
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return what hands whole tensors to the team, forward and backward."""

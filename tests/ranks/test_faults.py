@@ -39,6 +39,16 @@ def test_every_number_of_ranks_is_as_good_as_one():
         assert judged_over_ranks(Ring, FULL.replace(mask=Document((40, 24))), ranks, references=REFERENCES).passed
 
 
+@pytest.mark.parametrize("inputs", ["structured", "flat", "outlier"])
+def test_gradients_may_be_rounded_with_every_step_of_a_ring(inputs):
+    """As Transformer Engine sums them: in the dtype, each part rounded before it is added. It adds up over eight ranks."""
+
+    class Rounded(Ring):
+        sums = torch.bfloat16
+
+    assert judged_over_ranks(Rounded, Workload(512, batch=2, heads=4), 8, references=REFERENCES, inputs=(inputs,)).passed
+
+
 def test_tensors_may_have_rows_before_heads():
     """Emulated kernels take (batch, heads, rows, dim): this one is handed the other layout, and swaps it back."""
 

@@ -17,7 +17,7 @@ from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
 from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.backends.library import Library, describe_error
 from pytest_attn.backends.machine import Machine, release
-from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
+from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
@@ -149,8 +149,8 @@ class DiffusersCp(RankBackend):
         return "torch_cpu" if kind == "cpu" else super().precision_on(kind)
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
-        """Those of cuDNN's kernel, or of what torch chooses, where a ring's parts show them."""
-        is_shown = self._kernel in ("native", "_native_cudnn") and has_half_tile(sharding)
+        """Those of cuDNN's kernel, or of what torch chooses, where a ring's parts show them: Ulysses has whole sequences."""
+        is_shown = self._kernel in ("native", "_native_cudnn") and sharding.workload.q_len // self._ring % 128 == 64
         return super().defects_over(sharding, machine, backward) if is_shown else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:

@@ -30,6 +30,13 @@ class _RingFlash(OverFlash2):
     #: its functions of dense tensors and of packed sequences
     functions: tuple[str, str]
 
+    def broken_because(self) -> str | None:
+        """Import the library, which imports of transformers what its fifth release has no more."""
+        reason = super().broken_because()
+        return (
+            f"{reason}; pip install 'transformers<5'" if reason and "is_flash_attn_greater_or_equal_2_10" in reason else reason
+        )
+
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse packed keys of other lengths than the queries: one cu_seqlens stands for both."""
         w = sharding.workload

@@ -27,7 +27,14 @@ from pytest_attn.backends.attention_args import (
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
 from pytest_attn.backends.contexts import environment
-from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, KnownDefect, sees_nothing
+from pytest_attn.backends.defects import (
+    CUDNN_NAN,
+    CUDNN_NAN_OF_A_RANK,
+    CUDNN_NAN_OF_ONE_TILE,
+    FLASH4_DQ,
+    KnownDefect,
+    sees_nothing,
+)
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import (
     as_packed,
@@ -40,7 +47,7 @@ from pytest_attn.backends.layouts import (
 from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, heads_refusals
+from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -452,6 +459,7 @@ class TeCp(RankBackend):
     shards = ("head-tail",)
     needs = "CUDA, sm80 to sm121, ranks"
     choices = MappingProxyType({"comm": ("p2p", "all_gather", "a2a"), "kernel": tuple(_KERNELS_OVER_RANKS)})
+    known_defects = (CUDNN_NAN_OF_A_RANK,)
     capabilities = Capabilities(
         masks=frozenset(("top-left", "bottom-right", "window")),
         features=frozenset(("scale", "grouped heads", "packed", "backward")),
@@ -469,6 +477,11 @@ class TeCp(RankBackend):
     def precision_on(self, kind: str) -> str | Precision:
         """The kernel's."""
         return self._kernel[1]
+
+    def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
+        """Those of cuDNN's kernel, where what it gets of the split shows them: comm=a2a gives it whole sequences."""
+        is_half = sharding.workload.q_len % 128 == 64 if self._comm == "a2a" else has_half_tile(sharding)
+        return super().defects_over(sharding, machine, backward) if self._kernel[1] == "cudnn" and is_half else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse what the library's cp_comm_type does not know."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import install, uninstall
 
 from pytest_attn import Machine, Window, Workload
 from pytest_attn.backends.builtin import BUILTIN, OVER_RANKS
@@ -335,9 +336,23 @@ def test_defects_of_rings_are_those_of_the_kernel_and_of_the_split():
     assert issues("torch_cp@kernel=efficient", 512, "head-tail", **causal) == ["pytorch#163075"]
     assert issues("torch_cp@kernel=efficient", 512, **causal) == []
     assert issues("diffusers_cp@ring=2:kernel=_native_cudnn", 128) == ["pytorch#196678"]
-    assert issues("diffusers_cp@ring=2:kernel=flash", 128) == []
+    assert issues("diffusers_cp@ring=2:kernel=flash", 128) == issues("diffusers_cp", 128) == []
+    assert issues("diffusers_cp", 192) == ["pytorch#196678"], "heads are shared out, sequences are whole"
+    assert issues("te_cp", 128, "head-tail") == issues("te_cp@comm=a2a", 192, "head-tail") == ["pytorch#196678"]
+    assert issues("te_cp@kernel=flash", 128, "head-tail") == issues("te_cp@comm=a2a", 128, "head-tail") == []
     sharding = Sharding(Workload(128, heads=2), "contiguous", 2)
     assert not Registry()["torch_cp"].defects_over(sharding, H200, backward=False)
+
+
+def test_what_ring_flash_attn_imports_of_an_older_transformers_is_said(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        needs = "from transformers_of_today import is_flash_attn_greater_or_equal_2_10"
+        files = {"transformers_of_today/__init__.py": "", "ring_flash_attn/__init__.py": f"import torch\n{needs}\n"}
+        install(patch, tmp_path, files, "ring-flash-attn", "0.1.8")
+        reason = Registry()["llama3"].broken_because()
+    uninstall(files)
+    assert "cannot import name" in reason
+    assert reason.endswith("; pip install 'transformers<5'")
 
 
 @pytest.mark.parametrize("name", ["zigzag", "usp"])
