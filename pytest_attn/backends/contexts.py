@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +36,74 @@ def quiet() -> Iterator[None]:
     """Keep the warnings of libraries from failing a run under -W error, and torch's compiler trace out of captured logs."""
     with untraced(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+#: what torch 2.6 and later ones call dynamo's limits, and what makes an error of reaching one
+_LIMITS = (("recompile_limit", "cache_size_limit"), ("accumulated_recompile_limit", "accumulated_cache_size_limit"))
+_FAILS = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
+_UNLIMITED = 1 << 30
+_GAVE_UP = re.compile(r".*(recompile|cache)(_size)?[_ ]limit.* (reached|exceeded)")
+_given_up = 0
+RAN_EAGERLY = "what torch.compile makes may have run eagerly"
+
+
+@contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """Keep what torch.compile made from running eagerly, which it does from the eighth compilation of a function on.
+
+    Each workload is a legitimate compilation. What has given up before is compiled anew. Raises RuntimeError where a function
+    gives up all the same. Does nothing where nothing has been compiled in this process yet.
+    """
+    global _given_up
+    config: Any = sys.modules.get("torch._dynamo.config")
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if config is None or utils is None or getattr(config, _present(config, *_LIMITS[0])) == _UNLIMITED:
+        yield
+        return
+    given_up = sum(times for why, times in utils.counters["unimplemented"].items() if _GAVE_UP.match(why))
+    if given_up > _given_up:
+        sys.modules["torch._dynamo"].reset()
+    _given_up = given_up
+    changes: dict[str, Any] = {_present(config, *names): _UNLIMITED for names in _LIMITS}
+    if not config.suppress_errors:  # which torch does not take together
+        changes[_present(config, *_FAILS)] = True
+    try:
+        with config.patch(changes):
+            yield
+    except Exception as error:
+        if not re.fullmatch(r"FailOn\w+LimitHit", type(error).__name__):
+            raise
+        raise RuntimeError(
+            "torch.compile gave up: it compiled this function as often as it may, and would run it eagerly, so compiled code"
+            " cannot be judged; leave out recompile_limit= of torch.compile"
+        ) from error
+
+
+def _present(config: Any, *names: str) -> str:
+    return next(name for name in names if hasattr(config, name))
+
+
+def eager_because() -> str:
+    """Say why what torch.compile makes may run eagerly here, as far as its settings tell; "" where it does not."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None:
+        return ""
+    stance = getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "default")
+    settings = {
+        "TORCHDYNAMO_DISABLE=1": os.environ.get("TORCHDYNAMO_DISABLE") == "1",
+        "torch._dynamo.config.disable is set": config.disable,
+        f"its stance is {stance}": stance in ("force_eager", "eager_on_recompile"),
+        "torch._dynamo.config.suppress_errors is set": config.suppress_errors,
+    }
+    found = next((name for name, is_set in settings.items() if is_set), "")
+    return found and f"{RAN_EAGERLY}: {found}"
+
+
+@contextmanager
+def judged_code(is_quiet: bool) -> Iterator[None]:
+    """Surround what is judged: compiled code stays compiled. is_quiet: its warnings are a library's, and fail no test."""
+    with quiet() if is_quiet else untraced(), unlimited_recompiles():
         yield
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.contexts import quiet, untraced
+from pytest_attn.backends.contexts import judged_code, quiet
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
@@ -111,7 +111,7 @@ class Subject(ABC):
 
     def calling(self) -> AbstractContextManager[object]:
         """Return what its code runs in: a library's warnings must not fail a test, those of a user's own function may."""
-        return quiet()
+        return judged_code(is_quiet=True)
 
     def baseline_name(self, test: str) -> str:
         """Return what its baselines are filed under. test: where it was handed over."""
@@ -254,7 +254,7 @@ class CallableSubject(Subject):
 
     def calling(self) -> AbstractContextManager[object]:
         """Leave its warnings to its test."""
-        return untraced()
+        return judged_code(is_quiet=False)
 
     def baseline_name(self, test: str) -> str:
         """Return a name that does not change with the line that the callable stands on; it belongs to its test."""

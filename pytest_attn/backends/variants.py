@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
@@ -99,16 +98,6 @@ def _graph_breaks() -> int:
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
-
-
-@contextmanager
-def unlimited_recompiles() -> Iterator[None]:
-    """Lift dynamo's limit of eight compilations per function: each workload is a legitimate one."""
-    import torch._dynamo.config as config
-
-    known = [name for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit") if hasattr(config, name)]
-    with config.patch(dict.fromkeys(known, 1 << 30)):
-        yield
 
 
 # -- +graph ------------------------------------------------------------------------------------------------------------------

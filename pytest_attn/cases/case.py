@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.conclude import CaseRun
@@ -330,9 +331,9 @@ class KernelEvaluator(Evaluator[Comparison]):
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
                 return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
         if comparison.passed:
-            unshown = "; ".join(f"{defect.issue} did not show: {defect.summary}" for defect in defects)
+            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because()]
             fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
-            return Judgment(Verdict.PASSED, comparison, unshown, fields=fields, properties=properties)
+            return Judgment(Verdict.PASSED, comparison, "; ".join(said), fields=fields, properties=properties)
         known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
         if not known:
             sharding = None if run.executor.is_here else run.executor.sharding
@@ -403,7 +404,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"no invariant that was asked for applies: {reasons}")
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(report.notes))
+            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,

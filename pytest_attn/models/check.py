@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
@@ -110,7 +111,7 @@ def judge_model(
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(device_of(model))
-    with untouched(model) as again:
+    with unlimited_recompiles(), untouched(model) as again:
         masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
         judged = _Judged(limits, machine)
@@ -133,6 +134,7 @@ def judge_model(
         if compiled and runs_compiled(model, step):
             if subject is None:
                 run = judge_compiled(model, step, again, backward=backward, functions=functions, precision=precision)
+                about = eager_because()
                 if judged.has_empty_rows and run.wrong:
                     run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
             else:

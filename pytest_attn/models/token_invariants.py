@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.capture import capture
@@ -321,7 +322,7 @@ def judge_model_invariants(
     """
     names = _chosen(only, skip)
     _refuse_experts(model)
-    with untouched(model):
+    with unlimited_recompiles(), untouched(model):
         of = TokenModel(model, batch, causal)
         of.refuse_dropout()
         findings = tuple(_finding(name, of) for name in names)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, duration
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.verdict import Tone, Verdict
@@ -43,6 +44,8 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     yield from _not_run(records)
     for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
         yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
+    for why in dict.fromkeys(r["reason"].partition(RAN_EAGERLY)[2] for r in records if RAN_EAGERLY in r["reason"]):
+        yield f"note          {RAN_EAGERLY}{why}", {"yellow": True}
     text, markup = closing(records)
     yield text + _next(records, are_saved), markup
 

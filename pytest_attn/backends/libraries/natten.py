@@ -21,7 +21,6 @@ from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
-from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Neighborhood
 from pytest_attn.workloads.workload import Workload
@@ -133,8 +132,7 @@ class Natten(LibraryBackend):
         }
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            with unlimited_recompiles():  # flex_attention traces each workload's mask even where it does not compile
-                out = function(*(t.view(len(t), *shape, *t.shape[2:]) for t in (q, k, v)), **options)
+            out = function(*(t.view(len(t), *shape, *t.shape[2:]) for t in (q, k, v)), **options)
             return out.flatten(1, len(shape))
 
         return in_bshd(call)

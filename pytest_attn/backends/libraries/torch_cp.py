@@ -23,7 +23,6 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -148,16 +147,14 @@ class TorchCpFlex(_OfTorch):
         whole = block_mask_of(inputs, BLOCK)
         if whole is None:
             whole = create_block_mask(lambda b, h, q, kv: q >= 0, None, None, w.q_len, w.kv_len, device=str(place.device))
-        with unlimited_recompiles():
-            (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
+        (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
         flex = flex_attention if place.device.type == "cpu" else torch.compile(flex_attention, dynamic=False)
 
         class Attention(torch.nn.Module):
             """What a model's attention module is."""
 
             def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                with unlimited_recompiles():
-                    out: torch.Tensor = flex(q, k, v, None, mask, w.scale, w.group > 1)
+                out: torch.Tensor = flex(q, k, v, None, mask, w.scale, w.group > 1)
                 return out
 
         plan = api._ContextParallel(seq_dim=2, attention_type=api._ContextParallel.AttentionType.FLEX)

@@ -25,7 +25,6 @@ from pytest_attn.backends.libraries.flex import read_block_mask
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.backends.variants import unlimited_recompiles
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
@@ -139,7 +138,7 @@ def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:
     import torch._dynamo.config as config
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        with unlimited_recompiles(), config.patch(automatic_dynamic_shapes=False):
+        with config.patch(automatic_dynamic_shapes=False):
             return kernel(q, k, v)
 
     return call

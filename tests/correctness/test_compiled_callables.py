@@ -1,0 +1,171 @@
+"""A callable that torch.compile made is judged as compiled code, however many workloads there are, and the settings stay."""
+
+import pytest
+import torch
+from judging import asked, attention, judged
+
+from pytest_attn import Workload, check_model
+from pytest_attn.backends import contexts
+from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.models.token_invariants import judge_model_invariants
+
+CPU = torch.device("cpu")
+WORKLOADS = [Workload(16 + number, heads=1, head_dim=8, dtype="float32") for number in range(12)]
+
+
+def formula(q, k, v):
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+class Compiler:
+    """A backend of torch.compile, which can make code that is wrong, and counts what ran."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.graphs, self.calls = factor, 0, 0
+
+    def __call__(self, graph, examples):
+        self.graphs += 1
+
+        def run(*args):
+            self.calls += 1
+            return [one * self.factor for one in graph(*args)]
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_function(compiler):
+    return torch.compile(formula, backend=compiler, dynamic=False)
+
+
+def compiled_module(compiler):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return formula(q, k, v)
+
+    module = Attention()
+    module.compile(backend=compiler, dynamic=False)
+    return module
+
+
+def compiles_inside(compiler):
+    inner = compiled_function(compiler)
+    return lambda q, k, v: inner(q, k, v)
+
+
+WAYS = [compiled_function, compiled_module, compiles_inside]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_compiled_code_is_wrong_on_every_workload(way):
+    compiler = Compiler(1.5)
+    kernel = way(compiler)
+    assert [judged(kernel, CheckSpec(w, CPU)).passed for w in WORKLOADS] == [False] * 12
+    assert compiler.calls > 24
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_right_compiled_code_is_right_and_each_call_ran_it(way):
+    compiler, calls = Compiler(), []
+    kernel = way(compiler)
+
+    def counted(q, k, v):
+        before = compiler.calls
+        out = kernel(q, k, v)
+        calls.append(compiler.calls - before)
+        return out
+
+    for w in WORKLOADS:
+        assert judged(counted, CheckSpec(w, CPU)).passed
+        assert asked(counted, CheckSpec(w, CPU), only=("rerun", "layout", "state")).passed
+    assert set(calls) == {1}
+    assert len(calls) > 100
+
+
+def limits():
+    config = torch._dynamo.config
+    return config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit
+
+
+def test_the_settings_are_what_they_were():
+    before, inside = limits(), []
+
+    def kernel(q, k, v):
+        inside.append(limits())
+        return attention(q, k, v)
+
+    assert judged(kernel, CheckSpec(WORKLOADS[0], CPU)).passed
+    assert set(inside) == {(1 << 30, 1 << 30, True)}
+    assert limits() == before == (8, 256, False)
+
+
+def test_what_gave_up_before_is_compiled_again():
+    compiler = Compiler(1.5)
+    kernel = compiled_function(compiler)
+    for length in range(3, 15):
+        kernel(*[torch.ones(1, 1, length, 8)] * 3)  # a test of one's own
+    assert (compiler.graphs, compiler.calls) == (8, 8)
+    assert not judged(kernel, CheckSpec(WORKLOADS[0], CPU)).passed
+
+
+def test_a_limit_of_its_own_is_an_error_in_words():
+    compiled = compiled_function(Compiler())
+
+    def limited(q, k, v):
+        with torch._dynamo.config.patch(recompile_limit=2):
+            return compiled(q, k, v)
+
+    with pytest.raises(
+        RuntimeError, match=r"would run it eagerly, so compiled code cannot be judged; leave out recompile_limit"
+    ):
+        judged(limited, CheckSpec(WORKLOADS[0], CPU))
+
+
+def test_where_nothing_was_compiled_nothing_is_imported(monkeypatch):
+    monkeypatch.setattr(contexts, "sys", type("sys", (), {"modules": {}}))
+    before = limits()
+    with unlimited_recompiles():
+        assert limits() == before
+    assert eager_because() == ""
+
+
+def test_what_may_run_eagerly_is_said(monkeypatch):
+    words = "what torch.compile makes may have run eagerly: "
+    assert eager_because() == ""
+    with torch.compiler.set_stance("force_eager"):
+        assert eager_because() == f"{words}its stance is force_eager"
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert eager_because() == f"{words}torch._dynamo.config.suppress_errors is set"
+        assert judged(compiled_function(Compiler()), CheckSpec(WORKLOADS[0], CPU)).passed
+    with torch._dynamo.config.patch(disable=True):
+        assert eager_because() == f"{words}torch._dynamo.config.disable is set"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert eager_because() == f"{words}TORCHDYNAMO_DISABLE=1"
+
+
+class Tokens(torch.nn.Module):
+    """A model of one attention, whose forward pass looks at the settings."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inside = torch.nn.Embedding(16, 24), []
+
+    def forward(self, input_ids):
+        self.inside.append(limits())
+        q, k, v = self.embedding(input_ids).unflatten(-1, (1, -1)).transpose(1, 2).chunk(3, -1)
+        return attention(q, k, v).squeeze(1)
+
+
+def test_models_are_run_so_as_well():
+    model, ids = Tokens(), torch.arange(32).view(2, 16) % 16
+    check_model(model, lambda: model(ids), backward=False)
+    judge_model_invariants(model, ids, only="order", causal=False)
+    assert set(model.inside) == {(1 << 30, 1 << 30, True)}
