@@ -391,6 +391,7 @@ def _as_contiguous_as(other: Tensor, grad: Tensor) -> Tensor:
 CHANCE = 1e-9
 #: by how much the rate of a kernel that draws bytes may be off
 _STEP = 1 / 256
+_DRAW = "let the callable draw from torch's generator, or take a seed that was drawn there: int(torch.randint(2**31, ()))"
 #: coins per slice that are compared, and slices
 _COINS, _SLICES = 4096, 2048
 _AXES = ("batch entries", "heads", "rows", "keys")
@@ -420,7 +421,18 @@ def require_same(keep: Tensor, before: Tensor | None) -> None:
     if moved:
         raise ContractError(
             f"two calls after torch.manual_seed with the same seed drop other probabilities ({moved:,} of {keep.numel():,});"
-            " let the callable draw from torch's generator, or from a seed that it sets for each call"
+            f" {_DRAW}"
+        )
+
+
+def require_unlike(keep: Tensor, under_another_seed: Tensor, inputs: Inputs) -> None:
+    """Raise ContractError where a call under another seed of torch's drops the same probabilities, and not by chance."""
+    seen, p = _visible(inputs), inputs.workload.dropout
+    coins = int(seen.sum())
+    if coins * math.log(p**2 + (1 - p) ** 2) < math.log(CHANCE) and not bool(((keep != under_another_seed) & seen).any()):
+        raise ContractError(
+            f"two calls after torch.manual_seed with different seeds drop the same of {coins:,} probabilities, so every step"
+            f" of a training run would; {_DRAW}"
         )
 
 

@@ -46,6 +46,7 @@ from pytest_attn.correctness.contract import (
     check_contract,
     require_fair,
     require_same,
+    require_unlike,
     with_mask,
 )
 from pytest_attn.correctness.reference import Expected, Reference, as_compared
@@ -245,6 +246,9 @@ class _Judgment:
                 if self.keep is None:
                     require_fair(keep, reference.called_with)
                     self.keep = keep.clone()
+                    otherwise = replace(self.spec, seed=self.spec.seed + 1, backward=False)
+                    others, _ = call_kernel(self.kernel, otherwise, reference, pattern)
+                    require_unlike(self.keep, others["keep"], reference.called_with)
             if not self.subject.known_to_change.issuperset(changes):
                 raise ContractError(fault_of_change(changes), fault="input-changed")
         return tensors, pattern

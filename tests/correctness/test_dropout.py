@@ -99,8 +99,24 @@ def test_a_mask_that_does_not_follow_the_seed():
     own = torch.Generator().manual_seed(1)
     with pytest.raises(AssertionError, match=r"two calls after torch.manual_seed with the same seed drop other probabilities"):
         pytest_attn.check(kernel(mask=lambda shape, p: torch.rand(shape, generator=own) >= p), W, returns=RETURNS)
-    fixed = kernel(mask=lambda shape, p: torch.rand(shape, generator=torch.Generator().manual_seed(1)) >= p)
-    pytest_attn.check(fixed, W, returns=RETURNS)
+
+
+def seeded_by(seed):
+    return kernel(mask=lambda shape, p: torch.rand(shape, generator=torch.Generator().manual_seed(seed())) >= p)
+
+
+def test_a_mask_that_no_seed_changes():
+    with pytest.raises(
+        AssertionError, match=r"with different seeds drop the same of 9,120 probabilities.* int\(torch.randint"
+    ):
+        pytest_attn.check(seeded_by(lambda: 1), W, returns=RETURNS)
+    pytest_attn.check(seeded_by(lambda: int(torch.randint(2**31, ()))), W, returns=RETURNS, backward=True)
+    pytest_attn.check(seeded_by(torch.initial_seed), W, returns=RETURNS)
+
+
+def test_masks_that_few_coins_make_equal_are_no_fault():
+    few = Workload(1, 5, heads=2, head_dim=16, dropout=0.2)
+    pytest_attn.check(kernel(mask=lambda shape, p: torch.ones(shape).bool()), few, returns=RETURNS)
 
 
 def test_fair_masks_are_never_refused():
