@@ -51,7 +51,8 @@ class Precision:
 
     Args:
         name: what reports call the profile.
-        rounds_scores: scores are rounded to the dtype before and after the scale, and dP and dS in the backward pass.
+        rounds_scores: scores are rounded to the dtype after each step: the product, the scale, bias, soft-cap, ALiBi and
+            score_mod; dP and dS are in the backward pass.
         rounds_scaled_query: q is multiplied by the scale in the dtype before q . k.
         rounds_scaled_key: k is, in the same way.
         rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
@@ -154,13 +155,15 @@ PRECISIONS = {
     # FlashAttention 2, torch's copy and its CPU kernel: under GQA the gradients leave the kernel per query head
     "flash2": Precision("flash2", sums_rounded_heads=True),
     # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
-    "eager": Precision("eager", rounds_scores=True, sums_rounded_heads=True),
+    "eager": Precision("eager", rounds_scores=True, ds_from_rounded_p=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
     # ... or into k
     "kscale": Precision("kscale", rounds_scaled_key=True),
     # eager, with the maximum subtracted in the dtype
-    "eager_shifted": Precision("eager_shifted", rounds_scores=True, rounds_shifted_scores=True, sums_rounded_heads=True),
+    "eager_shifted": Precision(
+        "eager_shifted", rounds_scores=True, rounds_shifted_scores=True, ds_from_rounded_p=True, sums_rounded_heads=True
+    ),
     # decoding of one token without tensor cores: q * k and their sum in the dtype
     "decode": Precision("decode", rounds_products=True),
     # sinks brought to base 2 in their dtype

@@ -14,6 +14,9 @@ The source of these formulas is an error analysis of flash-attention's algorithm
 What concerns gradients is in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 
+Where a profile writes scores in the dtype, the variance of the score has (u x)^2 of each x that is written: scale q k, its
+sum with a bias, what soft-cap makes of it (through the slope of tanh, and tanh itself), its sum with ALiBi.
+
 What quantized kernels add (fields of `Precision`): e_ij follows P's own dtype or step, and is never more than P_ij; where P
 has few steps, sum_j e_ij^2 v_j^2 gives way to what a plain rounding of the row loses, if that is more (`_coarse_variance`);
 float16 sums err by u times each partial sum; what is unknown of q and k moves the scores.
@@ -29,12 +32,13 @@ held to what float32 sums allow, and to its score's noise where a profile declar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
-from pytest_attn.correctness.exact import Block, Chunk, before_softcap, over_keys, per_key, sinks_of
+from pytest_attn.correctness.exact import Block, Chunk, alibi_of, before_softcap, over_keys, per_key, sinks_of
 from pytest_attn.workloads.positions import TILE
 
 # -- roundings ---------------------------------------------------------------------------------------------------------
@@ -188,16 +192,24 @@ class ScoreBudget:
         if not self.are_noisy:
             return None
         variance, slope_var = self._scaled_score_variance(scaled, chunk), None
-        if self.workload.softcap is not None:  # tanh damps what lies before it
+        written = self.rounding.unit**2 if self.rounding.rounds_scores_to_dtype else 0.0  # of each step in the dtype
+        nearest = before_softcap(scaled, chunk)
+        if written and nearest is not scaled:
+            variance += nearest.square().mul_(written)
+        if (softcap := self.workload.softcap) is not None:  # tanh damps what lies before it
+            if written:  # its argument
+                variance += nearest.square().mul_(written)
             is_far = self._is_far(variance)
-            nearest = before_softcap(scaled, chunk)
             if is_far:  # how near to 0, where softcap damps least, noise may move the scores
                 nearest = nearest.abs().sub_(variance.sqrt().mul_(SHARED * _REACH)).clamp_(min=0)
-            tanh_squared = torch.tanh(nearest / self.workload.softcap).square_()
+            tanh_squared = torch.tanh(nearest / softcap).square_()
             damping = (1 - tanh_squared).square_()
             tanh_squared = tanh_squared.fill_(1) if is_far else tanh_squared  # its most, wherever that is
-            slope_var = variance * damping * tanh_squared.mul_((2 / self.workload.softcap) ** 2)
+            slope_var = variance * damping * tanh_squared * (2 / softcap) ** 2
             variance *= damping
+            if written:  # tanh, of which the slope is formed, and softcap times tanh
+                slope_var += tanh_squared.square().mul_(4 * written)
+                variance += tanh_squared.mul_(2 * written * softcap**2)
         return ScoreNoise(variance.mul_(SHARED**2), slope_var)
 
     def _is_far(self, variance: torch.Tensor) -> bool:
@@ -236,6 +248,9 @@ class ScoreBudget:
         """Add what float32 rounds of the final scores, after softcap, bias and ALiBi, and keep how high they may be."""
         finite = scores.clamp(min=-1e100)
         noise.variance += finite.square().mul_(2 * (SHARED * UNIT["float32"]) ** 2)
+        if self.rounding.rounds_scores_to_dtype:
+            for written in self._sums_after_softcap(finite, chunk):
+                noise.variance += written.square().mul_((SHARED * self.rounding.unit) ** 2)
         if self.precision.rounds_shifted_scores and finite.shape[-1]:
             top, sinks = finite.amax(-1, keepdim=True), sinks_of(chunk)
             shifted = finite - (top if sinks is None else top.maximum(sinks))
@@ -247,6 +262,17 @@ class ScoreBudget:
             is_far = deviation > _FAR
             if bool(is_far.any()):
                 noise.highest = scores + deviation.mul_(is_far).mul_(_REACH)
+
+    def _sums_after_softcap(self, final: torch.Tensor, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """Yield what a kernel writes that adds bias and ALiBi and calls score_mod in the dtype, broadcastable to the scores."""
+        w = self.workload
+        if w.alibi:
+            distant = alibi_of(chunk)
+            yield distant
+            yield final - distant
+        has_bias = w.bias is not None and not w.bias_before_softcap
+        if has_bias or w.alibi or w.score_mod is not None:
+            yield final
 
 
 # -- the budget of out and lse -----------------------------------------------------------------------------------------

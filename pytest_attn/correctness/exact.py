@@ -269,8 +269,7 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
     if inputs.bias is not None and w.bias is not None and not w.bias_before_softcap:
         scores = scores + _bias(inputs.bias, chunk)
     if inputs.alibi_slopes is not None and w.alibi:
-        slopes = slopes_of(inputs.alibi_slopes.to(chunk.q.device).double(), *chunk.indices[:2])
-        scores = scores - slopes * distances_of(chunk)
+        scores = scores + alibi_of(chunk)
     if w.score_mod is not None:
         scores, slope_of_mod = _score_mod(scores, chunk)
         slope = slope_of_mod if slope is None else slope * slope_of_mod
@@ -323,6 +322,13 @@ def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     block, w = chunk.block, chunk.block.workload
     everywhere = bias.to(chunk.q.device).expand(w.batch, w.heads, w.q_len, w.kv_len)
     return everywhere[block.batches, block.head_index.flatten()][:, :, chunk.rows][..., chunk.keys].double()
+
+
+def alibi_of(chunk: Chunk) -> torch.Tensor:
+    """Return what ALiBi adds to the scores, (n or 1, heads, rows, keys)."""
+    slopes = chunk.block.segment.inputs.alibi_slopes
+    assert slopes is not None
+    return slopes_of(slopes.to(chunk.q.device).double(), *chunk.indices[:2]) * -distances_of(chunk)
 
 
 def slopes_of(slopes: torch.Tensor, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

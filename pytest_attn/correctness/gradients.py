@@ -148,7 +148,7 @@ class Gradients:
             row_sum_var = row_sum_var + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n_ij has its share of SHARED
             variance = _plus(variance, moved)
         ds, weight, variance = self._through_slope(ds.mul_(p), variance, rows)
-        return ScoreGradient(ds, self._plus_rounding(variance, ds, p), weight, p_rounding_var, row_sum_var)
+        return ScoreGradient(ds, self._plus_rounding(variance, ds, rows), weight, p_rounding_var, row_sum_var)
 
     def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
         """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
@@ -181,14 +181,16 @@ class Gradients:
             variance = _plus(variance, before.square().mul_(rows.slope_var))
         return ds, weight, variance
 
-    def _plus_rounding(self, variance: torch.Tensor | None, ds: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def _plus_rounding(self, variance: torch.Tensor | None, ds: torch.Tensor, rows: BackwardRows) -> torch.Tensor:
         """Return the variance of dS with that of its own roundings to the dtype."""
         floor = self.rounding.floor
         floors = [floor / self.scale if self.precision.rounds_scaled_ds else floor]
         if self.precision.rounds_scores:  # dS, and then scale * dS
             floors.append(floor / self.scale)
+            if rows.slope is not None and self.workload.softcap is not None:  # times softcap, through tanh, over softcap
+                floors += [floor] * 3
         for least in floors:
-            variance = _plus(variance, self.rounding.where_seen(ds, p, max(self.q_len, self.kv_len), least))
+            variance = _plus(variance, self.rounding.where_seen(ds, rows.p, max(self.q_len, self.kv_len), least))
         assert variance is not None
         operands = self.rounding.of_operands(ds)
         return variance if operands is None else variance.add_(operands)

@@ -1,5 +1,7 @@
 """Profiles of what fault-free kernels round: each excuses its kernels on every distribution, and is needed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from honest.variants import VARIANTS, ScaledKey
@@ -8,6 +10,7 @@ from judging import judged, spec_of
 from pytest_attn import Precision, Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
+from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -103,3 +106,76 @@ def test_the_maximum_that_is_subtracted_may_be_a_sink_s(dtype):
         return (score - score.amax(-1, keepdim=True)).softmax(-1)[..., :256] @ v
 
     assert judged(attention, spec_of(workload, backward=True, precision="eager_shifted"), REFERENCES).passed
+
+
+# -- eager code, which writes each step of its scores in the dtype -----------------------------------------------------------
+
+STEPS = {
+    "bias": {"bias": "hqk"},
+    "bias-then-softcap": {"bias": "hqk", "bias_before_softcap": True, "softcap": 20.0},
+    "softcap-then-bias": {"bias": "hqk", "softcap": 5.0},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": True},
+    "bias-and-alibi": {"bias": "hqk", "alibi": True},
+}
+
+
+def eager(w, inputs, softmax_dtype=None, larger=1.0):
+    """Return eager code in the dtype throughout, with the additive mask of a model. larger: a fault, of the bias."""
+    i, j = (torch.arange(n) for n in (w.q_len, w.kv_len))
+    hidden = torch.zeros(w.q_len, w.kv_len, dtype=inputs.q.dtype)
+    if w.mask is not None:
+        hidden.masked_fill_(j > i[:, None] + w.kv_len - w.q_len, torch.finfo(hidden.dtype).min)
+
+    def call(q, k, v):
+        k, v = (t.repeat_interleave(w.group, 1) for t in (k, v))
+        score = q @ k.mT * w.softmax_scale
+        if w.bias_before_softcap:
+            score = score + inputs.bias * larger
+        if w.softcap:
+            score = torch.tanh(score / w.softcap) * w.softcap
+        if w.bias and not w.bias_before_softcap:
+            score = score + inputs.bias * larger
+        if w.alibi:
+            distances = (i[:, None] + w.kv_len - w.q_len - j).abs().to(score.dtype)
+            score = score - inputs.alibi_slopes.to(score.dtype)[:, None, None] * distances
+        score = score + hidden
+        return score.softmax(-1, dtype=softmax_dtype).to(q.dtype) @ v
+
+    return call
+
+
+def judged_eager(options, dtype, **how):
+    w = Workload(64, 80, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal-bottom-right", dtype=dtype, **options)
+    inputs = draw_inputs(w)
+    parameters = {
+        name: t.requires_grad_() for name, t in (("bias", inputs.bias), ("alibi", inputs.alibi_slopes)) if t is not None
+    }
+    inputs_of = ("structured", "flat", "peaky", "outlier")
+    more = {"backward": True, "inputs": inputs_of, "precision": "eager", "parameters": parameters}
+    return judged(eager(w, inputs, **how), spec_of(w, **more), REFERENCES)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", STEPS)
+def test_eager_code_may_round_each_step_of_its_scores(name, dtype):
+    for softmax_dtype in (None, torch.float32):
+        comparison = judged_eager(STEPS[name], dtype, softmax_dtype=softmax_dtype)
+        assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("name", ["bias", "bias-then-softcap", "softcap-then-bias"])
+def test_eager_code_with_a_bias_that_is_too_large_is_wrong(name):
+    assert not judged_eager(STEPS[name], "bfloat16", larger=1.125).passed
+
+
+def test_a_bias_of_hundreds_moves_scores_by_what_the_dtype_rounds_there():
+    w = Workload(64, heads=2, head_dim=32, bias="hqk", dtype="bfloat16")
+    drawn = draw_inputs(w)
+    inputs = replace(drawn, bias=drawn.bias * 100)
+    expected = compute_reference(inputs, PRECISIONS["eager"]).tensors["out"]
+
+    z = (eager(w, inputs)(drawn.q, drawn.k, drawn.v).double() - expected.value) / expected.tau
+
+    assert z.abs().max() < 6
+    assert z.square().mean() < 1
