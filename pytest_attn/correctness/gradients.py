@@ -11,6 +11,10 @@ P_sink = exp(sink - lse) the share of a row's sink:
     dalibi_h = - sum_ij dS_ij |i + kv_len - q_len - j|
 
 Their variances are those of dS and D: one D moves all dS of its row together.
+
+Code that subtracts the row's maximum from its scores where autograd sees it gives the maximum a gradient, minus the sum of the
+row's dS. That is 0, but for what dS, D and the sum of P lost in float32 or the dtype; all of it goes to the key, or the sink,
+that is the largest.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.precision import SHARED, SLOPE_UNIT, Precision
-from pytest_attn.correctness.budget import ForwardRows, Rounding
+from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
 from pytest_attn.correctness.exact import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
@@ -71,7 +75,8 @@ class ScoreGradient:
     """The gradient of the scaled scores; all are (n, heads, rows, keys) but for row_sum_var (n, heads, rows, 1).
 
     ds: dS, and variance: its own, without that of D. weight: how much of D enters dS. p_rounding_var: e_ij^2.
-    row_sum_var: D's variance, with what only the scores tell of it.
+    row_sum_var: D's variance, with what only the scores tell of it. of_maximum: the variance of the maximum's gradient,
+    (n, heads, rows, 1), None where it has none.
     """
 
     ds: torch.Tensor
@@ -79,6 +84,7 @@ class ScoreGradient:
     weight: torch.Tensor
     p_rounding_var: torch.Tensor
     row_sum_var: torch.Tensor
+    of_maximum: torch.Tensor | None
 
 
 class Gradients:
@@ -147,8 +153,15 @@ class Gradients:
             moved = ds.square().mul_(rows.p_noise_var)  # dS^2 times the score's variance, as n_ij = P^2 variance
             row_sum_var = row_sum_var + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n_ij has its share of SHARED
             variance = _plus(variance, moved)
-        ds, weight, variance = self._through_slope(ds.mul_(p), variance, rows)
-        return ScoreGradient(ds, self._plus_rounding(variance, ds, rows), weight, p_rounding_var, row_sum_var)
+        ds.mul_(p)
+        of_maximum = None
+        if self.rounding.is_float32 or self.precision.rounds_scores:
+            lost = _sum_of_products(rows.row_sum.square().expand_as(p), p_rounding_var)
+            lost += self.rounding.of_result(ds, all_keys).sum(-1, keepdim=True)
+            of_maximum = row_sum_var + lost.mul_(share)
+            variance = _plus(variance, of_maximum * _may_be_largest(p, rows.p_noise_var))
+        ds, weight, variance = self._through_slope(ds, variance, rows)
+        return ScoreGradient(ds, self._plus_rounding(variance, ds, rows), weight, p_rounding_var, row_sum_var, of_maximum)
 
     def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
         """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
@@ -256,6 +269,15 @@ class KeyGradients:
             yield name, value, variance + self.rounding.of_sum(value, terms)
 
 
+#: standard deviations by which noise may lift a score to its row's largest
+_LIFT = 8.0
+
+
+def _may_be_largest(p: torch.Tensor, noise_var: torch.Tensor | None) -> torch.Tensor:
+    """Return whether noise may make each P (n, heads, rows, keys) the largest of its row."""
+    return (p if noise_var is None else noise_var.sqrt().mul_(_LIFT).add_(p)) >= row_tops(p)
+
+
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Sum a * b over the last dimension, without writing the product."""
     total: torch.Tensor = torch.linalg.vecdot(a, b)
@@ -315,6 +337,8 @@ class Reduction(NamedTuple):
 def _variance_of_sinks(steps: BackwardSteps, variances: Variances) -> torch.Tensor:
     share = steps.sink_share
     variance = share.square() * variances.of_scores.row_sum_var
+    if (of_maximum := variances.of_scores.of_maximum) is not None:  # the largest may be the sink
+        variance += of_maximum * (share >= row_tops(variances.of_scores.weight) / 2)
     if variances.of_lse is not None:
         variance += (share * steps.row_sum).square_().mul_(variances.of_lse.unsqueeze(-1))
     return variance

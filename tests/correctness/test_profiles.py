@@ -179,3 +179,25 @@ def test_a_bias_of_hundreds_moves_scores_by_what_the_dtype_rounds_there():
 
     assert z.abs().max() < 6
     assert z.square().mean() < 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float32", "flash"), ("float16", "eager_shifted"), ("bfloat16", "eager_shifted")]
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_maximum_may_have_a_gradient_which_is_what_its_row_lost(dtype, precision, has_sinks):
+    w = Workload(60, batch=2, heads=4, head_dim=16, mask="causal", sinks=has_sinks, dtype=dtype)
+    seen = torch.ones(60, 60).tril().bool()
+
+    def attention(q, k, v):
+        score = (q @ k.mT * w.softmax_scale).masked_fill(~seen, -torch.inf)
+        if has_sinks:
+            sinks = draw_inputs(w, seed=seed).sinks
+            score = torch.cat([score, sinks.view(1, -1, 1, 1).expand(2, -1, 60, 1)], -1)
+        shifted = score - score.max(-1, keepdim=True).values
+        return shifted.softmax(-1)[..., :60] @ v
+
+    for seed in range(4):
+        more = {"inputs": ("flat", "randn"), "seed": seed, "precision": precision, "backward": True}
+        comparison = judged(attention, spec_of(w, **more), REFERENCES)
+        assert comparison.passed, comparison.worst
