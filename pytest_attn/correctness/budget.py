@@ -264,7 +264,7 @@ class ScoreBudget:
                 noise.highest = scores + deviation.mul_(is_far).mul_(_REACH)
 
     def _sums_after_softcap(self, final: torch.Tensor, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """Yield what a kernel writes that adds bias and ALiBi and calls score_mod in the dtype, broadcastable to the scores."""
+        """Yield what code writes that adds bias and ALiBi and calls score_mod in the dtype, broadcastable to the scores."""
         w = self.workload
         if w.alibi:
             distant = alibi_of(chunk)

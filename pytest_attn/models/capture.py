@@ -77,7 +77,10 @@ class AttentionCall:
 
     @property
     def fills_empty_rows(self) -> bool:
-        """Whether rows that see no key hold something else than 0."""
+        """Whether rows that see no key hold something else than 0, as the mean of all v where a mask is the lowest number."""
+        bias = self.inputs.bias
+        if bias is not None and bool((bias <= torch.finfo(bias.dtype).min / 2).all(-1).any()):
+            return True
         if self.empty_rows is None or not self.empty_rows.are_there:
             return False
         out = self.out.to(self.inputs.device)

@@ -15,7 +15,7 @@ from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.models.capture import AttentionCall, Expected, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
@@ -199,13 +199,14 @@ class _Judged:
 
     def _with_raised_limits(self) -> list[str]:
         """Return the calls in which fault-free kernels are further from exact than the limits allow."""
-        _, usual = limits_named(self._limits)
-        return [
-            call.label
-            for call in self.calls
-            if call.comparison
-            and any(t.limits.row > usual.row or t.limits.head > 2 * usual.head for t in call.comparison.tensors)
-        ]
+        both = limits_named(self._limits)
+
+        def is_raised(row: TensorComparison) -> bool:
+            usual = limits_of(row.name, both)
+            is_of_few_rows = row.limits.head == usual.row
+            return row.limits.row > usual.row or (row.limits.head > 2 * usual.head and not is_of_few_rows)
+
+        return [call.label for call in self.calls if call.comparison and any(map(is_raised, call.comparison.tensors))]
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""

@@ -309,7 +309,8 @@ class Rank:
         except StaleError as error:
             self._channel.send(stale=str(error))
         except Exception as error:
-            self._channel.send(raised=type(error).__name__, text=_told(error))
+            named = traceback.format_exception_only(type(error), error)[0].splitlines()[0].rstrip(":")
+            self._channel.send(raised=named, text=_told(error))
 
     def _computed(self, server: RankServer, order: Message) -> str:
         """Return the file with the shards of one call."""

@@ -96,7 +96,7 @@ def describe_ended(
 def describe_wrong(rank: int, ranks: int, answer: Message) -> str:
     """Say what a rank has answered instead of a result: what the callable raised there, or what is wrong with what it did."""
     if "raised" in answer:
-        return f"rank {rank} of {ranks} raised {answer['raised']}:\n{answer['text']}"
+        return f"rank {rank} of {ranks} raised {answer['raised']}\n{answer['text']}"
     return str(answer.get("contract") or f"rank {rank}: {answer.get('stale')}")
 
 

@@ -20,7 +20,8 @@ class Pages:
         size: tokens of one page.
         layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim).
         fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
-        pool: how many pages there are, at least those in use, which is the default; the others belong to nobody.
+        pool: how many pages there are, at least as many as the page table names: the batch times the pages of kv_len. That is
+            the default; the others belong to nobody.
         sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
 
     Raises:

@@ -414,8 +414,8 @@ def _settle_cached(w: Workload) -> None:
     """
     prefixes = [w.cached] if isinstance(w.cached, int) and not isinstance(w.cached, bool) else w.cached
     prefixes = as_tuple("Workload: cached", prefixes)
-    if not prefixes or min(prefixes) < 0 or max(prefixes) == 0:
-        raise ValueError(f"Workload: cached must be numbers of keys >= 0, not all zero, got {w.cached!r}")
+    if not prefixes or min(prefixes) < 0:
+        raise ValueError(f"Workload: cached must be numbers of keys >= 0, got {w.cached!r}")
     counts = [len(lengths) for lengths in (w.q_lens, w.kv_lens) if lengths is not None]
     batch = (counts or [w.batch or len(prefixes)])[0]
     prefixes = prefixes * batch if len(prefixes) == 1 else prefixes

@@ -1,15 +1,19 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models.zoo import HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack, window
+from models.zoo import DIM, HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack, window
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pytest_attn
 from pytest_attn import Workload, check_model
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.comparison import Limits
+from pytest_attn.correctness.judge import compare_all
+from pytest_attn.models import judge
 from pytest_attn.models.check import judge_model
 from pytest_attn.models.mask_recognition import DropoutError
 
@@ -377,3 +381,26 @@ def test_an_unknown_backend_is_refused_before_anything_runs():
 
     with pytest.raises(ValueError, match="unknown backend"):
         check_model(model, lambda: pytest.fail("the step ran"), "sdpaa")
+
+
+# -- notes about limits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_of_few_rows_is_not_one_in_which_small_faults_cannot_be_seen():
+    model = stack(full)
+    x = torch.randn(1, 5, DIM, generator=torch.Generator().manual_seed(0))
+
+    found = judge_model(model, lambda: model(x).sum())
+
+    assert {row.limits.head for call in found.calls for row in call.comparison.tensors} == {4.0}
+    assert not found.notes
+
+
+def test_limits_that_emulated_kernels_raise_are_told(monkeypatch):
+    monkeypatch.setattr(judge, "_raised", lambda limits, honest: Limits(20, 20, 20))
+    monkeypatch.setattr(judge, "compare_all", lambda *args: (replace(one, passed=False) for one in compare_all(*args)))
+
+    found = judge_model(*HONEST["causal"](torch.float32))
+
+    assert found.passed
+    assert "small faults cannot be seen in 2 of 2 calls" in found.notes[0]

@@ -21,6 +21,7 @@ def test_limits_that_honest_kernels_keep_are_those_of_every_check(calls):
     assert {row.limits.head for row in rows} == {1.5}
 
 
+@pytest.mark.parametrize("calls", [torch.bfloat16], ids=["bf16"], indirect=True)
 def test_without_emulated_kernels_rows_that_are_rounded_alike_would_fail(calls, monkeypatch):
     monkeypatch.setattr(judge, "with_empirical_limits", lambda rows, *_: rows)
 

@@ -49,3 +49,19 @@ def test_runs_are_the_same_each_time_and_none_are_made_where_none_are_wanted():
 
 def test_single_precision_has_no_ratios_as_its_sums_are_not_emulated():
     assert not check_model(*HONEST["causal"](torch.float32)).ratios
+
+
+def test_rows_whose_mask_is_the_lowest_number_are_not_held_against_rows_of_nothing():
+    """Eager code averages all values there, exact attention to what is visible gives 0."""
+    lowest = torch.full((1, 1, 45, 45), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16)
+    mask = lowest.triu(1)
+    mask[:, :, :5] = lowest[:, :, :5]
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    found = judge_model(*case_of(stack(attend), torch.bfloat16), backward=False)
+
+    assert found.passed
+    assert not found.ratios
+    assert any(note.startswith("rows that see no key are not 0 in some calls") for note in found.notes)

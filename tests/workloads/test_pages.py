@@ -96,7 +96,7 @@ def test_lengths_of_keys_follow_from_what_is_cached(fields, kv_lens, batch):
     [
         ({"kv_len": 70, "cached": 64}, r"cached=\(64,\) with as many new keys as queries makes kv_lens \(72,\), got \(70,\)"),
         ({"cached": (5, 9), "kv_lens": (13, 14)}, r"makes kv_lens \(13, 17\), got \(13, 14\); leave out kv_len and kv_lens"),
-        ({"cached": 0}, "cached must be numbers of keys >= 0, not all zero, got 0"),
+        ({"cached": -1}, "cached must be numbers of keys >= 0, got -1"),
         ({"cached": (1, 2), "batch": 3}, r"cached must be one number, or one per batch entry \(3\), got \(1, 2\)"),
         ({"cached": 2.5}, "cached must be a tuple of whole numbers, got 2.5"),
         ({"pad": "both"}, "pad must be one of right, left, got 'both'"),
