@@ -39,13 +39,6 @@ def first_of(result: Any) -> torch.Tensor:
     return out
 
 
-def only_out(out: torch.Tensor, asks_more: object, back: Callable[[torch.Tensor], Any]) -> Any:
-    """Return out in the function's layout. Raises UnreadableError where the model asks for more than it."""
-    if asks_more:
-        raise UnreadableError("the model asks for more than out, which a replacement does not return")
-    return back(out)
-
-
 @dataclass(frozen=True)
 class AttentionArguments:
     """What one call computes attention of, and how its result goes back.
@@ -57,7 +50,7 @@ class AttentionArguments:
     alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
     to_native: from the layout in which the function takes tensors to that of q. take_out: from what it returns to its tensor
     out; out_to_native: from the layout of that to that of q; to_result: from out in the layout of q to what the function
-    returns.
+    returns. asks_more: what else the call asks for, as weights or lse, which `to_result` leaves out.
     """
 
     q: torch.Tensor
@@ -79,6 +72,17 @@ class AttentionArguments:
     take_out: Callable[[Any], torch.Tensor] = field(default=unchanged)
     out_to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
     to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
+    asks_more: str = ""
+
+    def refuse_more(self) -> None:
+        """Raise UnreadableError where out alone is not all that the call asks for."""
+        if self.asks_more:
+            raise UnreadableError(f"the model asks for {self.asks_more} as well, which a replacement does not return")
+
+    def with_out(self, result: Any, out: torch.Tensor) -> Any:
+        """Return a result of the function with another out, in the layout of q, in place of its own."""
+        replaced = self.to_result(out)
+        return (first_of(replaced), *result[1:]) if isinstance(result, tuple | list) else replaced
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
-from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
@@ -228,6 +229,8 @@ class Recorder:
         precision: str | Precision | None = None,
     ) -> None:
         self.unread_calls: list[Unread] = []
+        #: where the functions are of which the step uses more than out, as weights or lse
+        self.beside: set[tuple[str, str]] = set()
         #: is given each call as it is made
         self.made: Callable[[AttentionCall], None] = lambda call: None
         self._done, self._backward, self._expected = done, backward, expected or {}
@@ -275,9 +278,13 @@ class Recorder:
     ) -> Any:
         """Compute a call that was read, and record it. wrong: the mask that was forgotten."""
         pristine = self._copies(inputs)
-        nodes, versions = [alias.grad_fn for alias in aliases], [alias._version for alias in aliases]
+        needs_gradient = self._backward and torch.is_grad_enabled()
+        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
+        nodes, versions = [t.grad_fn for t in aliases], [_version_of(t) for t in aliases]
         result, precision, subject = self.computed(intercepted, arguments, inputs)
         raw = arguments.take_out(result)
+        if self._judges and isinstance(result, tuple | list):
+            result = self._apart(intercepted.function, result)
         out = self._keep(arguments.out_to_native(raw.detach()))
         call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
         call.is_again, call.order = intercepted.is_again, self._numbers.total()
@@ -285,12 +292,10 @@ class Recorder:
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
         if not intercepted.is_again:
             self.made(call)
-        needs_gradient = self._backward and torch.is_grad_enabled()
-        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
         if subject is not None:
             before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
             call.changes = changes_of({"q": arguments.q, "k": arguments.k, "v": arguments.v}, before)
-        elif expected and (changed := [name for name, t, v in zip("qkv", aliases, versions, strict=True) if t._version != v]):
+        elif expected and (changed := [n for n, t, v in zip("qkv", aliases, versions, strict=True) if v != _version_of(t)]):
             reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
@@ -329,6 +334,22 @@ class Recorder:
             return tensor.to("cpu")
         self._kept += tensor.nbytes
         return tensor.clone()
+
+    def _apart(self, function: AttentionFunction, result: Any) -> Any:
+        """Return a result with no way for a gradient through what stands beside out: exact attention knows of out alone."""
+
+        def used(_: Any = None) -> None:
+            self.beside.add(function.place)
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:  # whether it is used cannot be seen
+                used()
+                return tensor
+            return without_gradient(tensor, used)
+
+        if not function.profile:  # a user's, of which only a call tells what it returns
+            used()
+        return result[0], *tree_map_only(torch.Tensor, apart, tuple(result[1:]))
 
     def _await(
         self, call: AttentionCall, expected: set[str], arguments: AttentionArguments, raw: Any, aliases: list[Any]
@@ -378,6 +399,26 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
     cast = autocast(tensor)
     return tensor.view_as(tensor) if cast is tensor else cast
+
+
+def without_gradient(tensor: torch.Tensor, used: Callable[[torch.Tensor], None] = lambda gradient: None) -> torch.Tensor:
+    """Return a tensor through which zeros go back in place of its gradient. used: is given that, where one arrives."""
+    if not tensor.requires_grad:
+        return tensor
+    apart = tensor.view_as(tensor)  # out may be computed from the tensor itself, as from weights
+    hooked: Any = apart
+
+    def stop(gradient: torch.Tensor) -> torch.Tensor:
+        used(gradient)
+        return torch.zeros_like(gradient)
+
+    hooked.register_hook(stop)
+    return apart
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; those of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def in_checkpoint() -> bool:

@@ -28,11 +28,12 @@ from pytest_attn.models.interception import (
     is_of_transformers,
     lacks_masks,
     never_called,
+    outside_inference,
 )
 from pytest_attn.models.judge import judge_call, known_defect_of
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.ratios import ratios_of
-from pytest_attn.models.step import device_of, require_arguments, run_step, untouched
+from pytest_attn.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.workloads.distributions import Draw
 
@@ -62,7 +63,7 @@ def check_model(
             runs that itself.
         backend: a backend, its name, or a function of (q, k, v, workload=...) that computes every call; by default the
             model's own attention is judged.
-        backward: gradients, too.
+        backward: gradients, too; a step in torch.inference_mode() has none, and a note says so.
         functions: attention of your own, as for `capture`.
         limits: "default" or "strict".
         scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
@@ -77,7 +78,7 @@ def check_model(
         AssertionError: a call is wrong, was not read, or was not replaced, or none was caught, or none of a function that
             is named; the text has the calls.
         DropoutError: attention drops probabilities.
-        TypeError: `model` is not a module, or `step` not a function.
+        TypeError: `model` is not a module, or torch.jit made it, or `step` is not a function.
         ValueError: the backend or the precision is unknown.
     """
     __tracebackhide__ = True
@@ -105,7 +106,14 @@ def judge_model(
 
     compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
     """
+    if torch.is_inference_mode_enabled():  # the step alone runs in it
+        options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+        with outside_inference():
+            return judge_model(
+                model, torch.inference_mode()(step), backend, backward, compiled=compiled, deadline=deadline, **options
+            )
     require_arguments(model, step)
+    refuse_scripted(model)
     subject = None if backend is None else replacement(backend, precision=precision)
     functions = as_functions(functions)
     if precision is not None:
@@ -123,17 +131,25 @@ def judge_model(
         replaces = subject is not None and lacks_masks(model, is_replaced=True)
         calling = subject.calling() if subject else nullcontext()
         with deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
-            result = run_step(step, model, backward)
+            try:
+                result = run_step(step, model, backward)
+            except Exception as error:
+                if not recorder.unread_calls:  # which are to be told first
+                    raise
+                result, note = StepResult({}, None), f"the step did not end: {type(error).__name__}: {error}"
+                scatter, compiled = 0, False
         recorder.finish()
+        if infers := backward and result.infers and not result.gradients:
+            backward = False
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
         ratios = {}
+        options = {"backward": backward, "functions": functions, "precision": precision, "beside": recorder.beside}
         if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
-            options: Any = {"backward": backward, "functions": functions, "runs": scatter, "precision": precision}
-            ratios = ratios_of(result, model, step, subject, again, **options)
+            ratios = ratios_of(result, model, step, subject, again, runs=scatter, **options)
         run, about = None, ""
         if compiled and runs_compiled(model, step):
             if subject is None:
-                run = judge_compiled(model, step, again, backward=backward, functions=functions, precision=precision)
+                run = judge_compiled(model, step, again, **options)
                 about = eager_because()
                 if judged.has_empty_rows and run.wrong:
                     run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
@@ -150,9 +166,12 @@ def judge_model(
         backward=backward,
         ratios=ratios,
         compiled=run,
-        notes=tuple(filter(None, (note, *judged.notes(model, tracker), about))),
+        notes=tuple(filter(None, (note, _INFERS if infers else "", *judged.notes(model, tracker), about))),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
+
+
+_INFERS = "the step runs in inference mode, where nothing has a gradient: forward passes alone were judged"
 
 
 class _Judged:

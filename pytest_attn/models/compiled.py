@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -83,9 +83,11 @@ def judge_compiled(
     backward: bool,
     functions: Iterable[Callable[..., Any] | str] = (),
     precision: str | Precision | None = None,
+    beside: Collection[tuple[str, str]] = (),
 ) -> CompiledRun:
     """Run a compiled step twice, and hold the second against exact attention. again: makes the model what it was."""
     functions = tuple(functions)
+    options: Any = {"precision": precision, "beside": beside, "is_whole": True}
     again()
     before = compilations()
     run_step(step, model, backward)
@@ -109,15 +111,15 @@ def judge_compiled(
         with intercept_attention(handler, model, functions, replaces=lacks_masks(model, is_replaced=False)), mode:
             return tensors_of(run_step(step, model, backward))
 
-    first, second_draw = Exact(None, precision=precision), Exact(None, precision=precision)
+    first, second_draw = Exact(**options), Exact(**options)
     exact = run(first, nullcontext())
     redrawn = distances(run(second_draw, _drawing_otherwise()), exact)
     if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
         return CompiledRun(
             unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
         )
-    scattered = (run(Exact(None, seed, precision), perturb_rounding(seed)) for seed in range(RUNS))
-    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, precision), emulate_fusion()))
+    scattered = (run(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, **options), emulate_fusion()))
     ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}
@@ -207,7 +209,7 @@ def runs_compiled(model: torch.nn.Module, step: Callable[[], Any]) -> bool:
     """Whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
     if uncompiled(step) is not None or is_compiled(model):
         return True
-    function = getattr(step, "func", step)
+    function = inspect.unwrap(getattr(step, "func", step))
     try:
         held = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # not a function of Python

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pytest_attn.backends.dense import alibi_bias, boolean_mask
+from pytest_attn.backends.libraries.eager import probabilities
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.exact import (
     Block,
@@ -28,6 +30,7 @@ from pytest_attn.correctness.reference import heads_first, segments_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
+from pytest_attn.workloads.workload import repeated
 
 
 @dataclass
@@ -74,10 +77,25 @@ def exact_attention(inputs: Inputs, rounding: Rounding | None = None) -> torch.T
     It has gradients with respect to q, k, v and the parameters (workloads/parameters.py). rounding: of what a kernel rounds.
     Memory grows with the sequence, not with its square.
     """
+    if torch._C._functorch.is_functorch_wrapped_tensor(inputs.q):  # whose transforms take plain operators only
+        p, v = _probabilities(inputs), repeated(inputs.v, inputs.workload)
+        return (p @ v.double()).to(inputs.q.dtype)
     function: Any = _ExactAttention
     parameters = (getattr(inputs, one.tensor) for one in PARAMETERS.values())
     out: torch.Tensor = function.apply(inputs, rounding, inputs.q, inputs.k, inputs.v, *parameters)
     return out
+
+
+def exact_weights(inputs: Inputs) -> torch.Tensor:
+    """Return the probabilities of these inputs in their dtype, (batch, heads, q_len, kv_len), with gradients."""
+    return _probabilities(inputs).to(inputs.q.dtype)
+
+
+def _probabilities(inputs: Inputs) -> torch.Tensor:
+    w = inputs.workload
+    scores = inputs.q.double() @ repeated(inputs.k, w).double().mT * w.softmax_scale
+    alibi = alibi_bias(inputs) if w.alibi else None
+    return probabilities(scores, inputs, boolean_mask(inputs), alibi)
 
 
 class _ExactAttention(torch.autograd.Function):

@@ -14,8 +14,8 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -29,15 +29,16 @@ from pytest_attn.backends.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
+    first_of,
     imported_functions,
     refuse_unread,
     shortened,
 )
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.libraries.flex import FLEX
-from pytest_attn.backends.libraries.sdpa import SDPA, read_plain
+from pytest_attn.backends.libraries.sdpa import SDPA, autocast, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
-from pytest_attn.models.exact import exact_attention
+from pytest_attn.models.exact import exact_attention, exact_weights
 from pytest_attn.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.models.mask_recognition import to_inputs
 
@@ -52,8 +53,9 @@ class InterceptedCall:
     """One call on its way: through which function, with which arguments by name, and the function itself.
 
     module: the qualified name of the module that makes it. function: how its arguments are read; original: what is called.
-    handed: the masks of that module's arguments, then of what runs it, outwards. ran: what computed it, as far as functions
-    that are known were called within.
+    handed: the masks of that module's arguments, then of what runs it, outwards. positional: how many arguments it is given
+    without their names. infers: whether it is made in inference mode. ran: what computed it, as far as functions that are
+    known were called within.
     """
 
     module: str
@@ -61,12 +63,19 @@ class InterceptedCall:
     arguments: Mapping[str, Any]
     original: Callable[..., Any]
     handed: tuple[HandedMasks, ...] = ()
+    positional: int = 0
+    infers: bool = False
     ran: list[str] = field(default_factory=list)
 
     @property
     def kernel(self) -> str:
         """The kernels that computed it: what SDPA chose, or functions of libraries; "" where nothing is known."""
         return ", ".join(dict.fromkeys(self.ran))
+
+    @property
+    def is_of_ours(self) -> bool:
+        """Whether the model was switched to our implementation, which returns out alone."""
+        return self.function.shown == f"transformers:{NAME}"
 
     @property
     def is_again(self) -> bool:
@@ -88,10 +97,13 @@ class InterceptedCall:
         return self.function.read(self.arguments)
 
     def compute(self) -> Any:
-        """Call the function."""
+        """Call the function as it was called."""
         if chosen := self.function.kernel_of(self.arguments):
             self.ran.append(chosen)
-        result = self.original(**self.function.pack(dict(self.arguments)))
+        named = self.function.pack(dict(self.arguments))
+        args = [named.pop(name) for name in self.function.parameters[: self.positional]]
+        with torch.inference_mode() if self.infers else nullcontext():
+            result = self.original(*args, **named)
         if chosen := self.function.ran():
             self.ran.append(chosen)
         return result
@@ -140,18 +152,20 @@ class Interceptor:
         self, function: AttentionFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Hand one call to the handler."""
-        module = self._tracker.note_call()
+        module, infers = self._tracker.note_call(), torch.is_inference_mode_enabled()
         with self._inside():
             try:
                 arguments = function.bind(args, kwargs)
                 if missing := [name for name in function.tensors if name not in arguments]:
                     raise UnreadableError(f"no argument {missing[0]}")
+                _refuse_vmap(arguments[name] for name in function.tensors)
             except UnreadableError as error:
                 self._handler.unread(module, function.shown, str(error))
                 return original(*args, **kwargs)
-            call = InterceptedCall(module, function, arguments, original, self._tracker.handed())
+            call = InterceptedCall(module, function, arguments, original, self._tracker.handed(), len(args), infers)
             self._ran = call.ran
-            return self._handler.handle(call)
+            with outside_inference():
+                return self._handler.handle(call)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -169,14 +183,15 @@ class Interceptor:
     def mode(self) -> Any:
         """Return a mode that catches SDPA where no name holds it, and notices softmax."""
         wrapped: Any = torch.nn.functional.scaled_dot_product_attention
-        interceptor, sdpa = self, getattr(wrapped, "__wrapped__", wrapped)
+        operator: Any = torch.ops.aten.scaled_dot_product_attention.default  # what an exported model calls
+        interceptor, sdpas = self, {getattr(wrapped, "__wrapped__", wrapped), operator}
         softmax = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax}
 
         class Intercepting(TorchFunctionMode):
             def __torch_function__(
                 self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
             ) -> Any:
-                if function is sdpa and not interceptor._is_inside:
+                if function in sdpas and not interceptor._is_inside:
                     return interceptor.intercept(SDPA, function, args, kwargs or {})
                 if function is torch.Tensor.backward:
                     with self:  # checkpointing computes calls again within it
@@ -187,6 +202,28 @@ class Interceptor:
 
         self._mode = Intercepting()
         return self._mode
+
+
+def _refuse_vmap(tensors: Iterable[Any]) -> None:
+    """Raise UnreadableError for a tensor that torch.func.vmap batches, whatever other transform of torch.func is around it."""
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                raise UnreadableError(
+                    "q, k or v is batched by torch.func.vmap, which hides the batch; call the model without it"
+                )
+            tensor = functorch.get_unwrapped(tensor)
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode for a while: what is made there keeps no versions, and may not be changed outside."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager
@@ -479,7 +516,7 @@ def _switched(model: torch.nn.Module, interface: Any) -> Iterator[None]:
     try:
         never_left_out = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         masks[NAME] = lambda *args, **kwargs: masking_utils.sdpa_mask(*args, **{**kwargs, **never_left_out})
-        functions[NAME] = _exact_forward
+        functions[NAME] = functools.partial(_exact_forward, {name for _, name in before})
         for config, _ in before:
             config._attn_implementation_internal = NAME
         yield
@@ -506,11 +543,16 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _exact_forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Compute exact attention: what stands in where a call is not replaced."""
+def _exact_forward(
+    implementations: Collection[str], module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """Compute exact attention: what stands in where a call is not replaced. implementations: those that the model has."""
+    query, key, value = map(autocast, (query, key, value))
     given = {"module": module, "query": query, "key": key, "value": value, "attention_mask": attention_mask, **kwargs}
     arguments = read_call(NAME, given)
-    return arguments.to_result(exact_attention(to_inputs(arguments)))
+    inputs = to_inputs(arguments)
+    out, weights = arguments.to_result(exact_attention(inputs))
+    return out, exact_weights(inputs) if "eager" in implementations or arguments.asks_more else weights
 
 
 # -- functions that a user names ---------------------------------------------------------------------------------------------
@@ -587,4 +629,4 @@ def _read(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults: Map
     if hasattr(dropout, "p"):  # a module
         dropout = dropout.p if dropout.training else 0.0
     arguments = read_plain({**given_to_sdpa, "dropout_p": dropout})
-    return dataclasses.replace(arguments, softcap=softcap)
+    return dataclasses.replace(arguments, softcap=softcap, take_out=first_of)

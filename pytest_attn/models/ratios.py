@@ -8,17 +8,18 @@ is what a fault-free kernel gives. A fault hidden by the rounding of the rest is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pytest_attn.backends.attention_args import UnreadableError
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.models.capture import alias, precision_of
-from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention
+from pytest_attn.models.capture import alias, precision_of, without_gradient
+from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention, exact_weights
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, lacks_masks
 from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
@@ -27,11 +28,20 @@ from pytest_attn.models.step import StepResult, run_step
 class Exact:
     """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
 
-    precision: the profile of the model's own functions, where that is said.
+    precision: the profile of the model's own functions, where that is said. beside: where the functions are of which the step
+    uses more than out; it gets that as well. is_whole: with its gradient, as where nothing is judged.
     """
 
-    def __init__(self, subject: Subject | None, seed: int | None = None, precision: str | Precision | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject | None = None,
+        seed: int | None = None,
+        precision: str | Precision | None = None,
+        beside: Collection[tuple[str, str]] = (),
+        is_whole: bool = False,
+    ) -> None:
         self._subject, self._seed, self._precision = subject, seed, precision
+        self._beside, self._is_whole = beside, is_whole
         self._generators: dict[str, torch.Generator] = {}
         self._registry = Registry()
         #: of q, call by call
@@ -44,9 +54,15 @@ class Exact:
         try:
             arguments = intercepted.read()
             inputs = to_inputs(arguments)
-            return arguments.to_result(exact_attention(inputs, self._rounding(intercepted, inputs.device)))
+            out = exact_attention(inputs, self._rounding(intercepted, inputs.device))
         except UnreadableError:
             return intercepted.compute()
+        if not (arguments.asks_more or intercepted.function.place in self._beside):
+            return arguments.to_result(out)
+        result = (out, exact_weights(inputs)) if intercepted.is_of_ours else intercepted.compute()
+        if not self._is_whole:
+            result = tree_map_only(torch.Tensor, without_gradient, result)
+        return arguments.with_out(result, out)
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""
@@ -71,8 +87,8 @@ class Nearest(Exact):
     dtypes: in which each call is given its tensors, whatever the run that it belongs to computes in.
     """
 
-    def __init__(self, dtypes: Iterable[torch.dtype], precision: str | Precision | None = None) -> None:
-        super().__init__(None, precision=precision)
+    def __init__(self, dtypes: Iterable[torch.dtype], **options: Any) -> None:
+        super().__init__(**options)
         self._dtypes = iter(tuple(dtypes))
 
     def handle(self, intercepted: InterceptedCall) -> Any:
@@ -95,6 +111,7 @@ def ratios_of(
     functions: Iterable[Callable[..., Any] | str],
     runs: int,
     precision: str | Precision | None = None,
+    beside: Collection[tuple[str, str]] = (),
 ) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
     functions = tuple(functions)
@@ -102,7 +119,7 @@ def ratios_of(
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         again()
-        with intercept_attention(Exact(subject, seed, precision), model, functions, replaces=replaces):
+        with intercept_attention(Exact(subject, seed, precision, beside), model, functions, replaces=replaces):
             return tensors_of(run_step(step, model, backward))
 
     exact = run(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from types import SimpleNamespace
@@ -26,6 +26,11 @@ class StepResult:
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def infers(self) -> bool:
+        """Whether it was computed in inference mode, where nothing has a gradient."""
+        return any(t.is_inference() for t in (*self.outputs.values(), self.loss) if t is not None)
 
     def settled(self) -> StepResult:
         """Return it without its graph."""
@@ -51,11 +56,24 @@ def require_arguments(model: object, step: object) -> None:
         raise TypeError(f"step is a {type(step).__name__}; expected a function without arguments that runs the model")
 
 
+def refuse_scripted(model: torch.nn.Module) -> None:
+    """Raise TypeError for a model that torch.jit made, or with a part that it made and that computes attention."""
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            continue
+        if not name or "scaled_dot_product_attention" in str(getattr(part, "inlined_graph", "")):
+            raise TypeError(
+                f"{name or 'the model'} was made by torch.jit ({part.original_name}), which computes outside of Python, where"
+                " no attention call can be seen; check the module that was traced or scripted"
+            )
+
+
 def run_step(step: Callable[[], Any], model: torch.nn.Module, backward: bool) -> StepResult:
     """Run a step, and its backward pass unless it has run that itself.
 
     backward: from the loss; where there is none, from every output that needs a gradient, with gradients of +1 and -1 that are
-    the same in every run. Raises ValueError where a backward pass is to run and nothing needs a gradient.
+    the same in every run; none where the step runs in inference mode. Raises ValueError where a backward pass is to run and
+    nothing needs a gradient.
     """
     if not backward:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
@@ -65,8 +83,9 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module, backward: bool) ->
     with watching_backward() as runs:
         returned = step()
     wait(device_of(model))
-    finish_backward(returned, model, bool(runs))
     result = named(returned)
+    if runs or not result.infers:
+        finish_backward(returned, model, bool(runs))
     result.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return result.settled()
 
@@ -219,6 +238,8 @@ class _State:
         with torch.no_grad():
             for module, training, parameters, buffers in self._modules:
                 module.training = training
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # which keeps its tensors, and shows views of their registers
                 module._parameters.clear()
                 module._parameters.update(parameters)
                 module._buffers.clear()
@@ -250,7 +271,8 @@ def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if is_comparable and bool(((now == value) | ((now != now) & (value != value))).all()):
         return
     if is_comparable and 0 not in now.stride():
-        now.copy_(value)
+        with torch.inference_mode() if tensor.is_inference() else nullcontext():
+            now.copy_(value)
     else:
         tensor.data = value.clone()
 

@@ -68,6 +68,7 @@ class Replacer(Recorder):
         try:
             if reason := self._subject.obstacle(inputs.workload, self._machine, needs_gradient):
                 raise UnreadableError(f"{reason} ({inputs.workload.id})")
+            arguments.refuse_more()
             out = self._called(arguments, inputs, needs_gradient)
             return Computed(arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject)
         except UnreadableError as refusal:
@@ -148,6 +149,7 @@ class BackendSubstitute(Preparation):
         """Prepare the subject for one call, and let it compute it."""
         try:
             arguments = intercepted.read()
+            arguments.refuse_more()
             inputs = to_inputs(arguments)
         except UnreadableError as error:
             raise SubstitutionError(f"{intercepted.module}: {error}") from None

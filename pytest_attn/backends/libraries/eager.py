@@ -51,12 +51,19 @@ class Eager(Backend):
                 v = v.masked_fill(~there[:, None, :, None], 0)
             k, v = repeated(k, w), repeated(v, w)
             scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()
-            scores = _modify(scores, inputs, alibi)
-            if visible is not None:
-                scores = scores.masked_fill(~visible, -math.inf)
-            return torch.matmul(_probabilities(scores, inputs.sinks).to(v.dtype), v)
+            return torch.matmul(probabilities(scores, inputs, visible, alibi).to(v.dtype), v)
 
         return on_values(call, inputs)
+
+
+def probabilities(
+    scores: torch.Tensor, inputs: Inputs, visible: torch.Tensor | None, alibi: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the probabilities of scaled scores, (batch, heads, q_len, kv_len). visible: boolean; alibi: what is added."""
+    scores = _modify(scores, inputs, alibi)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    return _probabilities(scores, inputs.sinks)
 
 
 def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) -> torch.Tensor:

@@ -18,7 +18,6 @@ from pytest_attn.backends.attention_args import (
     AttentionFunction,
     UnreadableError,
     first_of,
-    only_out,
     refuse_unread,
     swap_rows_and_heads,
     unchanged,
@@ -433,7 +432,6 @@ def _read(
     slopes = given.get("alibi_slopes")
     if slopes is not None and slopes.dim() != 1:
         raise UnreadableError("alibi_slopes per batch entry are not read; one slope per head is")
-    asks_more = any(given.get(name) for name in _ASKS_MORE)
     tensors = {name: to_native(given[name]) for name in ("q", "k", "v") if name not in read}
     options: dict[str, Any] = {
         "mask": mask_of_window(given.get("causal"), given.get("window_size")),
@@ -446,7 +444,8 @@ def _read(
         "to_native": to_native,
         "take_out": first_of,
         "out_to_native": to_native,
-        "to_result": lambda out: only_out(out, asks_more, to_native),
+        "to_result": to_native,
+        "asks_more": next((name.removeprefix("return_") for name in _ASKS_MORE if given.get(name)), ""),
     }
     return AttentionArguments(**{**options, **tensors, **read})
 
@@ -456,7 +455,7 @@ def _read_flash4(given: Mapping[str, Any], is_varlen: bool = False) -> Attention
     to_native = unchanged if is_varlen else swap_rows_and_heads
 
     def to_result(out: torch.Tensor) -> Any:
-        return only_out(out, given.get("return_lse"), lambda out: (to_native(out), None))
+        return to_native(out), None
 
     return _read(given, is_varlen, frozenset(("learnable_sink",)), sinks=given.get("learnable_sink"), to_result=to_result)
 
@@ -551,12 +550,10 @@ def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:
     """Read a call through a cache: its keys are those in the cache and those that it appends, which a replacement writes."""
     cache = _Cache(given)
     lengths = None if len(set(cache.lengths)) == 1 else cache.lengths
-    asks_more = given.get("return_softmax_lse")
 
     def to_result(out: torch.Tensor) -> Any:
-        result = only_out(out, asks_more, swap_rows_and_heads)
         cache.append()
-        return result
+        return swap_rows_and_heads(out)
 
     keys, values = swap_rows_and_heads(given["keys"]), swap_rows_and_heads(given["values"])
     return _read(given, known=frozenset(_OF_CACHE), k=keys, v=values, kv_lens=lengths, to_result=to_result)

@@ -14,7 +14,6 @@ from pytest_attn.backends.attention_args import (
     AttentionFunction,
     UnreadableError,
     first_of,
-    only_out,
     refuse_unread,
 )
 from pytest_attn.backends.backend import LibraryBackend
@@ -267,7 +266,8 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         to_native=to_native,
         take_out=first_of,
         out_to_native=to_native,
-        to_result=lambda out: only_out(out, given.get("return_lse"), lambda t: t[0].transpose(0, 1)),
+        to_result=lambda out: out[0].transpose(0, 1),
+        asks_more="lse" if given.get("return_lse") else "",
     )
 
 

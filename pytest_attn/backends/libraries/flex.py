@@ -367,7 +367,6 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         raise UnreadableError("keys of one batch entry for all; expand them to the batch of the queries")
     visible, mask = read_block_mask(given.get("block_mask"), q, k)
     score_mod = given.get("score_mod")
-    returns_more = bool(given.get("return_lse") or given.get("return_aux"))
     return AttentionArguments(
         q,
         k,
@@ -377,12 +376,8 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         scale=given.get("scale"),
         score_mod=None if getattr(score_mod, "__name__", "") == "_identity" else score_mod,
         take_out=first_of,
-        to_result=_no_lse if returns_more else (lambda out: out),
+        asks_more="lse" if given.get("return_lse") or given.get("return_aux") else "",
     )
-
-
-def _no_lse(out: torch.Tensor) -> Any:
-    raise UnreadableError("the model asks for lse as well, which a replacement does not return")
 
 
 def read_block_mask(found: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor | None, Mask | None]:

@@ -16,7 +16,6 @@ from pytest_attn.backends.attention_args import (
     AttentionArguments,
     AttentionFunction,
     first_of,
-    only_out,
     refuse_unread,
     swap_rows_and_heads,
     unchanged,
@@ -226,7 +225,8 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         to_native=to_native,
         take_out=first_of,
         out_to_native=to_native,
-        to_result=lambda out: only_out(out, given.get("return_lse"), to_native),
+        to_result=to_native,
+        asks_more="lse" if given.get("return_lse") else "",
     )
 
 

@@ -21,7 +21,6 @@ from pytest_attn.backends.attention_args import (
     AttentionFunction,
     UnreadableError,
     first_of,
-    only_out,
     refuse_unread,
 )
 from pytest_attn.backends.backend import LibraryBackend
@@ -584,7 +583,8 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         to_native=to_native,
         take_out=first_of,
         out_to_native=lambda out: out.view(*out.shape[:-1], heads, -1).permute(to),
-        to_result=lambda out: only_out(out, getattr(module, "return_max_logit", False), flattened),
+        to_result=flattened,
+        asks_more="the largest score" if getattr(module, "return_max_logit", False) else "",
     )
 
 

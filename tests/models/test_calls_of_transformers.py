@@ -1,0 +1,179 @@
+"""Calls of models that fetch their attention from the interface of transformers: how they are made, and what comes back."""
+
+import functools
+
+import pytest
+import torch
+from models.llama_like import Llama, modeling, tokens  # noqa: F401 - a fixture
+from models.zoo import Attention
+from torch import nn
+
+from pytest_attn import check_model
+from pytest_attn.models.check import judge_model
+
+
+def step_of(model, dtype=None):
+    x = tokens()
+
+    def step():
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            return model(x).logits.float().square().mean()
+
+    return step
+
+
+# -- functions, whatever their parameters are called -----------------------------------------------------------------------
+
+
+def registered(modeling, function):  # noqa: F811
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    modeling.AttentionInterface._global_mapping["mine"] = function
+    AttentionMaskInterface._global_mapping["mine"] = sdpa_mask
+    return Llama("mine")
+
+
+def named_otherwise(sdpa):
+    return lambda layer, q, k, v, mask, **options: sdpa(layer, q, k, v, mask, **options)
+
+
+def any_arguments(sdpa):
+    return lambda *args, **options: sdpa(*args, **options)
+
+
+def partial(sdpa):
+    return functools.partial(lambda _, layer, q, k, v, mask, **options: sdpa(layer, q, k, v, mask, **options), "bound")
+
+
+def an_object(sdpa):
+    class Attend:
+        def __call__(self, layer, q, k, v, mask, /, scaling, **options):
+            return sdpa(layer, q, k, v, mask, scaling=scaling, **options)
+
+    return Attend()
+
+
+@pytest.mark.parametrize("kind", [named_otherwise, any_arguments, partial, an_object])
+def test_a_function_is_called_as_the_model_calls_it(modeling, kind):  # noqa: F811
+    model = registered(modeling, kind(modeling.sdpa_attention_forward))
+
+    assert [call.passed for call in check_model(model, step_of(model)).calls] == [True, True]
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_dropped_mask_is_found_with_and_without_autocast(modeling, dtype):  # noqa: F811
+    sdpa = modeling.sdpa_attention_forward
+    model = registered(modeling, lambda layer, q, k, v, mask, **options: sdpa(layer, q, k, v, None, **options))
+
+    found = judge_model(model, step_of(model, dtype))
+
+    assert [call.passed for call in found.calls] == [False, False]
+    assert not any("masks" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_honest_model_passes_under_autocast_with_all_its_masks(modeling, implementation):  # noqa: F811
+    model = Llama(implementation)
+
+    found = check_model(model, step_of(model, torch.bfloat16))
+
+    assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
+    assert not any("masks" in note for note in found.notes)
+
+
+# -- what attention returns beside out -----------------------------------------------------------------------------------
+
+
+def outputs(model):
+    return model(tokens().to(model.head.weight.dtype))
+
+
+def loss_of_weights(model):
+    return sum(weights.float().square().sum() for weights in outputs(model).attentions)
+
+
+def loss_of_both(model):
+    return outputs(model).logits.float().square().mean() + loss_of_weights(model)
+
+
+@pytest.mark.parametrize("run", [outputs, loss_of_both, loss_of_weights])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_weights_that_a_model_returns_or_learns_from_make_no_gradient_wrong(modeling, run, dtype):  # noqa: F811
+    model = Llama("eager").to(dtype)
+
+    found = check_model(model, lambda: run(model))
+
+    assert not any("masks" in note for note in found.notes)
+    assert all(ratio < 3 for ratio in found.ratios.values())
+    assert (dtype == torch.bfloat16) == bool(found.ratios)
+
+
+def test_a_layer_that_returns_its_weights_passes_and_its_gradients_are_judged(modeling):  # noqa: F811
+    layer = Llama("eager").blocks[0].attn
+
+    (call,) = check_model(layer, lambda: layer(tokens())).calls
+
+    assert {tensor.name for tensor in call.comparison.tensors} == {"out", "dq", "dk", "dv"}
+
+
+def test_a_wrong_gradient_beside_weights_is_found(modeling):  # noqa: F811
+    eager = modeling.eager_attention_forward
+
+    def wrong(layer, q, k, v, mask, **options):
+        k = k.view_as(k)
+        k.register_hook(lambda gradient: gradient * 1.02)
+        return eager(layer, q, k, v, mask, **options)
+
+    modeling.eager_attention_forward = wrong
+    model = Llama("eager")
+
+    found = judge_model(model, lambda: outputs(model))
+
+    assert {call.comparison.mismatch.row.name for call in found.calls} == {"dk"}
+
+
+def test_a_backend_that_returns_out_alone_refuses_weights_in_words(modeling):  # noqa: F811
+    model = Llama("eager", output_attentions=True)
+
+    found = judge_model(model, lambda: loss_of_both(model), "math")
+
+    assert {refused.reason for refused in found.refused} == {
+        "the model asks for attention weights as well, which a replacement does not return"
+    }
+
+
+# -- a user's function that returns more than out ------------------------------------------------------------------------
+
+
+def with_weights(q, k, v):
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return weights @ v, weights
+
+
+class Weighed(nn.Module):
+    """Returns the sum of its weights beside its output, as a loss that is to be added to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention(lambda q, k, v: self.attend(q, k, v))
+
+    def attend(self, q, k, v):
+        out, self.weights = with_weights(q, k, v)
+        return out
+
+    def forward(self, x):
+        out = self.attn(x)
+        return {"loss": out.float().square().mean() + self.weights.float().square().sum(), "weights": self.weights}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_a_function_of_the_user_returns_beside_out_goes_to_the_model(dtype):
+    torch.manual_seed(0)
+    model = Weighed().to(dtype)
+
+    found = check_model(model, lambda: model(tokens().to(dtype)), functions=[with_weights], precision="eager")
+
+    assert all(ratio < 3 for ratio in found.ratios.values())
