@@ -442,6 +442,8 @@ def require_fair(keep: Tensor, inputs: Inputs) -> None:
     _require_rate(keep, seen, inputs.workload.dropout)
     for axis, name in enumerate(_AXES):
         _require_unlike(keep, seen, axis, name, inputs.workload.dropout)
+    keep, seen = keep.flatten(0, 1), seen.flatten(0, 1)
+    _require_unlike(keep, seen, 0, "heads of all batch entries", inputs.workload.dropout)
 
 
 def _visible(inputs: Inputs) -> Tensor:

@@ -32,6 +32,11 @@ def kernel(p=W.dropout, scale=1 / (1 - W.dropout), mask=coins, say=lambda keep: 
     return attention
 
 
+def by_key_heads(keep):
+    """Give head h of batch entry b the mask of number 2 b + h."""
+    return keep.flatten(0, 1)[torch.arange(2)[:, None] * W.kv_heads + torch.arange(W.heads)]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_is_left_is_judged_forward_and_backward(dtype):
     w = W.replace(dtype=dtype)
@@ -86,6 +91,10 @@ def test_a_kernel_with_dropout_is_timed():
         ({"mask": lambda shape, p: coins((1, *shape[1:]), p).expand(shape)}, "the keep mask repeats: batch entries 0 and 1"),
         ({"mask": lambda shape, p: coins((*shape[:2], 1, shape[3]), p).expand(shape)}, "the keep mask repeats: rows"),
         ({"mask": lambda shape, p: coins((*shape[:3], 1), p).expand(shape)}, "the keep mask repeats: (rows|keys)"),
+        (
+            {"mask": lambda shape, p: by_key_heads(coins(shape, p))},
+            "the keep mask repeats: heads of all batch entries 2 and 4",
+        ),
         ({"say": lambda keep: keep.float()}, "keep has dtype torch.float32; expected torch.bool"),
         ({"say": lambda keep: keep[0]}, r"keep has shape .* expected \(2, 4, 40, 48\)"),
     ],
