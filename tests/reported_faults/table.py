@@ -26,8 +26,7 @@ class Fault(NamedTuple):
     """One fault.
 
     report: of which project, and its issue, pull request or file. what: what went wrong there. reaches: whether a workload
-    has what it takes. kernel: the faulty kernel. parameters: whose gradients the report is about, beside or in place
-    (alone) of those of q, k and v.
+    has what it takes. kernel: the faulty kernel. parameters: whose gradients the report is about.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Fault(NamedTuple):
     reaches: Reaches
     kernel: type[Attention]
     parameters: tuple[str, ...] = ()
-    alone: bool = False
 
     @property
     def twin(self) -> type[Attention]:
@@ -206,7 +204,9 @@ class LastPageFullInAWindow(Attention):
 @reported(
     "openvinotoolkit/openvino#37377",
     "Slots outside the retained tokens were multiplied by a weight of 0, and 0 times NaN is NaN.",
-    lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m > w.mask.band.left + w.kv_pages.size),
+    lambda w: (
+        has_window(w) and w.kv_pages is not None and some(w, lambda n, m: 0 < n < m - w.mask.band.left - w.kv_pages.size)
+    ),
 )
 class ValuesBeforeTheWindowRead(Attention):
     def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
@@ -669,7 +669,7 @@ class BiasWithRowsOfAMultipleOf8(Attention):
 @reported(
     "AminRezaei0x443/memory-efficient-attention#8",
     "Whether the bias is one row for all queries was asked of the wrong dimension: later chunks did not get it.",
-    bias_lacks("q"),
+    lambda w: bias_lacks("q")(w) and some(w, lambda n, m: n > 64),
 )
 class BiasOfOneRowReadForTheFirstTile(Attention):
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
@@ -1087,7 +1087,6 @@ class NoGradientOfSlopes(Attention):
     "lse was saved only if q, k or v need a gradient; the bias alone had one computed without it.",
     lambda w: w.bias is not None and w.score_mod is None,
     parameters=("bias",),
-    alone=True,
 )
 class NullLseWhereTheBiasAloneIsTrained(Attention):
     def gradients(self, call: Call, out: Tensor, lse: Tensor, *given: Any) -> dict[str, Tensor]:
