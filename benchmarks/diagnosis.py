@@ -4,19 +4,24 @@
 
 Each mutant runs, forward and backward, on the workloads of `features`, `edges` and `smoke` that reach its fault, until N cases
 failed (3). Printed are the hints, and whether the first one names the fault; at the end the shares of
-cases whose first hint names the fault, that have none, and in which any hint asserts what is not the fault. Exits with 1 where
-that last share is over 2 %. CPU, one thread.
+cases whose first hint names the fault, that have none, and in which any hint asserts what is not the fault. Each hint that
+tells a user what to declare is followed, also those to a mutant that returns out alone, and faulty kernels are counted that
+pass so: "meant" where their fault is what a user declares so, as lse in base 2. Exits with 1 where a share of over 2 % is
+wrong, or a fault passes that nobody means. CPU, one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
@@ -25,17 +30,20 @@ import torch  # noqa: E402
 from mutation import Case, cases_of, workloads_of  # noqa: E402
 from planted_faults import PLANTED, judgment_of  # noqa: E402
 
-from pytest_attn.backends.declaration import Declaration  # noqa: E402
+from pytest_attn.backends.declaration import Declaration, Declared  # noqa: E402
 from pytest_attn.backends.registry import Registry  # noqa: E402
-from pytest_attn.backends.subject import Subject  # noqa: E402
+from pytest_attn.backends.subject import AttentionFn, Subject  # noqa: E402
 from pytest_attn.correctness.comparison import Hint  # noqa: E402
-from pytest_attn.correctness.contract import ContractError  # noqa: E402
+from pytest_attn.correctness.contract import AdaptedKernel, ContractError  # noqa: E402
 from pytest_attn.correctness.judge import judge  # noqa: E402
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache  # noqa: E402
 from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, PRECISION  # noqa: E402
 from pytest_attn.mutants import MUTANTS  # noqa: E402
+from pytest_attn.mutants.kernel import KernelBackend  # noqa: E402
 from pytest_attn.mutants.mutant import Mutant  # noqa: E402
 from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402
+from pytest_attn.workloads.inputs import Inputs  # noqa: E402
 
 CPU = torch.device("cpu")
 CACHE = ReferenceCache(2 << 30)
@@ -43,10 +51,22 @@ CACHE = ReferenceCache(2 << 30)
 TRIED = 40
 #: the largest share of cases in which a hint may be wrong
 MOST_WRONG = 0.02
+#: how a text says what to declare
+SAID = re.compile(r"""\b(\w+)=("[^"]*"|'[^']*'|\([^)]*\)|\w+)""")
+#: faults that some users mean, and declare: then it is right that the kernel passes
+MEANT = ("lse-base-2", "max-base-2", *EMPTY_ROWS)
+
+
+#: fields of a row about hints that are followed
+FOLLOWING = ("followed", "let_in", "meant")
 
 
 class Row(NamedTuple):
-    """One failing case: the fault, on what, which tensor, what was said of it, and whether that is right."""
+    """One failing case: the fault, on what, which tensor, what was said of it, and whether that is right.
+
+    followed: what hints told to declare. let_in: those of them with which the kernel passes, faulty as it is; meant: those
+    whose declaration is what the kernel does.
+    """
 
     kind: str
     fault: str
@@ -54,34 +74,95 @@ class Row(NamedTuple):
     tensor: str
     hints: list[str]
     verdict: str
+    followed: list[str]
+    let_in: list[str]
+    meant: list[str]
+
+
+class DeclaredBackend(KernelBackend):
+    """A mutant in a test that declares what it takes and returns, as one does of a callable."""
+
+    def __init__(self, plain: KernelBackend, declared: Declaration) -> None:
+        super().__init__(plain.name, plain.kernel, returns_lse=declared.returns_lse)
+        self.declared = declared
+
+    def declares(self, asked: Declaration, kind: str) -> Declaration:
+        """Return what the test declares."""
+        return self.declared
+
+    def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
+        """Turn what the mutant returns as an adapted callable does."""
+        return AdaptedKernel(super().prepare(inputs, backward), self.declared, inputs)
 
 
 def rows_of(mutant: Mutant, cases: list[Case], wanted: int) -> Iterator[Row]:
     """Yield the failing cases of a mutant."""
     found = 0
+
+    def anew(spec: CheckSpec) -> Subject:
+        return DeclaredBackend(mutant.backend(), spec.declared)
+
     for workload, backward in [case for case in cases if mutant.applies(*case)][:TRIED]:
-        spec = CheckSpec(workload, CPU, backward, INPUTS)
-        row = row_of(mutant.kind, mutant.name, mutant.backend(), spec, mutant.faults)
-        if row is not None:
-            found += 1
-            yield row
+        spec = CheckSpec(workload, CPU, backward, INPUTS, Declaration(returns_lse=True))
+        row = row_of(mutant.kind, mutant.name, anew, spec, mutant.faults)
+        if row is None:
+            continue
+        found += 1
+        alone = row_of(mutant.kind, mutant.name, anew, replace(spec, declared=Declaration()), mutant.faults)
+        if alone is not None:
+            both = {name: [*dict.fromkeys(getattr(row, name) + getattr(alone, name))] for name in FOLLOWING}
+            row = row._replace(**both)
+        yield row
         if found == wanted:
             return
 
 
-def row_of(kind: str, name: str, subject: Subject, spec: CheckSpec, faults: tuple[str, ...]) -> Row | None:
-    """Judge one case; None where it passes. faults: the identities of right hints."""
-    on = spec.workload.id + ("+backward" if spec.backward else "")
+def row_of(kind: str, name: str, anew: Callable[[CheckSpec], Subject], spec: CheckSpec, faults: tuple[str, ...]) -> Row | None:
+    """Judge one case; None where it passes. anew: returns the kernel with nothing left in it. faults: of right hints."""
+    on, tensor = spec.workload.id + ("+backward" if spec.backward else ""), "-"
     try:
-        comparison = diagnose(judge(subject, spec, CACHE))
+        mismatch = diagnose(judge(anew(spec), spec, CACHE)).mismatch
+        if mismatch is None:
+            return None
+        tensor, hints = mismatch.row.name, mismatch.hints
     except ContractError as error:
-        hints = [Hint(error.fault, str(error).splitlines()[0])]
-        return Row(kind, name, on, "-", [hint.words for hint in hints], judgment_of(hints, faults))
-    mismatch = comparison.mismatch
-    if mismatch is None:
-        return None
-    words = [hint.words for hint in mismatch.hints if hint.fault]
-    return Row(kind, name, on, mismatch.row.name, words, judgment_of(mismatch.hints, faults))
+        hints = (Hint(error.fault, str(error)),)
+    followed: dict[str, str] = {}  # what is declared, and of which fault a hint says so
+    for hint in hints:
+        followed |= dict.fromkeys(declared_by([hint], spec.declared), hint.fault)
+    passing = [said for said in followed if passes_with(said, anew, spec)]
+    meant = [said for said in passing if is_meant(followed[said], faults)]
+    let_in = [said for said in passing if said not in meant]
+    words = [hint.words.splitlines()[0] for hint in hints if hint.fault or tensor == "-"]
+    return Row(kind, name, on, tensor, words, judgment_of(hints, faults), list(followed), let_in, meant)
+
+
+# -- hints that are followed -----------------------------------------------------------------------------------------------
+
+
+def declared_by(hints: Iterable[Hint], declared: Declaration) -> Iterator[str]:
+    """Yield what the texts of hints tell a user to declare who has not."""
+    for name, value in (match.groups() for hint in hints for match in SAID.finditer(hint.words)):
+        if name in Declared.__annotations__ and getattr(declared, name) != ast.literal_eval(value):
+            yield f"{name}={value}"
+
+
+def passes_with(said: str, anew: Callable[[CheckSpec], Subject], spec: CheckSpec) -> bool:
+    """Whether a kernel passes where this is declared."""
+    name, _, value = said.partition("=")
+    try:
+        spec = replace(spec, declared=replace(spec.declared, **{name: ast.literal_eval(value)}))
+        return judge(anew(spec), spec, CACHE).passed
+    except (ContractError, ValueError):
+        return False
+
+
+def is_meant(fault: str, faults: tuple[str, ...]) -> bool:
+    """Whether a kernel has no other fault than one that a user may declare, and the hint is about it."""
+    return fault in faults and all(one in MEANT or one.startswith(PRECISION) for one in faults)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -105,7 +186,7 @@ def main() -> int:
     for planted in PLANTED if "planted" in kinds else ():
         if not names or planted.name in names:
             spec = CheckSpec(planted.workload, CPU, planted.backward, INPUTS, Declaration(returns_lse=planted.returns_lse))
-            row = row_of("planted", planted.name, spec.subject(Registry(), planted.kernel), spec, planted.faults)
+            row = row_of("planted", planted.name, of_callable(planted.kernel), spec, planted.faults)
             if row is None:
                 silent.append(planted.name)
             else:
@@ -115,12 +196,19 @@ def main() -> int:
     return report(rows, silent, time.monotonic() - began)
 
 
+def of_callable(kernel: Callable[..., Any]) -> Callable[[CheckSpec], Subject]:
+    """Return what makes a subject of a callable."""
+    return lambda spec: spec.subject(Registry(), kernel)
+
+
 def shown(row: Row, began: float) -> Row:
     """Print a row, and return it."""
     seconds = time.monotonic() - began
     print(f"{seconds:4.0f} s {row.verdict:5} {row.kind:9} {row.fault} on {row.workload}, {row.tensor}", flush=True)
     for hint in row.hints:
         print(f"             {hint}")
+    for said in row.let_in:
+        print(f"             PASSES with {said}")
     return row
 
 
@@ -131,8 +219,15 @@ def report(rows: list[Row], silent: list[str], seconds: float) -> int:
         of_kind = [row.verdict for row in rows if kind in (row.kind, "all")]
         shares = [of_kind.count(verdict) / len(of_kind) for verdict in ("named", "none", "wrong")]
         print(f"{kind:20} {shares[0]:6.0%} {shares[1]:6.0%} {shares[2]:6.1%} {len(of_kind):6}")
-    print(f"not found by a check of one call: {', '.join(silent) or 'none'}\n{seconds:.0f} s")
-    return int(bool(rows) and sum(row.verdict == "wrong" for row in rows) > MOST_WRONG * len(rows))
+    print(f"not found by a check of one call: {', '.join(silent) or 'none'}")
+    print(f"\n{'hints followed':20} {'times':>6} {'pass':>6} {'meant':>6}")
+    followed = {said.partition("=")[0] for row in rows for said in row.followed}
+    for name in sorted(followed):
+        numbers = [sum(said.startswith(f"{name}=") for row in rows for said in getattr(row, field)) for field in FOLLOWING]
+        print(f"{name:20} " + " ".join(f"{number:6}" for number in numbers))
+    print(f"{seconds:.0f} s")
+    wrong = sum(row.verdict == "wrong" for row in rows)
+    return int(wrong > MOST_WRONG * len(rows) or any(row.let_in for row in rows))
 
 
 if __name__ == "__main__":

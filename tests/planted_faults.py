@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Window, Workload
 from pytest_attn.diagnosis.faults import LENGTHS_MISREAD, TAIL_MISSING
+from pytest_attn.mutants.kernel import Kernel, KernelBackend
 
 PARTLY = Workload(160, heads=2)
 PARTLY_CAUSAL = Workload(160, heads=2, mask="causal")
@@ -21,14 +22,15 @@ CHUNK = Workload(48, 160, heads=2, mask="causal-bottom-right")
 GROUPED = Workload(96, heads=4, kv_heads=2, batch=2, head_dim=32)
 EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
+DECODED = Workload(1, 300, heads=8, batch=4)
 FLOAT32 = PARTLY.replace(dtype="float32")
 
 
 class Planted(NamedTuple):
-    """A faulty kernel: (q, k, v) -> out, or (out, lse). faults: identities of right hints; of none, any would be wrong."""
+    """A faulty kernel: (q, k, v) -> out, or (out, lse), or a backend. faults: identities of right hints, if any."""
 
     name: str
-    kernel: Callable[..., object]
+    kernel: Callable[..., object] | KernelBackend
     workload: Workload
     faults: tuple[str, ...] = ()
     backward: bool = False
@@ -87,6 +89,23 @@ def _summed_in_the_dtype(q, k, v):
     for at in range(0, k.shape[2], 16):
         acc = acc + (p[..., at : at + 16].to(q.dtype) @ v[:, :, at : at + 16])
     return (acc.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def _with_a_sum_in_the_dtype(q, k, v):
+    score = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    p = (score - score.amax(-1, keepdim=True)).exp()
+    total = torch.zeros_like(p[..., :1]).to(q.dtype)
+    for at in range(k.shape[2]):
+        total = total + p[..., at : at + 1].to(q.dtype)
+    return (p @ v.float() / total.to(q.dtype).float()).to(q.dtype)
+
+
+class _NextSink(Kernel):
+    """The sink of the next head is taken."""
+
+    def sinks(self, seq):
+        sinks = super().sinks(seq)
+        return None if sinks is None else sinks.roll(-1)
 
 
 def _with_lse(changed, scale=None):
@@ -171,6 +190,16 @@ OF_OUT = (
     Planted("eager", lambda q, k, v: ((q @ k.mT) * 0.125).softmax(-1) @ v, FULL, ("precision-eager",)),
     Planted("tf32", lambda q, k, v: explicit(_tf32(q), _tf32(k), _tf32(v)), FLOAT32, ("precision-tf32",)),
     Planted("sums in the dtype", _summed_in_the_dtype, PARTLY.replace(q_len=1024)),
+    Planted("denominator in the dtype", _with_a_sum_in_the_dtype, FULL, ("denominator-off",)),
+    Planted("denominator of one query", _with_a_sum_in_the_dtype, DECODED, ("denominator-off",)),
+    Planted("scale 1 % off", lambda q, k, v: explicit(q, k, v, scale=1.01 / 8), FULL, ("scale-wrong",)),
+    Planted("out 1 % off", lambda q, k, v: (explicit(q, k, v).float() * 1.01).to(q.dtype), FULL, ("out-scaled",)),
+    Planted(
+        "sink of the next head",
+        KernelBackend("next-sink", _NextSink(), returns_lse=False),
+        GROUPED.replace(sinks=True),
+        ("sink-of-another-head",),
+    ),
     Planted("mean of v", _mean_of_v, EMPTY, ("empty-rows-mean-of-v",)),
     Planted("zeros", lambda q, k, v: q * 0, FULL, ("all-zeros",)),
     Planted("NaN", lambda q, k, v: sdpa(q, k, v) / (q[..., :1] != q[0, 0, 5, 0]), FULL, ("not-finite",)),
@@ -203,7 +232,13 @@ OF_GRADIENTS = tuple(
         ),
         ("dk and dv swapped", _with_gradients(lambda dq, dk, dv: (dq, dv, dk)), FULL, ("gradients-swapped",)),
         ("dv without its denominator", _WithoutDenominator.apply, FULL, ("dv-without-denominator",)),
-        ("dk a little off", _with_gradients(lambda dq, dk, dv: (dq, dk * 1.01, dv)), FULL.replace(dtype="float32"), ()),
+        (
+            "dk a little off",
+            _with_gradients(lambda dq, dk, dv: (dq, dk * 1.01, dv)),
+            FULL.replace(dtype="float32"),
+            ("gradient-scaled",),
+        ),
+        ("dk 2 % off", _with_gradients(lambda dq, dk, dv: (dq, dk * 1.02, dv)), FULL, ("gradient-scaled",)),
         (
             "dk with noise",
             _with_gradients(lambda dq, dk, dv: (dq, dk * (1 + torch.rand_like(dk)), dv)),

@@ -116,6 +116,20 @@ class Precision:
         of_rows = self.rounds_sinks or self.rounds_rescaling
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
+    def words(self, dtype: str) -> str:
+        """Say what a kernel of this profile does, behind "if it", for a profile that a failure may suggest."""
+        said = {
+            f"rounds scores to {dtype}": self.rounds_scores,
+            f"multiplies q by the scale in {dtype}": self.rounds_scaled_query,
+            f"multiplies k by the scale in {dtype}": self.rounds_scaled_key,
+            f"brings sinks to base 2 in {dtype}": self.rounds_sinks,
+            "multiplies in tf32": bool(self.operand_unit),
+            f"sums gradients in {dtype}": self.sums_query_blocks,
+            f"rounds dk and dv of each query head to {dtype} before it sums them": self.sums_rounded_heads,
+            f"rounds scale * dS to {dtype}": self.rounds_scaled_ds,
+        }
+        return next((words for words, holds in said.items() if holds), f"rounds as {self.name!r} says")
+
     @property
     def is_coarse(self) -> bool:
         """Whether P has so few steps that roundings of many keys may go the same way."""
@@ -195,12 +209,17 @@ PRECISIONS = {
 }
 
 
-#: what a failure may suggest: profiles of kernels that do not quantize, and none that would excuse sums in the dtype, a fault
-SUGGESTED = {name: p for name, p in PRECISIONS.items() if not (p.is_quantized or p.rounds_rescaling)}
+#: what a failure may suggest: profiles of kernels that do not quantize, and none that would excuse sums in the dtype, a fault,
+#: or whose roundings hang on the order of sums, so that no other arithmetic repeats them
+SUGGESTED = {
+    name: p
+    for name, p in PRECISIONS.items()
+    if not (p.is_quantized or p.rounds_rescaling or p.rounds_products or p.rounds_shifted_scores)
+}
 
 
 #: of these, what few kernels do
-RARE = ("kscale", "eager_shifted", "decode", "rounded_sinks")
+RARE = ("kscale", "rounded_sinks")
 
 
 def precision_named(precision: str | Precision) -> Precision:

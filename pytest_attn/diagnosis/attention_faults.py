@@ -1,4 +1,4 @@
-"""The faults that attention kernels are known for, each said as the other attention to which it amounts."""
+"""The faults that attention kernels are known for, each said as the other attention to which it amounts; and roundings so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
-from pytest_attn.workloads.inputs import Inputs, dequantized, factors_of
+from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
 from pytest_attn.workloads.masks import Band, MaskMod, NearMiss, ScoreMod, Sequences
 from pytest_attn.workloads.masks.band import in_band
 from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths, sequences_of
@@ -422,39 +423,64 @@ def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """Yield other descales for q, k and v: forgotten ones, those of another tensor, one for all heads or batch entries."""
     if drawn.applied is None or not w.is_quantized:
         return
-    applied = drawn.applied
-    names = [name for name in "qkv" if getattr(applied, name) is not None]
-    for name in names:
-        ones = partial(_with_descale, w, name, name, lambda descale: (descale != 0).float())
-        yield AttentionFault(f"descale-ignored-of-{name}", f"without the descale of {name}", ones)
+
+    def fault(name: str, words: str, change: Callable[[Descales], Descales]) -> AttentionFault:
+        return AttentionFault(name, words, partial(_with_descales, w, change))
+
+    names = [name for name in "qkv" if getattr(drawn.applied, name) is not None]
+    some = names if w.v_in_k else [*names, "kv"]
+    for name in some:
+        whose = "descales of k and v" if name == "kv" else f"descale of {name}"
+        yield fault(f"descale-ignored-of-{name}", f"without the {whose}", partial(_each, name, lambda d: (d != 0).float()))
     if not w.v_in_k:
-        for name, other in (("v", "k"), ("k", "v")):
-            words = f"with the descale of {other} for {name}"
-            yield AttentionFault(f"descale-of-{other}-for-{name}", words, partial(_with_descale, w, name, other, lambda d: d))
-    for name in names:
-        descale = getattr(applied, name)
-        if descale.dim() == 2 and descale.shape[1] > 1:
-            words = f"with {name}'s descale of the first head for all"
-            of_first = partial(_with_descale, w, name, name, lambda d: d[:, :1].expand_as(d))
-            yield AttentionFault(f"descale-of-first-head-for-{name}", words, of_first)
-        if descale.dim() >= 2 and descale.shape[0] > 1 and not (w.kv_pages and descale.dim() == 3):
-            words = f"with {name}'s descale of the first batch entry for all"
-            of_first = partial(_with_descale, w, name, name, lambda d: d[:1].expand_as(d))
-            yield AttentionFault(f"descale-of-first-batch-entry-for-{name}", words, of_first)
+        yield fault("descale-of-k-for-v", "with the descale of k for v", lambda d: d._replace(v=d.k))
+        yield fault("descale-of-v-for-k", "with the descale of v for k", lambda d: d._replace(k=d.v))
+    for name in some:
+        whose = "k's and v's descales" if name == "kv" else f"{name}'s descale"
+        for of, words, change in _shared_descales(w, getattr(drawn.applied, name[0])):
+            yield fault(f"descale-of-{of}-for-{name}", f"with {whose} of {words} for all", partial(_each, name, change))
 
 
-def _with_descale(
-    w: Workload, name: str, other: str, changed: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs
-) -> Other:
-    """Multiply q, k or v by another descale in place of its own: by what is changed of that of `other`."""
+def _shared_descales(w: Workload, own: torch.Tensor) -> Iterator[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Yield which one of several descales is taken for all: of what, in words, and how."""
+    is_pool = w.kv_pages is not None and own.dim() == 3
+    if own.dim() < 2:
+        return
+    heads = 2 if is_pool else 1
+    if own.shape[heads] > 1:
+        yield "first-head", "the first head", lambda d: d.narrow(heads, 0, 1).expand_as(d)
+    if own.shape[0] > 1 and not is_pool:
+        yield "first-batch-entry", "the first batch entry", lambda d: d[:1].expand_as(d)
+        if own.shape[heads] > 1:
+            yield "one-head", "the first head of the first batch entry", lambda d: d[:1].narrow(heads, 0, 1).expand_as(d)
+    for head in range(1, min(own.shape[heads], _MOST_HEADS)):
+        yield "one-head", f"head {head}", lambda d, head=head: d.narrow(heads, head, 1).expand_as(d)
+    if own.shape[heads] > 1:
+        yield "one-head", "the head that has the largest", lambda d: d.amax(heads, keepdim=True).expand_as(d)
+        yield "one-head", "their heads on average", lambda d: d.mean(heads, keepdim=True).expand_as(d)
+
+
+#: heads of which each is tried
+_MOST_HEADS = 8
+
+
+def _each(names: str, change: Callable[[torch.Tensor], torch.Tensor], descales: Descales) -> Descales:
+    """Change the descales of these tensors."""
+    return descales._replace(**{name: change(getattr(descales, name)) for name in names})
+
+
+def _with_descales(w: Workload, change: Callable[[Descales], Descales], inputs: Inputs) -> Other:
+    """Multiply q, k and v by other descales than their own."""
     assert inputs.applied is not None
-    taken = inputs.applied._replace(**{name: changed(getattr(inputs.applied, other))})
-    own, instead = (factors_of(name, d, w, inputs.page_table) for d in (inputs.applied, taken))
-    values: torch.Tensor = getattr(inputs, name)
-    value = dequantized(values / own.where(own != 0, 1).to(values.dtype), instead)
-    if w.v_in_k and name == "k":
-        return dataclasses.replace(inputs, k=value, v=value[..., : w.v_head_dim]), w
-    return dataclasses.replace(inputs, **{name: value}), w  # type: ignore[arg-type]
+    taken, values = change(inputs.applied), {}
+    for name in "qkv":
+        if getattr(taken, name) is not getattr(inputs.applied, name):
+            own, instead = (factors_of(name, d, w, inputs.page_table) for d in (inputs.applied, taken))
+            value: torch.Tensor = getattr(inputs, name)
+            values[name] = dequantized(value / own.where(own != 0, 1).to(value.dtype), instead)
+    if w.v_in_k and "k" in values:
+        values["v"] = values["k"][..., : w.v_head_dim]
+    return dataclasses.replace(inputs, **values), w  # type: ignore[arg-type]
 
 
 def ignored_options(w: Workload) -> Iterator[AttentionFault]:
@@ -530,6 +556,13 @@ def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
         if dtype != (w.out_dtype if w.sinks is True else w.sinks):
             words = f"with sinks rounded to {dtype}"
             yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
+    if w.heads > 1:
+        for words, shift in (("with the sink of the next head", -1), ("with the sink of the head before", 1)):
+            yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", partial(torch.roll, shifts=shift)))
+        words = "with the sink of the first head for all"
+        yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", lambda sinks: sinks[:1].expand_as(sinks)))
+        words = "with the sinks of the heads in reverse"
+        yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", lambda sinks: sinks.flip(0)))
     if w.group > 1:
         of_key_head = key_heads(w)
         words = "with the sink of the key head, not of the query head"
@@ -599,11 +632,11 @@ def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     if w.mask is not None:
         visible = seen_by(drawn, w)
         words = "with the softcap after the mask: hidden scores are -cap, not -inf"
-        after = _first(w, lambda s, *index: s.where(visible(*index), -cap))
+        after = _then(w, lambda s, *index: s.where(visible(*index), -cap))
         yield AttentionFault("softcap-after-mask", words, of_workload(w, mask=None, score_mod=after))
 
 
-def _first(w: Workload, step: ScoreMod) -> ScoreMod:
+def _then(w: Workload, step: ScoreMod) -> ScoreMod:
     """Return what modifies scores by a step, after softcap, bias and ALiBi, and then by the workload's score_mod."""
     mod = w.score_mod
 
@@ -628,7 +661,7 @@ def _with_softcap_as_factor_1(w: Workload, inputs: Inputs) -> Other:
             return ((s + bias(index)) / cap).tanh()
         return (s / cap).tanh() + bias(index)
 
-    return inputs, w.replace(score_mod=_first(w, capped), softcap=None, bias=None)
+    return inputs, w.replace(score_mod=_then(w, capped), softcap=None, bias=None)
 
 
 def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
@@ -639,8 +672,41 @@ def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inpu
     def biased(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return s - slopes_of(slopes.to(h.device).double(), b, h) * distance(b, q, kv)
 
-    return inputs, w.replace(score_mod=_first(w, biased), alibi=False)
+    return inputs, w.replace(score_mod=_then(w, biased), alibi=False)
 
 
 def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
     return lambda s, b, h, q, kv: mod(s, b, h, q % tile, kv)
+
+
+# -- roundings -------------------------------------------------------------------------------------------------------------
+
+
+def roundings(profile: Precision, w: Workload) -> Iterator[Callable[[Inputs], Other]]:
+    """Yield attention that rounds to the bit where kernels of a profile do; nothing where only its sums are rounded.
+
+    Kernels differ in the order of their steps, so one of these must fit, and need not do so to the bit.
+    """
+    dtype = getattr(torch, w.out_dtype)
+    rounded = partial(_rounded, dtype)
+    if profile.rounds_scores:
+        once = _then(w, lambda s, *index: rounded(s))
+        yield of_workload(w, score_mod=once)
+        if not (w.softcap or w.bias or w.alibi or w.score_mod):
+            of_products = lambda s, *index: rounded(s / w.softmax_scale).double() * w.softmax_scale  # noqa: E731
+            yield of_workload(w, score_mod=of_products)
+            yield of_workload(w, score_mod=lambda s, *index: rounded(of_products(s)))
+    for is_rounded, name in ((profile.rounds_scaled_query, "q"), (profile.rounds_scaled_key, "k")):
+        for factor in (w.softmax_scale, w.softmax_scale / math.log(2)) if is_rounded else ():
+            yield _with(w, name, lambda t, factor=factor: rounded(t.double() * factor).double() / factor)
+    if profile.rounds_sinks and w.sinks:
+        yield _with(w, "sinks", lambda sinks: (sinks / math.log(2)).double() * math.log(2))
+    if profile.operand_unit and w.dtype == "float32":
+        for added in (0, 0x1000):
+            cut = partial(_as_tf32, added)
+            yield of_tensors(w, lambda i, cut=cut: {name: cut(getattr(i, name)) for name in ("q", "k", "v", "dout")})
+
+
+def _as_tf32(added: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Keep 10 bits of the fraction; added to the bits before: 0x1000 to round to nearest."""
+    return ((tensor.contiguous().view(torch.int32) + added) & ~0x1FFF).view(torch.float32)

@@ -60,6 +60,12 @@ def multiples_of_gradient(name: str, w: Workload, slope: float) -> Iterator[Faul
             yield FaultHypothesis(fault, words, partial(_multiple, factor), _OF_A_FACTOR)
 
 
+def scaled_gradient(name: str, slope: float) -> FaultHypothesis[WholeGradient]:
+    """Return the hypothesis that a gradient is off by a factor that has no other name. slope: as above."""
+    words = f"{name} is {slope:.4g} times the exact gradient: is a factor of a derivative wrong?"
+    return FaultHypothesis("gradient-scaled", words, partial(_multiple, slope), OF_STEPS)
+
+
 def _multiple(factor: float, seen: WholeGradient) -> Prediction:
     return Prediction(seen.view.exact * factor, lambda: seen.view.std * max(abs(factor), 1.0))
 
@@ -160,6 +166,9 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
     yield "lse-missing-in-backward", "that computes P again without lse: exp(s)", with_lse(lambda lse: lse * 0)
     yield "lse-taken-for-base-2", "that takes lse for one of base 2", with_lse(lambda lse: lse * math.log(2))
     yield "lse-taken-for-natural", "that takes lse of base 2 for a natural one", with_lse(lambda lse: lse / math.log(2))
+    for dtype in (torch.bfloat16, torch.float16):
+        words = f"that takes lse rounded to {str(dtype).removeprefix('torch.')}"
+        yield "lse-rounded", words, with_lse(lambda lse, dtype=dtype: lse.to(dtype).double())
     if w.batch > 1 and not w.is_packed:
         yield "lse-of-first-batch-entry", "with lse of the first batch entry for all", _with_lse_of_first
     if w.heads > 1:

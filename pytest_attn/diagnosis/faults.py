@@ -102,12 +102,13 @@ FAULTS = {
     "rope-inside-half-split": "q and k are rotated by position once more, in half-split pairs",
     "rope-inside-interleaved": "q and k are rotated by position once more, in interleaved pairs",
     **{f"descale-ignored-of-{name}": f"the descale of {name} is ignored" for name in "qkv"},
+    "descale-ignored-of-kv": "the descales of k and v are ignored",
     "descale-of-k-for-v": "the descale of k is taken for v",
     "descale-of-v-for-k": "the descale of v is taken for k",
-    **{f"descale-of-first-head-for-{name}": f"{name}'s descale of the first head is taken for all" for name in "qkv"},
     **{
-        f"descale-of-first-batch-entry-for-{name}": f"{name}'s descale of the first batch entry is taken for all"
-        for name in "qkv"
+        f"descale-of-{of.replace(' ', '-')}-for-{name}": f"{whose} descale of {'the ' * (of[0] == 'f')}{of} is taken for all"
+        for name, whose in (("q", "q's"), ("k", "k's"), ("v", "v's"), ("kv", "k's and v's"))
+        for of in ("first head", "first batch entry", "one head")
     },
     "strides-misread": "strides of tensors are not what the kernel takes them for",
     "input-changed": "an input is changed in place",
@@ -138,6 +139,7 @@ FAULTS = {
     "sinks-scaled": "sinks are scaled like the scores",
     "sinks-rounded": "sinks are rounded",
     "sink-of-key-head": "the sink of the key head is taken, not of the query head",
+    "sink-of-another-head": "the sink of another head is taken",
     "sink-in-every-split": "each sink counts in every split of the keys",
     "score-mod-ignored": "score_mod is ignored",
     "score-mod-rows-within-tile": "score_mod counts rows within their tile",
@@ -151,6 +153,8 @@ FAULTS = {
     "rescaled-inversely": "the sum of P v is multiplied by the inverse of its factor",
     "splits-averaged": "splits of the keys are averaged, whatever their denominators",
     "splits-merged-in-base-2": "splits of the keys are merged by a natural lse as if it were one of base 2",
+    "out-scaled": "out is off by a factor",
+    "denominator-off": "the denominators of rows are off: rounded, or summed in a smaller dtype",
     "blind-tile": "rows that see no key in the first tile visited are NaN",
     "exp-overflow": "exp(-lse) overflows in float32",
     "exp-out-of-reach": "exp(lse) leaves float32",
@@ -184,6 +188,7 @@ FAULTS = {
     "gradient-sign-flipped": "a gradient has the wrong sign",
     "gradient-ln-2-too-much": "a gradient has a factor of ln 2 too much",
     "gradient-ln-2-missing": "a factor of ln 2 is missing in a gradient",
+    "gradient-scaled": "a gradient is off by a factor",
     "gradients-swapped": "a gradient holds another one",
     "d-missing": "D is missing in dS",
     "d-added": "D is added in dS",

@@ -101,6 +101,32 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
         yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
 
 
+def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
+    """Yield exact rows that are off by a factor: the same for all, then one for each row. seen: those of which it is known."""
+
+    def fault(name: str, words: str, factors: Callable[[View], torch.Tensor]) -> FaultHypothesis[RowsOfOut]:
+        def predict(seen: RowsOfOut) -> Prediction:
+            return Prediction(seen.view.exact * factors(seen.view), lambda: seen.view.std)
+
+        return FaultHypothesis(name, words, predict, Tolerance(limits.element, limits.row, left=0.5))
+
+    factor = _factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
+    yield fault("out-scaled", f"out is {float(factor):.4g} times exact attention", lambda view: factor)
+    found = _factor(seen.view.got, seen.view.exact, -1)
+    words = (
+        f"each row of out is exact attention times a factor of its own ({float(found.min()):.4f} to {float(found.max()):.4f}):"
+        " is the denominator rounded, or summed in a smaller dtype?"
+    )
+    yield fault("denominator-off", words, lambda view: _factor(view.got, view.exact, -1))
+
+
+def _factor(got: torch.Tensor, exact: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """Return by which factor the exact result comes nearest to the other along dimensions, 1 where it is 0."""
+    size = exact.square().sum(dim, keepdim=True)
+    overlap = (got.double().nan_to_num(0, 0, 0) * exact).sum(dim, keepdim=True)
+    return (overlap / size).where(size > 0, 1.0)
+
+
 _SPLITS = (2, 3, 4, 8)
 
 

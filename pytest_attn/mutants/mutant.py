@@ -184,6 +184,7 @@ FAULTS_OF: dict[str, tuple[str, ...]] = {
     "scores-in-float16": ("precision-eager",),
     "exponent-in-the-tensors-dtype": ("precision-eager",),
     "products-in-tf32": ("precision-tf32",),
+    "denominator-in-the-tensors-dtype": ("denominator-off",),
     "p-from-exponential-of-lse": ("exp-out-of-reach", "exp-overflow"),
     # overflow
     "query-offset-wraps": ("offset-wraps",),

@@ -112,6 +112,11 @@ FAULTS = {
     "descale-of-first-head-for-k": lambda d: d._replace(k=d.k[:, :1].expand_as(d.k)),
     "descale-of-first-head-for-v": lambda d: d._replace(v=d.v[:, :1].expand_as(d.v)),
     "descale-of-first-batch-entry-for-v": lambda d: d._replace(v=d.v[:1].expand_as(d.v)),
+    "descale-ignored-of-kv": lambda d: d._replace(k=torch.ones_like(d.k), v=torch.ones_like(d.v)),
+    "descale-of-first-head-for-kv": lambda d: d._replace(k=d.k[:, :1].expand_as(d.k), v=d.v[:, :1].expand_as(d.v)),
+    "descale-of-one-head-for-k": lambda d: d._replace(k=d.k[:, -1:].expand_as(d.k)),
+    "descale-of-one-head-for-v": lambda d: d._replace(v=d.v.amax(1, keepdim=True).expand_as(d.v)),
+    "descale-of-one-head-for-kv": lambda d: d._replace(k=d.k[0, 0].expand_as(d.k), v=d.v[0, 0].expand_as(d.v)),
 }
 
 
@@ -123,7 +128,7 @@ def test_a_wrong_descale_is_found_and_named(fault):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", [w for w in WORKLOADS if w.kv_dtype], ids=lambda w: w.id)
 def test_a_wrong_descale_of_a_cache_is_found(workload):
-    for fault in list(FAULTS)[1:5]:
+    for fault in (*list(FAULTS)[1:5], "descale-ignored-of-kv"):
         assert judged(Kernel(workload, None, FAULTS[fault]), spec_of(workload)).faults == (fault,)
 
 

@@ -10,10 +10,17 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis import diagnose
+from pytest_attn.mutants import MUTANTS
+from pytest_attn.mutants.kernel import KernelBackend
+from pytest_attn.suite.test_correctness import INPUTS
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
+from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")
 CAUSAL = Workload(192, heads=2, head_dim=64, mask="causal")
@@ -49,6 +56,56 @@ def test_a_profile_is_suggested_only_if_the_whole_case_would_pass_with_it(length
 
 def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
     assert faults(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
+
+
+def scaled(times):
+    """Return eager code in the dtype whose scale is off."""
+    return lambda q, k, v: ((q @ k.mT) * (q.shape[-1] ** -0.5 * times)).softmax(-1) @ v
+
+
+def test_a_profile_is_suggested_with_what_to_compare_before():
+    text = describe(judged(scaled(1), CheckSpec(Workload(128, heads=2), CPU)))
+    assert "it fits the precision profile 'eager' (z " in text
+    assert "if it really rounds scores to bfloat16, say precision='eager'" in text
+    assert "A scale off by 1 % may look the same: compare in float32 first, which must pass as it is" in text
+
+
+@pytest.mark.parametrize("times", [0.99, 0.995, 1.005, 1.01])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_scale_that_is_little_off_is_no_matter_of_a_profile(times, head_dim):
+    workload = Workload(128, heads=4, head_dim=head_dim)
+    assert faults(scaled(times), workload) == ()
+    assert faults(scaled(1), workload) == ("precision-eager",)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        ("values-summed-in-float16", "features-mod-fp32"),
+        ("maximum-over-hidden-scores", "features-alibi"),
+        ("maximum-of-tile-alone", "features-alibi-br"),
+        ("denominator-in-the-tensors-dtype", "features-alibi"),
+    ],
+)
+def test_no_profile_lets_a_sum_or_a_maximum_in_that_is_wrong(name, workload):
+    """Without lse, which would tell that scores are exact."""
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    (found,) = builtin_catalog().select(workload)
+    subject = KernelBackend(name, mutant.kernel(), returns_lse=False)
+    assert not [fault for fault in faults(subject, found, inputs=INPUTS) if fault.startswith("precision-")]
+
+
+@pytest.mark.parametrize(("budgets", "suggested"), [(4.0, ("precision-eager",)), (6.0, ())])
+def test_a_profile_is_suggested_only_with_room(budgets, suggested):
+    workload = Workload(128, heads=2)
+    expected = compute_reference(draw_inputs(workload), precision_named("eager")).tensors["out"]
+
+    def one_off(q, k, v):
+        out, at = scaled(1)(q, k, v), (expected.value.abs() / expected.tau).argmin()  # where bfloat16 is fine
+        out.view(-1)[at] = expected.value.view(-1)[at] + budgets * expected.tau.view(-1)[at]
+        return out
+
+    assert faults(one_off, workload, inputs=("structured",)) == suggested
 
 
 def test_a_mistake_of_some_calls_only_is_not_what_the_kernel_computes():
