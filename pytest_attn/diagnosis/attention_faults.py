@@ -448,16 +448,20 @@ def _shared_descales(w: Workload, own: torch.Tensor) -> Iterator[tuple[str, str,
         return
     heads = 2 if is_pool else 1
     if own.shape[heads] > 1:
-        yield "first-head", "the first head", lambda d: d.narrow(heads, 0, 1).expand_as(d)
+        yield "first-head", "the first head", partial(_of_head, heads, 0)
     if own.shape[0] > 1 and not is_pool:
         yield "first-batch-entry", "the first batch entry", lambda d: d[:1].expand_as(d)
         if own.shape[heads] > 1:
             yield "one-head", "the first head of the first batch entry", lambda d: d[:1].narrow(heads, 0, 1).expand_as(d)
     for head in range(1, min(own.shape[heads], _MOST_HEADS)):
-        yield "one-head", f"head {head}", lambda d, head=head: d.narrow(heads, head, 1).expand_as(d)
+        yield "one-head", f"head {head}", partial(_of_head, heads, head)
     if own.shape[heads] > 1:
         yield "one-head", "the head that has the largest", lambda d: d.amax(heads, keepdim=True).expand_as(d)
         yield "one-head", "their heads on average", lambda d: d.mean(heads, keepdim=True).expand_as(d)
+
+
+def _of_head(dim: int, head: int, descale: torch.Tensor) -> torch.Tensor:
+    return descale.narrow(dim, head, 1).expand_as(descale)
 
 
 #: heads of which each is tried
@@ -693,18 +697,29 @@ def roundings(profile: Precision, w: Workload) -> Iterator[Callable[[Inputs], Ot
         once = _then(w, lambda s, *index: rounded(s))
         yield of_workload(w, score_mod=once)
         if not (w.softcap or w.bias or w.alibi or w.score_mod):
-            of_products = lambda s, *index: rounded(s / w.softmax_scale).double() * w.softmax_scale  # noqa: E731
-            yield of_workload(w, score_mod=of_products)
+            of_products = partial(_scaled_after, dtype, w.softmax_scale)
+            yield of_workload(w, score_mod=lambda s, *index: of_products(s))
             yield of_workload(w, score_mod=lambda s, *index: rounded(of_products(s)))
     for is_rounded, name in ((profile.rounds_scaled_query, "q"), (profile.rounds_scaled_key, "k")):
         for factor in (w.softmax_scale, w.softmax_scale / math.log(2)) if is_rounded else ():
-            yield _with(w, name, lambda t, factor=factor: rounded(t.double() * factor).double() / factor)
+            yield _with(w, name, partial(_scaled_before, dtype, factor))
     if profile.rounds_sinks and w.sinks:
         yield _with(w, "sinks", lambda sinks: (sinks / math.log(2)).double() * math.log(2))
     if profile.operand_unit and w.dtype == "float32":
         for added in (0, 0x1000):
-            cut = partial(_as_tf32, added)
-            yield of_tensors(w, lambda i, cut=cut: {name: cut(getattr(i, name)) for name in ("q", "k", "v", "dout")})
+            yield of_tensors(w, partial(_cut, added))
+
+
+def _scaled_after(dtype: torch.dtype, scale: float, scores: torch.Tensor) -> torch.Tensor:
+    return _rounded(dtype, scores / scale).double() * scale
+
+
+def _scaled_before(dtype: torch.dtype, scale: float, tensor: torch.Tensor) -> torch.Tensor:
+    return _rounded(dtype, tensor.double() * scale).double() / scale
+
+
+def _cut(added: int, inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: _as_tf32(added, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
 
 
 def _as_tf32(added: int, tensor: torch.Tensor) -> torch.Tensor:

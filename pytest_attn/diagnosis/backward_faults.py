@@ -168,13 +168,17 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
     yield "lse-taken-for-natural", "that takes lse of base 2 for a natural one", with_lse(lambda lse: lse / math.log(2))
     for dtype in (torch.bfloat16, torch.float16):
         words = f"that takes lse rounded to {str(dtype).removeprefix('torch.')}"
-        yield "lse-rounded", words, with_lse(lambda lse, dtype=dtype: lse.to(dtype).double())
+        yield "lse-rounded", words, with_lse(partial(_rounded, dtype))
     if w.batch > 1 and not w.is_packed:
         yield "lse-of-first-batch-entry", "with lse of the first batch entry for all", _with_lse_of_first
     if w.heads > 1:
         yield "lse-of-next-head", "with lse of the next head", with_lse(lambda lse: lse.roll(-1, 1))
     if w.sinks:
         yield "sink-missing-in-lse", "that computes P again without the sink's share of lse", _without_sink
+
+
+def _rounded(dtype: torch.dtype, lse: torch.Tensor) -> torch.Tensor:
+    return lse.to(dtype).double()
 
 
 def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
