@@ -31,6 +31,7 @@ REFUSALS = {
     "interleaved heads": "does not support interleaved head groups (h % kv_heads)",
     "bias before softcap": "adds a bias after the softcap, not before",
     "sinks of another dtype": "takes sinks in {dtype} only",
+    "bias of another dtype": "takes a bias in {dtype} only",
     "ALiBi per batch entry": "does not support ALiBi slopes per batch entry",
 }
 FEATURES = tuple(REFUSALS)

@@ -26,6 +26,8 @@ RESULTS = ("out", "lse", "weights", "max", "keep")
 IGNORED = "ignored"
 #: layouts without a batch dimension, and the ones that they are a part of
 WITHOUT_BATCH = {"hsd": "bhsd", "shd": "bshd"}
+#: those of packed sequences: as they are, and with a batch dimension of 1, rows or heads first
+OF_PACKED = ("thd", "bthd", "bhtd")
 #: orders of lse's dimensions: batch, heads, rows
 LSE_LAYOUTS = ("bhs", "bsh", "hs", "sh")
 LSE_BASES = ("e", 2)
@@ -124,7 +126,7 @@ def _names_results(name: str, value: object) -> None:
 
 # -- the declaration -------------------------------------------------------------------------------------------------------
 
-_is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH)
+_is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH, *OF_PACKED[1:])
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Declaration:
     layout: str = argument(
         "bhsd",
         '"bhsd" (torch) or "bshd" (flash-attn), in which fn takes and returns tensors, "hsd" or "shd" where they have no'
-        ' batch dimension; packed workloads are "thd"',
+        ' batch dimension; packed workloads are "thd", or with a batch dimension of 1 "bthd" or "bhtd"',
         _is_layout,
     )
     returns_lse: bool = argument(
@@ -178,8 +180,11 @@ class Declaration:
         if isinstance(self.returns, str | list):
             object.__setattr__(self, "returns", (self.returns,) if isinstance(self.returns, str) else tuple(self.returns))
         checked(self)
-        if (self.layout == "thd") != (self._out_layout == "thd"):
-            raise ValueError(f"layout 'thd' goes with out_layout 'thd' only, got {self.layout!r} and {self._out_layout!r}")
+        if (self.layout in OF_PACKED) != (self._out_layout in OF_PACKED):
+            both = f"{self.layout!r} and {self._out_layout!r}"
+            raise ValueError(
+                f"layout and out_layout are of packed workloads both ({', '.join(OF_PACKED)}) or neither, got {both}"
+            )
         if self.returns is not None and self.returns_lse and "lse" not in self.returns:
             raise ValueError(f"returns_lse=True and returns={self.returns!r} contradict each other; leave out returns_lse")
         if "out" not in self.names and not self.takes_out:
@@ -217,7 +222,7 @@ class Declaration:
     @property
     def inner_layout(self) -> str:
         """The layout of q, k and v with a batch dimension."""
-        return WITHOUT_BATCH.get(self.layout, self.layout)
+        return "thd" if self.layout in OF_PACKED else WITHOUT_BATCH.get(self.layout, self.layout)
 
     @property
     def has_batch(self) -> bool:
@@ -229,7 +234,7 @@ class Declaration:
         """Whether layout and returns_lse say all: the callable takes and returns what every judgment does."""
         says_no_more = self.lse_base == "e" and self._lse_layout == "bhs" and not self.takes_out
         is_usual = self.names == (("out", "lse") if self.returns_lse else ("out",))
-        return self.has_batch and self._out_layout == self.layout and says_no_more and is_usual
+        return self.inner_layout == self._out_layout == self.layout and says_no_more and is_usual
 
     @property
     def profile(self) -> Precision:
@@ -253,8 +258,8 @@ class Declaration:
             return f"weights cannot be compared where sequences are packed (q_lens), as in {w.id}; call them 'ignored'"
         if "keep" in self.names and not w.dropout:
             return f"returns names 'keep', the mask of dropout, and {w.id} has none; say Workload(dropout=...)"
-        if self.layout == "thd" and not w.is_packed:
-            return f"layout 'thd' needs a packed workload (q_lens), {w.id} is not one"
+        if self.layout in OF_PACKED and not w.is_packed:
+            return f"layout {self.layout!r} needs a packed workload (q_lens), {w.id} is not one"
         return ""
 
     def fitted(self, w: Workload) -> Workload:
@@ -267,28 +272,34 @@ class Declaration:
     def letters(self, name: str, is_packed: bool) -> tuple[str, str]:
         """Return the dimensions of a result: as the judgment takes it (out in `inner_layout`), and as it is returned."""
         if name == "out":
-            return ("thd", "thd") if is_packed else (self.inner_layout, self._out_layout)
+            return ("thd", self._packed(self._out_layout)) if is_packed else (self.inner_layout, self._out_layout)
         if name in ("weights", "keep"):
             return "bhsk", "bhsk" if self.has_batch else "hsk"
         order = self._lse_layout
-        return ("hs", order.replace("b", "")) if is_packed else ("bhs", order)
+        return ("hs", order if self._packed(self.layout) != "thd" else order.replace("b", "")) if is_packed else ("bhs", order)
+
+    def _packed(self, layout: str) -> str:
+        return layout if layout in OF_PACKED else "thd"
 
     def words_on(self, name: str, is_packed: bool) -> str:
         """Return the argument that says how a result is laid out, with its value."""
         if name == "out":
-            return "layout='thd'" if is_packed else f"out_layout={self._out_layout!r}"
+            return f"layout={self._packed(self._out_layout)!r}" if is_packed else f"out_layout={self._out_layout!r}"
         return f"layout={self.layout!r}" if name in ("weights", "keep") else f"lse_layout={self._lse_layout!r}"
 
     def given(self, tensor: Tensor, w: Workload, is_kv: bool = False) -> Tensor:
         """View q, k, v or one of their gradients, in `inner_layout`, as the callable takes it; pools stay as they are."""
-        return tensor[0] if self._drops_batch(w, is_kv) else tensor
+        return turned(tensor, *self._letters_of(w, is_kv))
 
     def taken(self, tensor: Tensor, w: Workload, is_kv: bool = False) -> Tensor:
         """View q, k, v or one of their gradients, as the callable takes it, in `inner_layout`."""
-        return tensor.unsqueeze(0) if self._drops_batch(w, is_kv) else tensor
+        return turned(tensor, *reversed(self._letters_of(w, is_kv)))
 
-    def _drops_batch(self, w: Workload, is_kv: bool) -> bool:
-        return not (self.has_batch or w.is_packed or (is_kv and w.kv_pages))
+    def _letters_of(self, w: Workload, is_kv: bool) -> tuple[str, str]:
+        """Return the dimensions of q, k or v: in `inner_layout`, and as the callable takes it."""
+        if is_kv and w.kv_pages:
+            return "", ""
+        return ("thd", self._packed(self.layout)) if w.is_packed else (self.inner_layout, self.layout)
 
     def declared(self, name: str, tensor: Tensor, is_packed: bool) -> Tensor:
         """Return a result as the callable returns it. tensor: as the judgment takes it."""

@@ -212,7 +212,7 @@ def scope_of(mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None
         scope = like(mark.workloads) if mark.workloads else {}
     if mark.dtypes or dtypes:
         scope["dtypes"] = [d for d in mark.dtypes if not dtypes or d in dtypes] if mark.dtypes else list(dtypes)
-    if mark.declared.layout == "thd":
+    if mark.declared.inner_layout == "thd":
         scope["layouts"] = [layout for layout in scope.get("layouts", ("packed",)) if "packed" in layout]
     return {**scope, "backward": mark.backward}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -143,9 +144,31 @@ class CaseTensors(ServingTensors):
         mask = None if self._workload.is_packed else boolean_mask(self._inputs)
         return None if mask is None else self._padded_so(mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len))
 
+    def additive_mask(self, low: float = -math.inf) -> torch.Tensor | None:
+        """Return the mask as numbers that are added to scores, 0 where it is visible and `low` elsewhere.
+
+        Shaped as `mask`, in the dtype of out; None where `mask` is. low: as torch.finfo(dtype).min of transformers.
+        """
+        mask = self.mask
+        if mask is None:
+            return None
+        return torch.zeros(mask.shape, dtype=self._inputs.dout.dtype, device=mask.device).masked_fill_(~mask, low)
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """Where there is a key, boolean, (batch, kv_len), as they are handed over; None where nothing is padded.
+
+        The attention_mask of transformers; torch's key_padding_mask is its opposite.
+        """
+        lengths = None if self._workload.is_packed else self._inputs.kv_lens
+        if lengths is None:
+            return None
+        inside = torch.arange(self._workload.kv_len, device=lengths.device) < lengths[:, None]
+        return with_keys_moved(self._workload, inside, 1)
+
     @property
     def bias(self) -> torch.Tensor | None:
-        """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the workload's dtype."""
+        """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the dtype of out, or its own."""
         return self._inputs.bias
 
     @property

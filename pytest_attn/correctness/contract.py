@@ -355,7 +355,7 @@ def declared_shape(name: str, declared: Declaration, inputs: Inputs) -> tuple[in
     _, users = declared.letters(name, w.is_packed)
     of_rows, of_out = ("hs", "thd") if w.is_packed else ("bhs", "bhsd")
     native = {"out": of_out, "weights": "bhsk", "keep": "bhsk"}.get(name, of_rows)
-    sizes = dict(zip(native, native_shape(name, w), strict=True))
+    sizes = {"b": 1, **dict(zip(native, native_shape(name, w), strict=True))}
     return tuple(sizes[dim] for dim in users)
 
 

@@ -89,7 +89,8 @@ def _lengths(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _pages(inputs: Inputs) -> Iterator[Variation]:
-    if inputs.page_table is not None:
+    pages = inputs.workload.kv_pages
+    if pages is not None and inputs.page_table is not None and not pages.shared:  # else new keys would be put into them
         yield Variation("the page table turned round", dataclasses.replace(inputs, page_table=inputs.page_table.flip(0, 1)))
 
 

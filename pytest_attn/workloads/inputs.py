@@ -11,7 +11,7 @@ from pytest_attn.workloads.distributions import Draw, distribution_names, draw_q
 from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES
 from pytest_attn.workloads.masks import MaskMod, Sequences
 from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.workload import Workload, pages_in_use, pages_per_sequence
+from pytest_attn.workloads.workload import Workload, pages_in_use
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Inputs:
         k: keys in the same layout, or of its kv_dtype; a page pool where the workload has kv_pages.
         v: values in the same layout; a view of k where the workload has v_in_k.
         dout: the gradient of out, of the dtype of out.
-        bias: broadcasts to (batch, heads, q_len, kv_len), of the dtype of out.
+        bias: broadcasts to (batch, heads, q_len, kv_len), of the dtype of out, or of its own.
         sinks: (heads,), of the dtype of out, or of their own.
         alibi_slopes: (heads,) float32, or (batch, heads) with alibi="batch".
         cu_seqlens: (batch + 1,) int32, of the queries, where packed.
@@ -168,7 +168,8 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if w.bias:
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-        made["bias"] = draw.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
+        own = Draw(draw.key, getattr(torch, w.bias_dtype), device) if w.bias_dtype else draw
+        made["bias"] = own.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
         own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), device)
         made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
@@ -185,7 +186,8 @@ def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
         made["kv_lens"] = torch.tensor(w.kv_lens, dtype=torch.int32, device=device)
     if w.kv_pages:
         order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
-        made["page_table"] = order.view(w.batch, pages_per_sequence(w)).to(device, torch.int32)
+        common, others = order[: w.kv_pages.shared], order[w.kv_pages.shared :].view(w.batch, -1)
+        made["page_table"] = torch.cat([common.expand(w.batch, -1), others], 1).to(device, torch.int32)
     return made
 
 
@@ -300,7 +302,9 @@ def pool_of(drawn: torch.Tensor, table: torch.Tensor, w: Workload, draw: Draw, n
     assert w.kv_pages is not None
     dense = _side_by_side(drawn, w, draw, name) if w.is_packed else drawn
     pages = cut_into_pages(dense, table.shape[1], w.kv_pages.size)
-    pool = pages.new_empty(pages.shape)
+    of_sequences = pages.view(*table.shape, *pages.shape[1:])
+    of_sequences[:, : w.kv_pages.shared] = of_sequences[:1, : w.kv_pages.shared]
+    pool = pages.new_empty((pages_in_use(w), *pages.shape[1:]))
     if w.kv_pages.pool:
         pool = draw.normal(f"{name} of nobody", (w.kv_pages.pool, *pages.shape[1:]))
     pool[table.flatten().long()] = pages

@@ -26,8 +26,8 @@ def handed_over(w: Workload, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return with_keys_moved(w, k, 2), with_keys_moved(w, v, 2)
     if w.kv_pages is None:
         return k.clone(), v.clone()
-    if w.kv_pages.layout == "HND":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if w.kv_pages.layout != "NHD":
+        k, v = (pool.transpose(1, 2) if w.kv_pages.layout == "HND" else pool.squeeze(1) for pool in (k, v))
     if w.kv_pages.fused:
         whole = torch.stack((k, v), 1)
         whole = _middle_layer(whole) if w.kv_pages.sliced else whole
@@ -53,8 +53,8 @@ def with_keys_moved(w: Workload, tensor: Tensor, axis: int, way: int = 1) -> Ten
 
 def canonical(w: Workload, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return what was handed over as it lies everywhere else; pools as views."""
-    if w.kv_pages is not None and w.kv_pages.layout == "HND":
-        return k.transpose(1, 2), v.transpose(1, 2)
+    if w.kv_pages is not None and w.kv_pages.layout != "NHD":
+        return (k.transpose(1, 2), v.transpose(1, 2)) if w.kv_pages.layout == "HND" else (k.unsqueeze(1), v.unsqueeze(1))
     return with_keys_moved(w, k, 2, -1), with_keys_moved(w, v, 2, -1)
 
 
@@ -231,7 +231,7 @@ def appended(inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if w.kv_pages is not None:
         return canonical(w, split.k_cache, split.v_cache)
     if not w.is_packed:
-        return split.k_cache[:, :, : w.kv_len], split.v_cache[:, :, : w.kv_len]
+        return canonical(w, split.k_cache[:, :, : w.kv_len], split.v_cache[:, :, : w.kv_len])
     k, v = (torch.cat([rows[:n] for rows, n in zip(t, w.kv_lens or (), strict=True)]) for t in (split.k_cache, split.v_cache))
     return k, v
 
@@ -246,8 +246,9 @@ def slots_of(inputs: Inputs) -> Slots:
     position = count - (kv_lens.cumsum(0) - kv_lens)[batch]
     is_new = position >= torch.tensor(w.cached, device=device)[batch]
     if w.kv_pages is None:
-        source = count if w.is_packed else batch * w.kv_len + position
-        return Slots(batch, position, is_new, source, batch * capacity_of(w) + position)
+        place = position + (w.kv_len - kv_lens)[batch] if w.pad == "left" else position
+        source = count if w.is_packed else batch * w.kv_len + place
+        return Slots(batch, position, is_new, source, batch * capacity_of(w) + place)
     size = w.kv_pages.size
     assert inputs.page_table is not None
     slot = inputs.page_table.long()[batch, position // size] * size + position % size
@@ -271,6 +272,7 @@ def _by_row(w: Workload, layout: str, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 def _prefix_alone(w: Workload, slots: Slots, rows: Tensor) -> Tensor:
     """Return a cache by slot, (slots, kv_heads, dim), that holds the prefix of each sequence and nothing else."""
     count, rest = (len(rows), math.nan) if w.kv_pages is not None else (w.batch * capacity_of(w), _LARGE)
+    rest = rest if rows.is_floating_point() else _LARGE
     cache = rows.new_full((count, *rows.shape[1:]), rest)
     is_old = ~slots.is_new
     cache[slots.slot[is_old]] = rows[slots.source[is_old]]

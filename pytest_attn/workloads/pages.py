@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pytest_attn.workloads.fields import suggests_fields
 
-#: FlashInfer's names: (pages, size, kv_heads, head_dim), or (pages, kv_heads, size, head_dim)
-PAGE_LAYOUTS = ("NHD", "HND")
+#: FlashInfer's names: (pages, size, kv_heads, head_dim), (pages, kv_heads, size, head_dim); "HD": (tokens, kv_heads, head_dim)
+PAGE_LAYOUTS = ("NHD", "HND", "HD")
 
 
 @suggests_fields
@@ -18,11 +18,13 @@ class Pages:
 
     Args:
         size: tokens of one page.
-        layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim).
+        layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim), or "HD" for pages
+            of one token, (tokens, kv_heads, head_dim), as SGLang's pool is.
         fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
         pool: how many pages there are, at least as many as the page table names: the batch times the pages of kv_len. That is
             the default; the others belong to nobody.
         sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
+        shared: how many first pages all sequences have in common, as prompts with one prefix do.
 
     Raises:
         ValueError: a field does not fit.
@@ -33,17 +35,22 @@ class Pages:
     fused: bool = False
     pool: int | None = None
     sliced: bool = False
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
             raise ValueError(f"Pages: size must be a number of tokens >= 1, got {self.size!r}")
         if self.layout not in PAGE_LAYOUTS:
             raise ValueError(f"Pages: layout must be one of {', '.join(PAGE_LAYOUTS)}, got {self.layout!r}")
+        if self.layout == "HD" and self.size != 1:
+            raise ValueError(f'Pages: layout "HD" has no dimension for the tokens of a page and needs size 1, got {self.size}')
         for field in ("fused", "sliced"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"Pages: {field} must be True or False, got {getattr(self, field)!r}")
         if self.pool is not None and (not isinstance(self.pool, int) or isinstance(self.pool, bool) or self.pool < 1):
             raise ValueError(f"Pages: pool must be a number of pages >= 1 or None, got {self.pool!r}")
+        if not isinstance(self.shared, int) or isinstance(self.shared, bool) or self.shared < 0:
+            raise ValueError(f"Pages: shared must be a number of pages >= 0, got {self.shared!r}")
 
     def __repr__(self) -> str:
         """Show what differs from the default."""
@@ -60,4 +67,5 @@ class Pages:
         """The part of a workload's id."""
         words = [f"page{self.size}", self.layout.lower() if self.layout != "NHD" else "", "fused" if self.fused else ""]
         words += [f"pool{self.pool}" if self.pool else "", "sliced" if self.sliced else ""]
+        words += [f"shared{self.shared}" if self.shared else ""]
         return ".".join(word for word in words if word)

@@ -37,7 +37,7 @@ PARAMETERS = {
             dtype=lambda w: w.out_dtype if w.sinks is True else str(w.sinks),
             is_in_scores=False,
         ),
-        Parameter("bias", "bias", dims=lambda w: str(w.bias), dtype=lambda w: w.out_dtype, is_of_heads=False),
+        Parameter("bias", "bias", lambda w: str(w.bias), lambda w: w.bias_dtype or w.out_dtype, is_of_heads=False),
         Parameter("alibi", "alibi_slopes", dims=lambda w: "bh" if w.alibi == "batch" else "h", dtype=lambda w: w.out_dtype),
     )
 }

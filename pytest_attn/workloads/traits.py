@@ -30,6 +30,7 @@ def _traits(w: Workload) -> dict[str, bool]:
         "softcap": w.softcap is not None,
         "bias": w.bias is not None,
         "bias before softcap": w.bias_before_softcap,
+        "bias of another dtype": w.bias_dtype not in (None, w.dtype),
         "alibi": bool(w.alibi),
         "ALiBi per batch entry": w.alibi == "batch",
         "sinks": bool(w.sinks),

@@ -45,8 +45,8 @@ class Workload:
     The order of the score's steps is fixed: scale, softcap, bias, ALiBi, score_mod, mask. Softcap is cap * tanh(score / cap).
     ALiBi is -slope_h * |i + kv_len - q_len - j| with slope_h = 2 ** (-8 (h + 1) / heads). A sink is one more logit per head
     in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
-    `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` has
-    sinks of that dtype, whatever the workload's.
+    `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` and
+    `bias_dtype="float32"` have sinks and a bias of that dtype, whatever the workload's.
 
     Shapes (layout "bhsd"): q (batch, heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim),
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
@@ -81,6 +81,7 @@ class Workload:
         head_groups: "contiguous": query head h uses key head h // (heads // kv_heads); "interleaved": h % kv_heads.
         bias_before_softcap: whether the bias is added before the softcap, not after.
         dropout: the probability with which each softmax weight is dropped; the others are divided by 1 - dropout.
+        bias_dtype: of the bias; by default that of out.
 
     Raises:
         ValueError: a field does not fit; the text names it, what was found and what was expected.
@@ -114,6 +115,7 @@ class Workload:
     head_groups: str = "contiguous"
     bias_before_softcap: bool = False
     dropout: float = 0.0
+    bias_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self._settle_lengths()
@@ -185,6 +187,10 @@ class Workload:
             require_positive_or_none(field, getattr(self, field))
         if self.bias is not None:
             require_bias(self.bias)
+        if self.bias_dtype is not None:
+            require_one_of("bias_dtype", self.bias_dtype, tuple(DTYPES))
+            if self.bias is None:
+                raise ValueError(f"Workload: bias_dtype={self.bias_dtype!r} needs a bias")
         if self.bias_before_softcap and (self.bias is None or self.softcap is None):
             raise ValueError("Workload: bias_before_softcap needs a bias and a softcap")
         if self.score_mod is not None:
@@ -292,6 +298,8 @@ class Workload:
             changes.setdefault("pad", "right")
         if self.bias_before_softcap and not (changes.get("bias", self.bias) and changes.get("softcap", self.softcap)):
             changes.setdefault("bias_before_softcap", False)
+        if "bias" in changes and not changes["bias"]:
+            changes.setdefault("bias_dtype", None)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
         if changes.get("dtype") is not None and dtype_name(changes["dtype"]) in QUANTIZED_DTYPES:
@@ -454,6 +462,15 @@ def _settle_pages(w: Workload) -> None:
         )
     if pages.fused and w.v_in_k:
         raise ValueError("Workload: Pages(fused=True) holds k and v side by side; v_in_k has v inside k")
+    if pages.shared:
+        own = min(*(w.cached or ()), *(w.kv_lens or ()))
+        if own < pages.shared * pages.size:
+            raise ValueError(
+                f"Workload: Pages({pages.size}, shared={pages.shared}) needs {pages.shared * pages.size} old keys or more in"
+                f" each sequence, got {own}"
+            )
+        if w.descales not in (None, "tensor"):
+            raise ValueError(f'Workload: Pages(shared=...) takes descales per "tensor" only, not per "{w.descales}"')
     if pages.pool is not None and pages.pool < (in_use := pages_in_use(w)):
         raise ValueError(f"Workload: Pages(pool={pages.pool}) holds fewer pages than the {in_use} of the page table")
 
@@ -466,20 +483,20 @@ def pages_per_sequence(w: Workload) -> int:
 
 def pages_in_use(w: Workload) -> int:
     """Return how many pages the page table names."""
-    return w.batch * pages_per_sequence(w)
+    assert w.kv_pages is not None
+    return w.batch * (pages_per_sequence(w) - w.kv_pages.shared) + w.kv_pages.shared
 
 
 def _check_padding(w: Workload) -> None:
     """Raise ValueError where a Workload's `pad` is not a side, or there is nothing dense to pad."""
     if w.pad not in SIDES:
         raise ValueError(f"Workload: pad must be one of {', '.join(SIDES)}, got {w.pad!r}")
-    if w.pad == "left" and (w.kv_lens is None or w.q_lens is not None or w.kv_pages is not None or w.cached is not None):
-        raise ValueError('Workload: pad="left" needs kv_lens, without q_lens, kv_pages and cached')
+    if w.pad == "left" and (w.kv_lens is None or w.q_lens is not None or w.kv_pages is not None):
+        raise ValueError('Workload: pad="left" needs kv_lens, or unequal numbers of cached keys, without q_lens and kv_pages')
     if w.pad == "left" and "k" in (w.bias or ""):
         raise ValueError('Workload: pad="left" cannot be combined with a bias that varies over keys')
-    if w.descales is not None and (w.pad == "left" or w.cached is not None):
-        field = "cached" if w.cached is not None else 'pad="left"'
-        raise ValueError(f"Workload: {field} cannot be combined with quantized k and v (dtype, kv_dtype)")
+    if w.descales is not None and w.pad == "left":
+        raise ValueError('Workload: pad="left" cannot be combined with quantized k and v (dtype, kv_dtype)')
 
 
 # -- its id: every field that differs from its default, in a fixed order ------------------------------------------------------
@@ -498,7 +515,7 @@ def _shape_id(w: Workload) -> str:
         w.mask.label if w.mask else "",
         f"softcap{w.softcap:g}" if w.softcap is not None else "",
         f"scale{w.scale:g}" if w.scale is not None else "",
-        f"bias.{w.bias}" if w.bias else "",
+        f"bias.{w.bias}{f'.{w.bias_dtype}' if w.bias_dtype else ''}" if w.bias else "",
         "biasfirst" if w.bias_before_softcap else "",
         ("alibi.b" if w.alibi == "batch" else "alibi") if w.alibi else "",
         (f"sinks.{w.sinks}" if isinstance(w.sinks, str) else "sinks") if w.sinks else "",

@@ -224,7 +224,7 @@ def test_contiguous_kernels_get_a_contiguous_dout_in_their_own_layout():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, got 'sbhd'"),
+        ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
         ({"returns": ("out", "logits")}, "returns must be one of out, lse, weights, max, keep, ignored, got 'logits'"),
         ({"returns": ("lse",)}, "returns must name 'out'"),
         ({"returns": ("out", "lse", "lse")}, "twice"),
@@ -234,7 +234,8 @@ def test_contiguous_kernels_get_a_contiguous_dout_in_their_own_layout():
         ({"lse_base": 2}, "name it: returns="),
         ({"returns_lse": True, "returns": ("out",)}, "contradict"),
         ({"takes_out": "yes"}, "takes_out must be one of True, False"),
-        ({"out_layout": "thd"}, "goes with"),
+        ({"out_layout": "thd"}, "of packed workloads both"),
+        ({"layout": "bthd", "out_layout": "bshd"}, "or neither, got 'bthd' and 'bshd'"),
     ],
 )
 def test_what_cannot_be_declared(arguments, said):

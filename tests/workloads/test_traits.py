@@ -36,6 +36,8 @@ CASES = [
     (Workload(8, scale=0.5), {"plain", "scale"}),
     (Workload(8, bias="hq"), {"plain", "bias"}),
     (Workload(8, bias="q", softcap=2.0, bias_before_softcap=True), {"plain", "bias", "softcap", "bias before softcap"}),
+    (Workload(8, bias="hq", bias_dtype="bfloat16"), {"plain", "bias"}),
+    (Workload(8, bias="hq", bias_dtype="float32"), {"plain", "bias", "bias of another dtype"}),
     (Workload(8, alibi=True), {"plain", "alibi"}),
     (Workload(8, alibi="batch"), {"plain", "alibi", "ALiBi per batch entry"}),
     (Workload(8, sinks=True), {"plain", "sinks"}),
