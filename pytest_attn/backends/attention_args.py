@@ -50,7 +50,8 @@ class AttentionArguments:
     alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
     to_native: from the layout in which the function takes tensors to that of q. take_out: from what it returns to its tensor
     out; out_to_native: from the layout of that to that of q; to_result: from out in the layout of q to what the function
-    returns. asks_more: what else the call asks for, as weights or lse, which `to_result` leaves out.
+    returns. asks_more: what else the call asks for, as weights or lse, which `to_result` leaves out. unread: an argument that
+    nothing is known of, and that the function itself takes no notice of.
     """
 
     q: torch.Tensor
@@ -73,9 +74,12 @@ class AttentionArguments:
     out_to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
     to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
     asks_more: str = ""
+    unread: str = ""
 
     def refuse_more(self) -> None:
-        """Raise UnreadableError where out alone is not all that the call asks for."""
+        """Raise UnreadableError where out, and what is known of the call, is not all that it asks."""
+        if self.unread:
+            raise UnreadableError(f"its argument {self.unread} is not read")
         if self.asks_more:
             raise UnreadableError(f"the model asks for {self.asks_more} as well, which a replacement does not return")
 

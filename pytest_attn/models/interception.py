@@ -481,7 +481,7 @@ def transformers_intercepted(
     @functools.wraps(fetch)
     def fetched(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = fetch(self, attn_implementation, default)
-        return wrap(function_called(str(attn_implementation)), original)
+        return wrap(function_called(str(attn_implementation), original), original)
 
     with ExitStack() as stack:
         if replaces and model is not None:

@@ -90,13 +90,18 @@ def run_step(step: Callable[[], Any], model: torch.nn.Module, backward: bool) ->
     return result.settled()
 
 
+#: in names of scalars that are added to a loss, and see less than it does: of routers, and of experts that are to be balanced
+_AUXILIARY = ("aux", "z_loss", "router", "balanc")
+
+
 def named(returned: Any) -> StepResult:
     """Name the floating-point tensors of what a step returned: a tensor, a mapping, a sequence, or an object with fields."""
     found: dict[str, Any] = {}
     _collect("output", returned, found)
     loss = found.get("loss")
     if loss is None:
-        loss = next((t for t in found.values() if t.numel() == 1 and t.requires_grad), None)
+        scalars = (t for name, t in found.items() if t.numel() == 1 and not any(part in name for part in _AUXILIARY))
+        loss = next((t for t in scalars if t.requires_grad), None)
     outputs = {name: t for name, t in found.items() if t is not loss}
     return StepResult(outputs, loss)
 

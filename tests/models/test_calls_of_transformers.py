@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from models.llama_like import Llama, modeling, tokens  # noqa: F401 - a fixture
-from models.zoo import Attention
+from models.zoo import Attention, causal
 from torch import nn
 
 from pytest_attn import check_model
@@ -58,6 +58,58 @@ def test_a_function_is_called_as_the_model_calls_it(modeling, kind):  # noqa: F8
     model = registered(modeling, kind(modeling.sdpa_attention_forward))
 
     assert [call.passed for call in check_model(model, step_of(model)).calls] == [True, True]
+
+
+# -- arguments that nothing is known of ----------------------------------------------------------------------------------
+
+INDICES = torch.zeros(2, 45, 4, dtype=torch.long)
+HARMLESS = {"position_ids": torch.arange(45)[None], "use_cache": True, "output_hidden_states": True, "cache_position": 3}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "mine"])
+@pytest.mark.parametrize("backend", ["math", lambda q, k, v, workload: causal(q, k, v)], ids=["backend", "function"])
+def test_what_takes_attention_s_place_refuses_an_argument_that_it_does_not_know(modeling, implementation, backend):  # noqa: F811
+    registered(modeling, modeling.sdpa_attention_forward)
+    model = Llama(implementation, indices=INDICES)
+
+    found = judge_model(model, step_of(model), backend)
+
+    assert not found.passed
+    assert "its argument indices=a tensor of shape (2, 45, 4) is not read" in found.message
+
+
+def test_an_own_implementation_that_is_handed_what_nobody_knows_is_not_called_right(modeling):  # noqa: F811
+    model = registered(modeling, modeling.sdpa_attention_forward)
+    for block in model.blocks:
+        block.attn.more = {"indices": INDICES}
+
+    found = judge_model(model, step_of(model))
+
+    assert "its argument indices=" in found.message
+    assert len(found.unread) == 2
+
+
+def test_a_stock_implementation_takes_no_notice_of_what_it_does_not_name(modeling):  # noqa: F811
+    model = Llama("eager", indices=INDICES)
+
+    assert check_model(model, step_of(model)).passed
+    eager = modeling.eager_attention_forward
+
+    def with_sinks(*args, sinks=None, **options):
+        return eager(*args, **options)
+
+    modeling.eager_attention_forward = with_sinks
+    model = Llama("eager", sinks=torch.zeros(2, 4, 45, 1))
+    assert "its argument sinks=" in judge_model(model, step_of(model)).message
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "mine"])
+@pytest.mark.parametrize("backend", [None, "math"])
+def test_arguments_that_are_only_handed_on_are_harmless(modeling, implementation, backend):  # noqa: F811
+    registered(modeling, modeling.sdpa_attention_forward)
+    model = Llama(implementation, **HARMLESS, indices=None, head_mask=None)
+
+    assert check_model(model, step_of(model), backend).passed
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------

@@ -154,3 +154,19 @@ def test_fields_of_a_namespace_are_outputs():
 def test_arguments_that_are_none_are_refused(case, arguments, words):
     with pytest.raises(TypeError, match=words):
         check_model(*arguments(*case))
+
+
+@pytest.mark.parametrize("name", ["aux_loss", "router_z_loss"])
+def test_a_loss_of_routers_alone_is_not_the_loss_of_a_step_that_returns_more(name):
+    model, _ = case_of(stack(causal))
+    x = torch.randn(2, 45, 64)
+
+    def step():
+        hidden = model.blocks[0](x)
+        return {"logits": model.head(model.blocks[1](hidden)), name: hidden.square().mean()}
+
+    result = run_step(step, model, backward=True)
+
+    assert set(result.outputs) == {"logits", name}
+    assert "head.weight" in result.gradients
+    assert [call.has_gradients for call in check_model(model, step).calls] == [True, True]

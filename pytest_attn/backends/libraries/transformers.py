@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,8 @@ from pytest_attn.backends.attention_args import (
     AttentionFunction,
     UnreadableError,
     first_of,
+    refuse_unread,
+    shortened,
     swap_rows_and_heads,
 )
 from pytest_attn.backends.defects import KnownDefect, sees_nothing
@@ -218,22 +222,56 @@ def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
 _PROFILES = {"eager": "eager", "sdpa": "sdpa", "flex_attention": "flex", "flash_attention_2": "flash2"}
 
 
-def function_called(implementation: str) -> AttentionFunction:
-    """Return the function that a model fetches where it is set to an implementation."""
+def function_called(implementation: str, original: Callable[..., Any]) -> AttentionFunction:
+    """Return how the function is read that a model fetches where it is set to an implementation."""
     return AttentionFunction(
         "transformers.modeling_utils",
         "AttentionInterface",
-        ("module", "query", "key", "value", "attention_mask"),
-        functools.partial(read_call, implementation),
+        _POSITIONAL,
+        functools.partial(_read, implementation, original),
         _PROFILES.get(implementation, "math"),
         ("query", "key", "value"),
         f"transformers:{implementation}",
     )
 
 
+_POSITIONAL = ("module", "query", "key", "value", "attention_mask")
+_SCORES = ("scaling", "dropout", "softcap", "s_aux", "position_bias", "is_causal", "sliding_window")
+_KNOWN = frozenset((*_POSITIONAL, *_SCORES, *_BOUNDARIES, "cache", "output_attentions"))
+#: what forward passes hand on to every layer, and what says where and how, not of what attention is computed
+# fmt: off
+_HANDED_ON = frozenset((
+    "position_ids", "cache_position", "use_cache", "return_dict", "past_key_values", "num_items_in_batch", "labels",
+    "shift_labels", "logits_to_keep", "token_type_ids", "mm_token_type_ids", "seq_idx", "layer_idx", "deterministic",
+))
+# fmt: on
+_OF_INPUTS = ("output_", "input", "decoder_input", "pixel_", "image_", "video_", "audio_")
+
+
+def _read(implementation: str, original: Callable[..., Any], given: Mapping[str, Any]) -> AttentionArguments:
+    """Read a call, and refuse an argument that nothing is known of, unless its function takes no notice of it."""
+    unknown = {n: v for n, v in given.items() if n not in _KNOWN | _HANDED_ON and not n.startswith(_OF_INPUTS)}
+    named = _parameters(original)
+    is_ignored = implementation in _STOCK
+    refuse_unread({n: v for n, v in unknown.items() if n in named or not is_ignored}, set())
+    unread = [f"{n}={shortened(v)}" for n, v in unknown.items() if v is not None and v is not False]
+    return dataclasses.replace(read_call(implementation, given), unread=", ".join(unread))
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of one that Python cannot look into
+        return frozenset()
+
+
+#: what transformers itself has that is handed masks of pairs of a query and a key
+_STOCK = ("eager", "sdpa", "flex_attention")
+
+
 def is_stock(function: AttentionFunction) -> bool:
     """Whether transformers itself has a function that is handed masks of pairs of a query and a key."""
-    return function.name in ("transformers:eager", "transformers:sdpa", "transformers:flex_attention")
+    return function.name.removeprefix("transformers:") in _STOCK
 
 
 def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArguments:
