@@ -592,8 +592,14 @@ def _place_of(function: Named) -> tuple[str, str, Any]:
 
 
 def _user_function(module: str, attribute: str, function: Any) -> AttentionFunction:
-    parameters = inspect.signature(function).parameters
-    names = tuple(parameters)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ValueError(f"functions: {attribute} has no signature; say a function of Python that calls it") from None
+    kinds = [p.kind for p in parameters.values()]
+    names = tuple(name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        names = (*names, *("q", "k", "v")[len(names) :])
     if len(names) < 3:
         raise ValueError(f"functions: {attribute} takes {len(names)} arguments; expected q, k, v and options")
     tensors = names[0], names[1], names[2]

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from models.llama_like import Llama, modeling, tokens  # noqa: F401 - a fixture
-from models.zoo import Attention, causal
+from models.zoo import Attention, causal, stack
 from torch import nn
 
 from pytest_attn import check_model
@@ -198,6 +198,21 @@ def test_a_backend_that_returns_out_alone_refuses_weights_in_words(modeling):  #
 
 
 # -- a user's function that returns more than out ------------------------------------------------------------------------
+
+
+def anything(*args, **options):
+    return causal(*args)
+
+
+def test_a_function_of_any_arguments_is_read_by_their_order():
+    model = stack(lambda q, k, v: anything(q, k, v, is_causal=True))
+
+    assert len(check_model(model, lambda: model(tokens()), functions=[anything]).calls) == 2
+
+
+def test_a_function_without_a_signature_is_refused_in_words():
+    with pytest.raises(ValueError, match="max has no signature; say a function of Python"):
+        check_model(stack(causal), lambda: pytest.fail("the step ran"), functions=["builtins.max"])
 
 
 def with_weights(q, k, v):
