@@ -13,6 +13,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 
@@ -49,7 +50,9 @@ def check(kernel: Attention, case: Case) -> None:
     """Hold a kernel against exact attention; raises what `pytest_attn.check` raises."""
     w, backward, parameters = case
     if parameters_of(w, parameters):
-        check_parameters(kernel, case)
+        spec, attention = with_parameters(kernel, case)
+        comparison = judge(spec.subject(Registry(), attention), spec, ReferenceCache())
+        assert comparison.passed, f"wrong: {comparison.mismatch.row.name}"
     elif w.dropout:
         pytest_attn.check(with_mask(kernel, w), w, backward=backward, device="cpu", inputs=INPUTS, returns=("out", "keep"))
     else:
@@ -59,7 +62,11 @@ def check(kernel: Attention, case: Case) -> None:
 def check_invariants(kernel: Attention, case: Case) -> None:
     """Ask a kernel every invariant; raises what `pytest_attn.check_invariants` raises."""
     w, backward = case.workload, case.backward
-    if w.dropout:
+    if parameters_of(w, case.parameters):
+        spec, attention = with_parameters(kernel, case)
+        report = judge_invariants(spec.subject(Registry(), attention), spec, ReferenceCache())
+        assert report.passed, f"broken: {report.broken[0].invariant}"
+    elif w.dropout:
         pytest_attn.check_invariants(with_mask(kernel, w), w, backward=backward, device="cpu", returns=("out", "keep"))
     else:
         pytest_attn.check_invariants(KernelBackend(type(kernel).__name__, kernel), w, backward=backward, device="cpu")
@@ -75,8 +82,8 @@ def with_mask(kernel: Attention, w: Workload) -> Callable[..., Any]:
     return attention
 
 
-def check_parameters(kernel: Attention, case: Case) -> None:
-    """Compare the gradients of the parameters that the workload has, as the marker `attention` does."""
+def with_parameters(kernel: Attention, case: Case) -> tuple[CheckSpec, Callable[..., Any]]:
+    """Return the kernel closing over parameters, and the spec that the marker `attention` makes of their gradients."""
     w, inputs = case.workload, draw_inputs(case.workload)
     leaves = {
         name: getattr(inputs, PARAMETERS[name].tensor).clone().requires_grad_() for name in parameters_of(w, case.parameters)
@@ -86,9 +93,7 @@ def check_parameters(kernel: Attention, case: Case) -> None:
         return kernel(inputs, q, k, v, **{LEAVES[name]: leaf for name, leaf in leaves.items()})[:: 2 if w.dropout else 1][:2]
 
     returns = ("out", "keep" if w.dropout else "lse")
-    spec = CheckSpec(w, CPU, True, INPUTS, Declaration(returns=returns), parameters=leaves)
-    comparison = judge(spec.subject(Registry(), attention), spec, ReferenceCache())
-    assert comparison.passed, f"wrong: {comparison.mismatch.row.name}"
+    return CheckSpec(w, CPU, True, INPUTS, Declaration(returns=returns), parameters=leaves), attention
 
 
 class Found(NamedTuple):

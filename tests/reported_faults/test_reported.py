@@ -37,7 +37,7 @@ def test_faults_say_what_they_are():
 @pytest.mark.parametrize("fault", [f for f in FAULTS if any(cases_of(f, DEFAULT))], ids=lambda fault: fault.name)
 def test_a_fault_is_found_by_the_default_groups(fault):
     found = find(fault, list(cases_of(fault, DEFAULT)))
-    assert (found.by == MISSED) == (fault.name in MISSED_FOR), found
+    assert found.by != MISSED or fault.name in MISSED_FOR, found
 
 
 @pytest.mark.parametrize("twin", dict.fromkeys(fault.twin for fault in FAULTS), ids=lambda twin: twin.__name__)
