@@ -150,10 +150,10 @@ class AttentionModel:
 
         batch: token ids (batch, tokens), or a mapping with input_ids. only, skip: names of invariants: future, field,
         padded-left, padded-right, packed, dynamic, static, sliding, order. causal: whether a token sees only those before it,
-        by default what the model's class or configuration says.
+        by default what the model's configuration, modules and calls say.
 
         Returns the report. Raises AssertionError where an invariant is broken, DropoutError for a model that drops at random,
-        ValueError for a mixture of experts. Skips where no invariant applies. The model is left as it was.
+        ValueError for a compiled mixture of experts. Skips where no invariant applies. The model is left as it was.
         """
         __tracebackhide__ = True
         self.is_judged = True

@@ -6,12 +6,11 @@ rounding does (`TokenModel.scatter`).
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import importlib
-import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,281 +18,276 @@ import torch
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
-from pytest_attn.models.capture import capture
-from pytest_attn.models.interception import is_of_transformers
-from pytest_attn.models.mask_recognition import DropoutError
-from pytest_attn.models.step import named_tensors, untouched
+from pytest_attn.models.step import untouched
+from pytest_attn.models.token_model import TokenModel
+from pytest_attn.workloads.workload import Workload
 
-#: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
-_RUNS = 4
-#: how far honest arithmetic may move a row of the output, in units of the typical row's scatter: the largest of many rows,
-#: whose sums ran in another order in every layer
-LIMIT = 4.0
+#: what one of the model's own forward passes raises where it does not support what it is asked
+_RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+
+#: models of transformers that hash, pool or approximate over all tokens, padding too, or find padding by their own token
+_PADDED_OTHERWISE = {"cpmant", "funnel", "mra", "nystromformer", "reformer", "yoso"}
+
+# -- what a configuration says of each layer ---------------------------------------------------------------------------------
 
 
-class TokenModel:
-    """A model whose forward pass takes token ids, which is compared with itself.
+def layer_windows(of: TokenModel) -> list[int | None]:
+    """Return the window of each layer in tokens, the token itself included; None of a layer that sees all before it.
 
-    ids: (batch, tokens), cut to the shortest sequence of the batch. is_causal: whether a token may see only those before it;
-    None for what the model's configuration or its class's name says.
+    Empty where the configuration knows layers of other kinds, whose windows it need not name.
     """
-
-    def __init__(self, model: torch.nn.Module, batch: Any, is_causal: bool | None = None) -> None:
-        given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        ids = given.pop("input_ids", None)
-        if ids is None or not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
-            raise TypeError(
-                "check_invariants: batch must be a tensor of token ids (batch, tokens), or a mapping with input_ids"
-            )
-        self.model = model
-        inner = getattr(model, "_orig_mod", model)
-        self._parameters = frozenset(inspect.signature(inner.forward).parameters)
-        is_named_so = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        is_decoder = bool(getattr(getattr(inner, "config", None), "is_decoder", False))
-        self.is_causal = is_named_so or is_decoder if is_causal is None else is_causal
-        mask = given.pop("attention_mask", None)
-        given.pop("position_ids", None)
-        given.pop("labels", None)
-        self._given = given
-        lengths = [ids.shape[1]] * len(ids) if mask is None else [int(row.sum()) for row in mask]
-        self.ids = ids[:, : min(lengths)]
-        if self.ids.shape[1] < 8:
-            raise ValueError(f"check_invariants: sequences of {self.ids.shape[1]} tokens say little; give at least 8")
-
-    @property
-    def config(self) -> Any:
-        """The configuration of its text part, None where it has none."""
-        config = getattr(self.model, "config", None)
-        get = getattr(config, "get_text_config", None)
-        return get() if callable(get) else config
-
-    def takes(self, name: str) -> bool:
-        """Whether the forward pass names an argument."""
-        return name in self._parameters
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """The rows of the batch as it is."""
-        return self.rows_of(self.ids)
-
-    def rows_of(self, ids: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return the logits, or the last hidden state, (batch, tokens, features)."""
-        if self.takes("use_cache"):
-            more.setdefault("use_cache", False)
-        with torch.no_grad():
-            returned = self.model(input_ids=ids, **self._given, **more) if self.takes("input_ids") else self.model(ids, **more)
-        outputs = named_tensors(returned).outputs
-        rows = next((t for t in outputs.values() if t.dim() == 3 and t.shape[:2] == ids.shape), None)
-        if rows is None:
-            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
-            raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
-        return rows
-
-    def rows_with_another_token(self, at: int) -> torch.Tensor:
-        """Return the rows after the token at one position became another one of the batch, in every sequence."""
-        known: torch.Tensor = torch.unique(self.ids)
-        places = torch.searchsorted(known, self.ids[:, at].contiguous())
-        ids = self.ids.clone()
-        ids[:, at] = known[(places + 1) % len(known)]
-        return self.rows_of(ids)
-
-    def refuse_dropout(self) -> None:
-        """Raise DropoutError where two runs on the same tokens differ by more than the order of sums explains."""
-        torch.manual_seed(0)
-        one = self.rows_of(self.ids)
-        torch.manual_seed(1)
-        other = self.rows_of(self.ids)
-        if not torch.equal(one, other) and float((one.double() - other.double()).norm() / one.double().norm()) > 1e-3:
-            raise DropoutError("the model gives something else each time it runs: set dropout to 0, or call model.eval()")
-
-    def far_rows(self, found: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0) -> str:
-        """Say which rows are further off than honest rounding explains, "" for none. first: number of the first row."""
-        distances = (found.double() - expected.double()).norm(dim=-1) / self.scatter
-        worst = float(distances.max())
-        if worst <= LIMIT:
-            return ""
-        row = int(distances.flatten().argmax()) % distances.shape[-1] + first
-        many = int((distances > LIMIT).sum())
-        return (
-            f"{what}: {many} of {distances.numel()} rows differ, row {row} by {worst:.3g} times what honest rounding does"
-            f" (limit {LIMIT:g})"
-        )
-
-    @cached_property
-    def scatter(self) -> float:
-        """The typical distance of a row from itself under honest rounding.
-
-        The root mean square over rows and runs. In each run the output of every innermost module moves at random by up to a
-        unit in the last place. Another order of sums, or another kernel, would move it so.
-        """
-        exact = self.rows.double()
-        total = 0.0
-        for seed in range(_RUNS):
-            with _rounded_otherwise(self.model, seed):
-                total += float((self.rows_of(self.ids).double() - exact).square().sum(-1).mean())
-        return max(float((total / _RUNS) ** 0.5), 1e-30)
+    kinds = of.says("layer_types") or ["sliding_attention"] * int(of.says("num_hidden_layers") or 0)
+    if not set(kinds) <= {"sliding_attention", "full_attention"}:
+        return []
+    return [of.window if kind == "sliding_attention" else None for kind in kinds]
 
 
-@contextlib.contextmanager
-def _rounded_otherwise(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Move every floating-point output of the model's innermost modules by random fractions of a unit in the last place."""
-
-    def moved(_module: Any, _args: Any, out: Any) -> Any:
-        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
-            return out
-        ulp = torch.finfo(out.dtype).eps * (1.0 if out.element_size() <= 2 else 4.0)
-        noise = torch.rand(out.shape, generator=generator(out.device), device=out.device, dtype=torch.float32) * 2 - 1
-        return (out.double() * (1 + ulp * noise.double())).to(out.dtype)
-
-    made: dict[str, torch.Generator] = {}
-
-    def generator(device: torch.device) -> torch.Generator:
-        if str(device) not in made:
-            made[str(device)] = torch.Generator(device).manual_seed(seed)
-        return made[str(device)]
-
-    hooks = [part.register_forward_hook(moved) for part in model.modules() if not any(True for _ in part.children())]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# -- windows of a configuration ----------------------------------------------------------------------------------------------
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """Return the window of each layer in tokens, the token itself included; None of a layer that sees all before it."""
-    layers = int(getattr(config, "num_hidden_layers", 0))
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def reach(config: Any) -> int | None:
+def reach(of: TokenModel) -> int | None:
     """Return how many tokens back the last row of the last layer sees through all windows; None where a layer sees all."""
-    windows = layer_windows(config)
+    windows = layer_windows(of)
     return None if not windows or None in windows else sum(window - 1 for window in windows if window is not None)
 
 
-def wrong_masks(of: TokenModel, config: Any) -> str:
+def has_windows(of: TokenModel) -> bool:
+    """Whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
+    if of.window is None:
+        return False
+    asks = any(w.mask is not None and w.mask.band is not None and w.mask.band.left is not None for _, w in of.asked.calls)
+    return bool(of.says("layer_types")) or asks or any("sliding" in name for name in of.asked.masks)
+
+
+def _layer_of(module: str) -> int | None:
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return None if found is None else int(found[1])
+
+
+def wrong_masks(of: TokenModel) -> str:
     """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
-    windows, tokens = layer_windows(config), of.ids.shape[1]
-    for call in capture(lambda: of.rows_of(of.ids), of.model):
-        layer = re.search(r"layers\.(\d+)(?:\.|$)", call.module)
-        mask = call.workload.mask
-        if layer is None or int(layer[1]) >= len(windows) or mask is None or mask.band is None:
+    windows, tokens = layer_windows(of), of.ids.shape[1]
+    for module, workload in of.asked.calls:
+        layer, mask = _layer_of(module), workload.mask
+        if layer is None or layer >= len(windows) or mask is None or mask.band is None:
             continue
-        window = windows[int(layer[1])]
+        window = windows[layer]
         wanted = "Causal" if window is None or window >= tokens else f"a window of {window}"
         asked = "Causal" if mask.band.left is None else f"a window of {mask.band.left + 1}"
         if mask.band.left is not None and mask.band.right not in (0, None):
             continue  # a window to both sides, which the configuration counts in another way
         if asked != wanted:
-            return f"{call.module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (
+            return f"{module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (
                 f"; the configuration says {'all' if wanted == 'Causal' else wanted}"
             )
     return ""
+
+
+def wrong_scores(of: TokenModel) -> str:
+    """Say which layer asks for what it should not; "" where none does.
+
+    That is another soft-cap than the configuration names, no sinks though it has some, or another scale than layers that are
+    built like it.
+    """
+    softcap = of.says("attn_logit_softcapping")
+    kinds = of.says("layer_types") or ()
+    parts = dict(of.model.named_modules())
+    alike: dict[tuple[Any, ...], list[tuple[str, Workload]]] = {}
+    for module, workload in of.asked.calls:
+        if softcap and workload.softcap != softcap:
+            return f"{module} asks for {_or_none('a soft-cap of', workload.softcap)}; the configuration says {softcap:g}"
+        part, layer = parts.get(module), _layer_of(module)
+        if isinstance(getattr(part, "sinks", None), torch.Tensor) and not workload.sinks:
+            return f"{module} asks for no sinks, and has some"
+        kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
+        alike.setdefault((type(part), workload.head_dim, kind), []).append((module, workload))
+    if of.says("scale_attn_by_inverse_layer_idx"):
+        return ""
+    for calls in alike.values():
+        usual = calls[0][1].head_dim ** -0.5
+        scales = sorted((abs(w.softmax_scale / usual - 1), w.softmax_scale, module) for module, w in calls)
+        (_, least, one), (_, most, other) = scales[0], scales[-1]
+        if abs(most - least) > 1e-4 * abs(least):
+            return f"{other} asks for a scale of {most:.6g}, and {one}, which is built like it, for {least:.6g}"
+    return ""
+
+
+def _or_none(what: str, value: float | None) -> str:
+    return f"no {what.rpartition(' ')[0].removeprefix('a ')}" if value is None else f"{what} {value:g}"
 
 
 # -- the invariants ----------------------------------------------------------------------------------------------------------
 
 
 def future(of: TokenModel) -> str:
-    """Rows before a token that changes stay bit-equal."""
-    if not of.is_causal:
+    """Rows before a token that changes stay as they are."""
+    if of.is_named_causal is False:
         raise NotApplicable("the model is not causal")
-    tokens = of.ids.shape[1]
-    for at in sorted({tokens // 3, tokens // 2 + 1, tokens - 1}):
-        moved = (of.rows_with_another_token(at)[:, :at] != of.rows[:, :at]).any(-1)
-        if bool(moved.any()):
-            seeing = moved.any(0).nonzero().flatten().tolist()
-            return f"another token at {at} changes rows before it: {len(seeing)} of {at}, the last is {seeing[-1]}"
-    return ""
+    if of.is_named_causal is None and of.seeing:
+        raise NotApplicable(f"nothing says that the model is causal, and {of.seeing}; say causal=True where that is wrong")
+    return of.seeing
 
 
 def receptive_field(of: TokenModel) -> str:
-    """Each layer asks for the mask of the configuration, and rows beyond all windows are bit-equal."""
-    config = of.config
-    if config is None or not getattr(config, "sliding_window", None):
-        raise NotApplicable("its configuration names no window")
-    if wrong := wrong_masks(of, config):
+    """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
+    is_windowed = has_windows(of)
+    if not is_windowed and len(of.asked.calls) < 2:
+        raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")
+    if wrong := wrong_scores(of) or (is_windowed and wrong_masks(of)):
         return wrong
-    field, tokens = reach(config), of.ids.shape[1]
+    field, tokens = reach(of) if is_windowed else None, of.ids.shape[1]
+    if is_windowed and of.window is not None and tokens <= of.window:
+        of.note = f"{tokens} tokens lie within a window of {of.window}; give longer sequences to see its edge"
     if field is None or not of.is_causal or tokens < field + 2:
         return ""
-    beyond = (of.rows_with_another_token(0)[:, field + 1 :] != of.rows[:, field + 1 :]).any(-1)
-    if not bool(beyond.any()):
-        return ""
-    row = int(beyond.any(0).nonzero()[-1]) + field + 1
-    return f"row {row} sees token 0, and the windows of all layers reach back {field} tokens only"
+    what = f"a row sees token 0, and the windows of all layers reach back {field} tokens only"
+    return of.moved(of.rows_with_another_token(0), slice(field + 1, None), what)
 
 
 def padding(of: TokenModel, side: str) -> str:
-    """A sequence that is padded gives the rows that it gives without."""
+    """A sequence that is padded gives the rows that it gives without; on the left, its next tokens do, too."""
     if not of.takes("attention_mask"):
         raise NotApplicable("its forward pass takes no attention_mask")
-    is_left, takes_positions = side == "left", of.takes("position_ids")
-    if is_left and not takes_positions:
+    is_left = side == "left"
+    if is_left and not of.takes("position_ids"):
         raise NotApplicable("its forward pass takes no position_ids")
-    ids, tokens, extra = of.ids, of.ids.shape[1], 7
-    blank = ids[:, :1].expand(-1, extra)
-    mask = torch.ones(len(ids), tokens + extra, dtype=torch.long, device=ids.device)
+    if of.says("model_type") in _PADDED_OTHERWISE:
+        raise NotApplicable("its rows depend on padding by design")
+    ids, places, extra = of.ids, of.places, 7
+    batch, tokens = ids.shape
+    blank = ids[:, :1].expand(-1, extra) if of.pad_id is None else ids.new_full((batch, extra), of.pad_id)
+    none = places.new_full((batch, extra), -1)
+    mask = torch.ones(batch, tokens + extra, dtype=torch.long, device=ids.device)
     mask[:, slice(0, extra) if is_left else slice(tokens, None)] = 0
-    padded = torch.cat([blank, ids] if is_left else [ids, blank], 1)
-    positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if takes_positions else {}
-    found = of.rows_of(padded, attention_mask=mask, **positions)
-    found = found[:, extra:] if is_left else found[:, :tokens]
-    return of.far_rows(found, of.rows, f"with {extra} tokens of padding on the {side}")
+    padded, at = (torch.cat([more, these] if is_left else [these, more], 1) for these, more in ((ids, blank), (places, none)))
+    what = f"with {extra} tokens of padding on the {side}"
+    evidence = _padded_left(of, padded, at, mask, what) if is_left else ""
+    if not is_left:
+        evidence = of.far_rows(of.rows_of(padded, at, attention_mask=mask)[:, :tokens], of.rows, what)
+    if evidence and of.mixes_otherwise:
+        raise NotApplicable(f"{evidence}; but it mixes tokens by more than attention, which no attention_mask need stop")
+    return evidence
+
+
+def _padded_left(of: TokenModel, padded: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, what: str) -> str:
+    """Say how rows differ after padding, and those of the next tokens through a cache, where there is one."""
+    extra, tokens = int((mask[0] == 0).sum()), of.ids.shape[1]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = of.rows_of(of.ids, of.places, position_ids=positions[:, extra:])
+    found = of.rows_of(padded, places, attention_mask=mask, position_ids=positions)
+    if evidence := of.far_rows(found[:, extra:], wanted, what):
+        return evidence
+    if not (of.is_causal and of.cache_name) or _cuts_unasked(of):
+        return ""
+    cache, middle = None, extra + tokens // 2
+    for start, end in ((0, middle), *((step, step + 1) for step in range(middle, middle + 3))):
+        told = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        rows, cache = _cached(of, cache, padded[:, start:end], places[:, start:end], **told)
+        if cache is None:
+            return ""
+        first = max(start, extra)
+        if evidence := of.far_rows(
+            rows[:, first - start :], wanted[:, first - extra : end - extra], f"{what}, decoding", first
+        ):
+            return evidence
+    return ""
+
+
+def _cuts_unasked(of: TokenModel) -> bool:
+    """Whether its caches cut keys at a window that no layer is sure to have."""
+    return of.window is not None and not has_windows(of)
 
 
 def packed(of: TokenModel) -> str:
     """Two documents in one row, told apart by position_ids, give what each gives alone."""
-    if not (of.is_causal and of.takes("position_ids") and is_of_transformers(of.model)):
+    if not (of.is_causal and of.takes("position_ids") and of.asked.masks):
         raise NotApplicable("it is not a causal model of transformers that takes position_ids")
-    ids = of.ids[:1]  # packing is of batch 1 where kernels do it
+    if not of.asked.tells_documents:
+        raise NotApplicable("it makes its masks without position_ids, so documents of one row are not told apart")
+    if of.mixes_otherwise:
+        raise NotApplicable("it mixes tokens by more than attention, which position_ids do not tell apart")
+    ids, places = of.ids[:1], of.places[:1]  # packing is of batch 1 where kernels do it
     length = ids.shape[1] // 2
-    documents = {"first": ids[:, :length], "second": ids[:, length:]}
-    positions = torch.cat([torch.arange(one.shape[1], device=ids.device) for one in documents.values()])
-    found = of.rows_of(ids, position_ids=positions[None])
-    at = 0
-    for name, document in documents.items():
-        rows = found[:, at : at + document.shape[1]]
-        if evidence := of.far_rows(rows, of.rows_of(document), f"the {name} of two packed documents", at):
+    documents = {"first": slice(0, length), "second": slice(length, None)}
+    positions = torch.cat([torch.arange(len(places[0, part]), device=ids.device) for part in documents.values()])
+    for name, part in documents.items():
+        alone, known = of.part(part), torch.full_like(places, -1)
+        known[:, part] = alone.places
+        found = alone.rows_of(ids, known, position_ids=positions[None])[:, part]
+        if evidence := alone.far_rows(found, alone.rows, f"the {name} of two packed documents", part.start):
             return evidence
-        at += document.shape[1]
     return ""
 
 
 def decoding(of: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
-    if not (of.is_causal and of.takes("past_key_values") and is_of_transformers(of.model)):
-        raise NotApplicable("it is not a causal model of transformers that takes past_key_values")
+    if not (of.is_causal and of.cache_name):
+        raise NotApplicable("it is not a causal model of transformers that takes a cache")
+    if kind == "sliding" and of.window is None:
+        raise NotApplicable("its configuration names no window")
+    if kind != "dynamic" and _cuts_unasked(of):
+        raise NotApplicable("its configuration names a window, and no layer asks for one")
+    if kind == "static" and not _supports_static(of):
+        raise NotApplicable("its class does not say that it supports a static cache")
+    try:
+        return _decoded(of, kind)
+    except _RAISED as error:
+        text = next(iter(str(error).splitlines()), "")
+        raise NotApplicable(f"not run: with a {kind} cache the model raises {type(error).__name__}: {text}") from error
+
+
+def _supports_static(of: TokenModel) -> bool:
+    model: Any = getattr(of.model, "_orig_mod", of.model)
+    return bool(getattr(model, "_supports_static_cache", getattr(model, "_can_compile_fullgraph", True)))
+
+
+def _decoded(of: TokenModel, kind: str) -> str:
+    """Say how rows through a cache differ, "" for not at all."""
     transformers: Any = importlib.import_module("transformers")
     tokens = of.ids.shape[1]
+    middle = tokens // 2
+    cache = None  # the model's own
     if kind == "static":
         cache = transformers.StaticCache(config=of.config, max_cache_len=tokens + 3)
-    elif kind == "dynamic":
-        cache = transformers.DynamicCache()
-    elif not getattr(of.config, "sliding_window", None):
-        raise NotApplicable("its configuration names no window")
-    else:
-        cache = transformers.DynamicCache(config=of.config)
-    prefill = tokens // 2
-    steps = [(0, prefill, f"prefill with a {kind} cache")]
-    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(prefill, tokens)]
+    elif kind == "dynamic" and of.window is not None and not of.mixes_otherwise:
+        cache = transformers.DynamicCache()  # that keeps all
+    steps = [(0, middle, f"prefill with a {kind} cache")]
+    if not of.mixes_otherwise:
+        steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
+    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
+    positions = torch.arange(tokens, device=of.ids.device).expand_as(of.ids)
+    told: dict[str, torch.Tensor] = {}
     for start, end, what in steps:
-        rows = of.rows_of(of.ids[:, start:end], past_key_values=cache, use_cache=True)
-        if evidence := of.far_rows(rows, of.rows[:, start:end], what, start):
+        part, places, before = of.ids[:, start:end], of.places[:, start:end], None
+        if start == middle and of.mixes_otherwise and of.takes("position_ids"):
+            before = copy.deepcopy(cache)
+        if told:
+            told = {"position_ids": positions[:, start:end]}
+        rows, cache = _cached(of, cache, part, places, **told)
+        if cache is None:
+            raise NotApplicable("it returns no cache")
+        evidence = of.far_rows(rows, of.rows[:, start:end], what, start)
+        if evidence and before is not None:  # some hybrids count positions from 0 in each call, and leave it to `generate`
+            from_0, _ = _cached(of, copy.deepcopy(before), part, places, position_ids=positions[:, :1])
+            told = {"position_ids": positions[:, start:end]}
+            if not of.far_rows(rows, from_0, what):
+                of.note = "it counts positions from 0 in each call: give position_ids where it decodes"
+                rows, cache = _cached(of, before, part, places, **told)
+                evidence = of.far_rows(rows, of.rows[:, start:end], what, start)
+        if evidence:
             return evidence
     return ""
+
+
+def _cached(of: TokenModel, cache: Any, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
+    """Run some tokens through a cache, None for the one that the model makes itself; return rows and cache."""
+    given = {} if cache is None else {of.cache_name: cache}
+    rows, returned = of.run(ids, places, use_cache=True, **given, **more)
+    return rows, cache if cache is not None else getattr(returned, of.cache_name, None)
 
 
 def batch_order(of: TokenModel) -> str:
     """A sequence gives the same rows wherever it stands in the batch."""
     if len(of.ids) < 2:
         raise NotApplicable("the batch has one sequence")
-    return of.far_rows(of.rows_of(of.ids.flip(0)).flip(0), of.rows, "with the batch in reverse")
+    return of.far_rows(of.rows_of(of.ids.flip(0), of.places.flip(0)).flip(0), of.rows, "with the batch in reverse")
 
 
 #: by name, in the order in which they are run
@@ -317,24 +311,31 @@ def judge_model_invariants(
     """Return what each invariant finds. The model is left as it was.
 
     batch: token ids (batch, tokens), or a mapping with input_ids. causal: whether a token may see only those before it; by
-    default what the model's configuration or its class's name says. Raises ValueError for an unknown name and for a mixture of
-    experts, DropoutError for a model that drops at random, TypeError for a model of anything but tokens.
+    default what the model says. Raises ValueError for an unknown name, DropoutError for a model that drops at random,
+    TypeError for a model of anything but tokens.
     """
     names = _chosen(only, skip)
-    _refuse_experts(model)
     with unlimited_recompiles(), untouched(model):
         of = TokenModel(model, batch, causal)
-        of.refuse_dropout()
+        of.prepare()
         findings = tuple(_finding(name, of) for name in names)
     return InvariantReport(f"{tuple(of.ids.shape)} tokens", type(model).__name__, findings)
 
 
 def _finding(name: str, of: TokenModel) -> Finding:
+    of.note = ""
     try:
+        if of.routing and name != "field" and (limit := _capacity(of)):
+            raise NotApplicable(f"experts take so many tokens at most ({limit}), so that each token depends on the others")
         evidence = INVARIANTS[name](of)
     except NotApplicable as reason:
         return Finding(name, "not applicable", str(reason), 0)
-    return Finding(name, "broken" if evidence else "passed", evidence, 1)
+    return Finding(name, "broken" if evidence else "passed", evidence or of.note or of.routing.note, 1)
+
+
+def _capacity(of: TokenModel) -> str:
+    """Return the field of the configuration that bounds how many tokens an expert takes, "" for none."""
+    return next((name for name, value in vars(of.config or object).items() if "capacity" in name and value), "")
 
 
 def _chosen(only: Names, skip: Names) -> list[str]:
@@ -348,13 +349,3 @@ def _chosen(only: Names, skip: Names) -> list[str]:
     if not found:
         raise ValueError("check_invariants: no invariant is left; leave out skip=, or name others in only=")
     return found
-
-
-def _refuse_experts(model: torch.nn.Module) -> None:
-    """Raise ValueError for a mixture of experts: a token's expert, and the shape of its sums, depend on the other tokens."""
-    routed = next((name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"), "")
-    if routed:
-        raise ValueError(
-            f"check_invariants: {routed} is a mixture of experts: which one a token goes to may turn on a rounding error, so"
-            " rows cannot be compared; check the model's calls with attn_model.check"
-        )

@@ -18,8 +18,6 @@ _LANGUAGE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
 LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit-197", "flux", "wan")
 #: what takes a CPU too long, or tells it nothing more
 FOR_A_GPU = ("vit-196", "vit-3137", "vit-3136", "timm-vit-196", "timm-vit-3137", "timm-vit-3136")
-#: whose rows can be compared; a mixture of experts cannot
-TOKENS = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 #: the suite asks every backend about every model, and carries what it found in torch
 EXCUSED: Final = ("refusals", "known defects")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -68,7 +66,7 @@ def test_library_models(attn_model: AttentionModel, name: str, dtype: str) -> No
 
 
 @pytest.mark.attention_model
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", _LANGUAGE)
 def test_invariants_of_library_models(attn_model: AttentionModel, name: str) -> None:
     """Future unseen, windows, padding, packing, caches."""
     attn_model.check_invariants(*_of_tokens(name, attn_model))

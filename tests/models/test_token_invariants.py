@@ -1,5 +1,7 @@
 """What must hold of a model of tokens: an honest one keeps it, and each planted fault breaks just what it is about."""
 
+import contextlib
+import inspect
 import itertools
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_attn.models.mask_recognition import DropoutError
+from pytest_attn.models.routing import Routing
 from pytest_attn.models.token_invariants import judge_model_invariants
 from pytest_attn.suite.models import Library
 
@@ -39,19 +42,44 @@ class Layer(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         if self.fault == "neighbor in the batch":
             out[1:] += 0.5 * out[:1]
+        if self.fault == "another scale":
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
         return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Two of four experts for each token; fault: what their router gets wrong. The first two are all but the same to it."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        self.router, self.experts, self.fault = nn.Linear(32, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), fault
+        with torch.no_grad():
+            self.router.weight *= 4
+            self.router.weight[1] = self.router.weight[0]
+            self.router.bias[1] = self.router.bias[0] * (1 + 1e-7)
+
+    def forward(self, x):
+        seen = x.mean(1, keepdim=True).expand_as(x) if self.fault == "router sees all" else x
+        weights, chosen = self.router(seen).flatten(0, 1).softmax(-1).topk(2)
+        flat = x.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            at, rank = (chosen == number).nonzero(as_tuple=True)
+            out[at] += weights[at, rank, None] * expert(flat[at])
+        return x + out.view_as(x)
 
 
 class Tokens(nn.Module):
     """A causal model with a window; fault: what is wrong with it, in its second layer where it is one of attention."""
 
-    def __init__(self, fault="", dropout=0.0):
+    def __init__(self, fault="", dropout=0.0, experts=False, **config):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(64, 32)
         self.layers = nn.ModuleList(Layer(number, fault) for number in range(2))
         self.drop, self.head, self.fault = nn.Dropout(dropout), nn.Linear(32, 64), fault
-        self.config = SimpleNamespace(sliding_window=WINDOW, num_hidden_layers=2, is_decoder=True)
+        self.mlp = Experts(fault) if experts else nn.Identity()
+        self.config = SimpleNamespace(**{"sliding_window": WINDOW, "num_hidden_layers": 2, "is_decoder": True, **config})
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
         n = input_ids.shape[1]
@@ -64,7 +92,7 @@ class Tokens(nn.Module):
             seen = seen & attention_mask.bool()[:, None, None] | torch.eye(n, dtype=torch.bool)
         x = self.drop(self.embed(input_ids))
         for layer in self.layers:
-            x = layer(x, seen, at.to(x.dtype))
+            x = self.mlp(layer(x, seen, at.to(x.dtype)))
         return self.head(x)
 
 
@@ -91,6 +119,7 @@ FAULTS = {
     "padding ignored": ("padded-left", "with 7 tokens of padding on the left: "),
     "positions that count padding": ("padded-left", "times what honest rounding does (limit 4)"),
     "neighbor in the batch": ("order", "with the batch in reverse: "),
+    "another scale": ("field", "layers.1 asks for a scale of 0.3, and layers.0, which is built like it, for 0.25"),
 }
 
 
@@ -110,16 +139,132 @@ def test_a_window_that_the_masks_do_not_show_is_seen_in_the_rows():
     assert "sees token 0, and the windows of all layers reach back 14 tokens only" in broken(model)["field"]
 
 
-def test_dropout_is_refused_and_so_are_unknown_names_and_experts():
+def test_dropout_is_refused_and_so_are_unknown_names():
     with pytest.raises(DropoutError, match=r"set dropout to 0, or call model.eval\(\)"):
         broken(Tokens(dropout=0.2))
     assert not broken(Tokens(dropout=0.2).eval(), only="order")
     with pytest.raises(ValueError, match="unknown invariant 'futur'; known: future, field"):
         broken(Tokens(), only="futur")
-    model = Tokens()
-    model.layers[0].experts = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"layers.0.experts is a mixture of experts"):
-        broken(model)
+
+
+# -- which models are causal, and what they pad with -------------------------------------------------------------------------
+
+
+def left_out(model, **options):
+    return {
+        f.invariant: f.evidence
+        for f in judge_model_invariants(model, IDS, **options).findings
+        if f.outcome == "not applicable"
+    }
+
+
+class NamedForCausalLM(Tokens):
+    """Sees all, whatever it is called."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        return super().forward(input_ids.flip(1)).flip(1) + super().forward(input_ids)
+
+
+def test_a_name_makes_no_model_causal_and_what_it_says_does():
+    model = NamedForCausalLM(is_decoder=False, sliding_window=None)
+    assert "another token at 13 changes rows before it" in broken(model)["future"]  # by its calls: each is causal
+
+    model.forward = lambda input_ids: model.embed(input_ids.flip(1)).cumsum(1).flip(1)
+    assert "nothing says that the model is causal, and another token at 13 changes rows" in left_out(model)["future"]
+    assert not broken(model)
+    assert "future" in broken(model, causal=True)
+
+    model.config.is_decoder = True
+    assert "future" in broken(model)
+
+
+def test_a_model_that_says_nothing_is_causal_where_it_behaves_so():
+    model = Tokens(is_decoder=False, sliding_window=None)
+    model.forward = lambda input_ids: model.embed(input_ids).cumsum(1)
+
+    assert {f.invariant for f in judge_model_invariants(model, IDS).applied} == {"future", "order"}
+
+
+class Trigram(Tokens):
+    """Each token's embedding has its neighbors', which are 0 at the ends as those of the padding are."""
+
+    def __init__(self):
+        super().__init__(pad_token_id=0, sliding_window=None, is_decoder=False)
+        with torch.no_grad():
+            self.embed.weight[0] = 0
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        return self.head(x + F.pad(x[:, 1:], (0, 0, 0, 1)) + F.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
+class CountsTokens(Tokens):
+    """Counts positions from 2, and only tokens that are no padding, where it is given none."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = (input_ids != 0).cumsum(1) + 1
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
+@pytest.mark.parametrize("model", [Trigram(), CountsTokens(pad_token_id=0)], ids=["trigram", "counts"])
+def test_padding_is_the_model_s_own_token_and_positions_are_given_to_both_runs_or_neither(model):
+    ids = IDS.clamp(min=1)
+    report = judge_model_invariants(model, ids, only=["padded-left", "padded-right"])
+
+    assert report.passed
+    assert "padded-right" in {f.invariant for f in report.applied}
+
+
+def test_a_batch_is_cut_to_its_tokens_wherever_its_padding_is_and_so_is_what_else_it_holds_of_each():
+    class Kinds(Tokens):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, kinds=None):
+            assert kinds.shape == input_ids.shape
+            return super().forward(input_ids, attention_mask, position_ids) + self.embed(kinds).sum(-1, keepdim=True)
+
+    mask = torch.ones_like(IDS)
+    mask[0, :5], mask[1, -7:] = 0, 0
+    report = judge_model_invariants(Kinds(), {"input_ids": IDS, "attention_mask": mask, "kinds": IDS % 3})
+
+    assert report.passed
+    assert report.workload == f"(3, {TOKENS - 7}) tokens"
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_are_held_where_rounding_decides(dtype, monkeypatch):
+    model = Tokens(experts=True).to(dtype)
+    report = judge_model_invariants(model, IDS)
+
+    assert report.passed
+    assert {f.invariant for f in report.applied} == {"future", "field", "padded-left", "padded-right", "order"}
+    if dtype == torch.float32:
+        assert any("of 120 tokens were held to experts that rounding alone decided on" in note for note in report.notes)
+        held, free = Routing.held, contextlib.nullcontext()
+        monkeypatch.setattr(Routing, "held", lambda self, places: held(self, places) if self.is_measuring else free)
+        assert broken(model)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "router sees all"])
+def test_faults_of_models_with_experts_are_found(fault):
+    name, _ = FAULTS.get(fault, ("future", ""))
+
+    assert name in broken(Tokens(fault, experts=True))
+
+
+def test_experts_with_a_capacity_leave_out_what_depends_on_other_tokens():
+    reasons = left_out(Tokens(experts=True, expert_capacity=8))
+
+    assert "experts take so many tokens at most (expert_capacity)" in reasons["future"]
+    assert "field" not in reasons
+    assert "future" not in left_out(Tokens(expert_capacity=8))  # no experts, no capacity
+
+
+def test_experts_behind_a_compiler_are_refused():
+    with pytest.raises(ValueError, match=r"experts is a mixture of experts, .* give check_invariants the model before it is"):
+        broken(torch.compile(Tokens(experts=True), backend="eager"))
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(2, 3, 4), {"images": torch.zeros(2)}, torch.zeros(2, 9)])
@@ -157,15 +302,109 @@ def test_documents_that_see_each_other_and_a_cache_that_forgets_are_found(monkey
     model = of_transformers("Llama")
     forward = model.forward
 
-    def leaking(*args, position_ids=None, past_key_values=None, **more):
-        if past_key_values is not None and past_key_values.get_seq_length() > 30:
-            past_key_values.layers[0].keys[..., 3, :] = 0
+    def leaking(*args, position_ids=None, **more):
+        cache = more.get("cache", more.get("past_key_values"))  # by the version of transformers
+        if cache is not None and cache.get_seq_length() > 30:
+            cache.layers[0].keys[..., 3, :] = 0
         positions = None if position_ids is None else torch.arange(position_ids.shape[1])[None]
-        return forward(*args, position_ids=positions, past_key_values=past_key_values, **more)
+        return forward(*args, position_ids=positions, **more)
 
-    leaking.__signature__ = __import__("inspect").signature(forward)
+    leaking.__signature__ = inspect.signature(forward)
     monkeypatch.setattr(model, "forward", leaking)
     found = broken(model)
 
     assert "the second of two packed documents" in found["packed"]
     assert "decoding with a dynamic cache" in found["dynamic"]
+
+
+def tiny(kind, head="ForCausalLM", **options):
+    """Return a model of transformers whose configuration says most by itself, and skips where it does not have it."""
+    transformers = Library("transformers")
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip(f"transformers has no {kind}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, **options})
+    return getattr(transformers, f"{kind}{head}")(config).eval()
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16}
+BERT = {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 80, "pad_token_id": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
+FALCON = {"num_attention_heads": 4, "alibi": True, "bias": True, "parallel_attn": True}
+#: that were once called wrong, or raised: kind, head, and what the configuration says besides
+HONEST = {
+    "roberta": ("Roberta", "ForMaskedLM", BERT),
+    "mpnet": ("MPNet", "ForMaskedLM", BERT),
+    "bert as a language model": ("Bert", "LMHeadModel", BERT),
+    "xlnet": ("XLNet", "LMHeadModel", {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64}),
+    "opt": ("OPT", "ForCausalLM", {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 64, "pad_token_id": 1}),
+    "bamba": ("Bamba", "ForCausalLM", {**HEADS, **MAMBA, "attn_layer_indices": [1]}),
+    "falcon with alibi": ("Falcon", "ForCausalLM", FALCON),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_models_of_other_families_keep_them(name):
+    kind, head, options = HONEST[name]
+    report = judge_model_invariants(tiny(kind, head, **options), IDS.clamp(min=2))
+
+    assert report.passed, report.broken
+    assert {f.invariant for f in report.applied} >= {"padded-right", "order"}
+    for finding in report.findings:
+        assert finding.outcome != "not applicable" or finding.evidence
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+OF_EXPERTS = {
+    "Mixtral": {},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 32},
+    "Qwen3Moe": {},
+    "GptOss": {"sliding_window": WINDOW},
+    "Olmoe": {},
+    "Phimoe": {},
+    "GraniteMoe": {},
+    "DeepseekV3": {
+        **LATENT,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_mixtures_of_experts_of_transformers_keep_them(kind):
+    model = tiny(kind, **{**HEADS, **EXPERTS, **OF_EXPERTS[kind]})
+    report = judge_model_invariants(model, IDS)
+
+    assert report.passed, report.broken
+    assert {f.invariant for f in report.applied} >= {"future", "padded-left", "padded-right", "dynamic", "order"}
+
+
+def test_a_forgotten_mask_and_a_stale_cache_are_found_in_a_mixture_of_experts(monkeypatch):
+    model = tiny("Mixtral", **HEADS, **EXPERTS, attn_implementation="eager")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *args, **more: forward(*args, **{**more, "attention_mask": None}))
+    assert "future" in broken(model)
+
+    def stale(*args, **more):
+        cache = more.get("cache", more.get("past_key_values"))
+        if cache is not None and cache.get_seq_length() > 30:
+            cache.layers[1].values[..., -1, :] = 0
+        return forward(*args, **more)
+
+    monkeypatch.setattr(attention, "forward", stale)
+    assert "dynamic" in broken(model)
