@@ -83,21 +83,19 @@ def wrong_masks(of: TokenModel) -> str:
 def wrong_scores(of: TokenModel) -> str:
     """Say which layer asks for what it should not; "" where none does.
 
-    That is another soft-cap than the configuration names, no sinks though it has some, or another scale than layers that are
-    built like it.
+    That is another soft-cap than the configuration names, no sinks though it has some, another scale than layers that are
+    built like it, or one that a model of transformers has from nowhere.
     """
     softcap = of.says("attn_logit_softcapping")
-    kinds = of.says("layer_types") or ()
     parts = dict(of.model.named_modules())
     alike: dict[tuple[Any, ...], list[tuple[str, Workload]]] = {}
     for module, workload in of.asked.calls:
         if softcap and workload.softcap != softcap:
             return f"{module} asks for {_or_none('a soft-cap of', workload.softcap)}; the configuration says {softcap:g}"
-        part, layer = parts.get(module), _layer_of(module)
+        part = parts.get(module)
         if isinstance(getattr(part, "sinks", None), torch.Tensor) and not workload.sinks:
             return f"{module} asks for no sinks, and has some"
-        kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
-        alike.setdefault((type(part), workload.head_dim, kind), []).append((module, workload))
+        alike.setdefault((type(part), workload.head_dim), []).append((module, workload))
     if of.says("scale_attn_by_inverse_layer_idx"):
         return ""
     for calls in alike.values():
@@ -106,7 +104,22 @@ def wrong_scores(of: TokenModel) -> str:
         (_, least, one), (_, most, other) = scales[0], scales[-1]
         if abs(most - least) > 1e-4 * abs(least):
             return f"{other} asks for a scale of {most:.6g}, and {one}, which is built like it, for {least:.6g}"
+        if not _is_named(of, most):
+            dim = calls[0][1].head_dim
+            return f"{other} asks for a scale of {most:.6g}, not 1 / sqrt({dim}), and its configuration names none like it"
     return ""
+
+
+def _is_named(of: TokenModel, scale: float) -> bool:
+    """Whether a scale is 1 / sqrt of an integer, or of the configuration; True of what transformers does not define."""
+    rope = str(of.says("rope_parameters") or of.says("rope_scaling") or "")
+    if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
+        return True
+    squared = scale**-2
+    numbers = [v for v in vars(of.config).values() if isinstance(v, int | float) and v > 0]
+    return abs(squared - round(squared)) < 2e-4 * squared or any(
+        abs(scale / of_it - 1) < 1e-4 for v in numbers for of_it in (v, 1 / v)
+    )
 
 
 def _or_none(what: str, value: float | None) -> str:

@@ -408,3 +408,42 @@ def test_a_forgotten_mask_and_a_stale_cache_are_found_in_a_mixture_of_experts(mo
 
     monkeypatch.setattr(attention, "forward", stale)
     assert "dynamic" in broken(model)
+
+
+@pytest.mark.parametrize("layers", [slice(1, None), slice(None)], ids=["one", "all"])
+def test_a_scale_that_nothing_names_is_found_in_one_layer_and_in_all(layers):
+    model = of_transformers("Llama")
+    for layer in model.model.layers[layers]:
+        layer.self_attn.scaling *= 1.05
+
+    assert "asks for a scale of 0.2625" in broken(model, only="field")["field"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("Granite", {"attention_multiplier": 0.3}), ("Gemma2", {"query_pre_attn_scalar": 7})]
+)
+def test_a_scale_of_the_configuration_is_right(kind, options):
+    assert not broken(of_transformers(kind, "eager", **options), only="field")
+
+
+def test_a_soft_cap_that_a_layer_drops_is_found():
+    model = of_transformers("Gemma2", "eager", attn_logit_softcapping=20.0)
+    model.model.layers[1].self_attn.attn_logit_softcapping = None
+
+    assert "layers.1.self_attn asks for no soft-cap; the configuration says 20" in broken(model, only="field")["field"]
+
+
+def test_several_tokens_at_once_through_a_cache_are_asked(monkeypatch):
+    model = of_transformers("Llama", "eager")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def from_the_top_left(*args, **more):
+        mask = more["attention_mask"]
+        if mask is not None and 1 < mask.shape[2] < mask.shape[3]:
+            more["attention_mask"] = torch.zeros_like(mask).masked_fill(torch.ones_like(mask).tril() == 0, -1e9)
+        return forward(*args, **more)
+
+    monkeypatch.setattr(attention, "forward", from_the_top_left)
+
+    assert "three tokens at once with a dynamic cache" in broken(model)["dynamic"]
