@@ -309,7 +309,7 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
             return Judgment.refused(None, f"no invariant that was asked for applies: {reasons}")
-        reason = ", ".join(finding.invariant for finding in report.broken)
+        reason = ", ".join(finding.invariant for finding in report.broken) or "; ".join(report.notes)
         verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, INVARIANT_WIDTH
         return Judgment(verdict, report, reason, text=describe_invariants(report), width=width)
 

@@ -23,7 +23,7 @@ from pytest_attn.models.token_model import TokenModel
 from pytest_attn.workloads.workload import Workload
 
 #: what one of the model's own forward passes raises where it does not support what it is asked
-_RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+_RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 #: models of transformers that hash, pool or approximate over all tokens, padding too, or find padding by their own token
 _PADDED_OTHERWISE = {"cpmant", "funnel", "mra", "nystromformer", "reformer", "yoso"}
@@ -134,7 +134,10 @@ def future(of: TokenModel) -> str:
     if of.is_named_causal is False:
         raise NotApplicable("the model is not causal")
     if of.is_named_causal is None and of.seeing:
-        raise NotApplicable(f"nothing says that the model is causal, and {of.seeing}; say causal=True where that is wrong")
+        if any("bidirectional" in name for name in of.asked.masks):
+            raise NotApplicable("the model makes masks to both sides")
+        why = "nothing says that the model is causal"
+        raise NotApplicable(f"not run: {why}, and {of.seeing}; say causal=True where that is wrong, else causal=False")
     return of.seeing
 
 
@@ -175,7 +178,7 @@ def padding(of: TokenModel, side: str) -> str:
     if not is_left:
         evidence = of.far_rows(of.rows_of(padded, at, attention_mask=mask)[:, :tokens], of.rows, what)
     if evidence and of.mixes_otherwise:
-        raise NotApplicable(f"{evidence}; but it mixes tokens by more than attention, which no attention_mask need stop")
+        raise NotApplicable(f"not run: it mixes tokens by more than attention, which may see padding ({evidence})")
     return evidence
 
 
@@ -192,7 +195,11 @@ def _padded_left(of: TokenModel, padded: torch.Tensor, places: torch.Tensor, mas
     cache, middle = None, extra + tokens // 2
     for start, end in ((0, middle), *((step, step + 1) for step in range(middle, middle + 3))):
         told = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-        rows, cache = _cached(of, cache, padded[:, start:end], places[:, start:end], **told)
+        try:
+            rows, cache = _cached(of, cache, padded[:, start:end], places[:, start:end], **told)
+        except _RAISED as error:
+            of.note = f"what follows padding is not decoded: the model raises {_in_a_line(error)}"
+            return ""
         if cache is None:
             return ""
         first = max(start, extra)
@@ -201,6 +208,10 @@ def _padded_left(of: TokenModel, padded: torch.Tensor, places: torch.Tensor, mas
         ):
             return evidence
     return ""
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _cuts_unasked(of: TokenModel) -> bool:
@@ -242,8 +253,7 @@ def decoding(of: TokenModel, kind: str) -> str:
     try:
         return _decoded(of, kind)
     except _RAISED as error:
-        text = next(iter(str(error).splitlines()), "")
-        raise NotApplicable(f"not run: with a {kind} cache the model raises {type(error).__name__}: {text}") from error
+        raise NotApplicable(f"not run: with a {kind} cache the model raises {_in_a_line(error)}") from error
 
 
 def _supports_static(of: TokenModel) -> bool:

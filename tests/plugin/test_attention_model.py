@@ -231,11 +231,18 @@ def test_it(attn_model, causal):
     if not causal:
         model.attend.forward = lambda x: x + x.mean(1, keepdim=True)
     attn_model.check_invariants(model, ids, causal=True, skip=["dynamic"])
+
+
+@pytest.mark.attention_model
+def test_who_knows(attn_model):
+    model = Tokens()
+    model.attend.forward = lambda x: x + x.mean(1, keepdim=True)
+    attn_model.check_invariants(model, torch.arange(32).view(2, 16) % 16)
 """,
         "--attn-json=records.jsonl",
     )
 
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
         [
             "E * 1 invariant broken by Tokens ((2, 16) tokens)",
@@ -247,6 +254,13 @@ def test_it(attn_model, causal):
     assert {(r["question"], r["verdict"], r["reason"], r["model"]) for r in found} == {
         ("invariants", "held", "", "Tokens"),
         ("invariants", "broken", "future", "Tokens"),
+        (
+            "invariants",
+            "held",
+            "future: not run: nothing says that the model is causal, and another token at 5 changes rows before it: 5 of 5,"
+            " the last is 4; say causal=True where that is wrong, else causal=False",
+            "Tokens",
+        ),
     }
 
 
