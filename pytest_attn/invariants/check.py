@@ -12,7 +12,7 @@ from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import Algebra, Magnitude
-from pytest_attn.invariants.gradients import Gradients, LseGradient
+from pytest_attn.invariants.gradients import Alone, Gradients, LseGradient
 from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
 from pytest_attn.invariants.layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.leak import Leak
@@ -34,6 +34,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Leak(),
     Gradients(),
     LseGradient(),
+    Alone(),
     Algebra(),
     Magnitude(),
     Options(),
@@ -150,7 +151,22 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
         return finding("broken", str(error))
     except Exception as error:
         return finding("broken", what_was_raised(error))
-    return finding("broken", evidence) if evidence else finding("passed", probe.note)
+    if not evidence:
+        return finding("passed", probe.note)
+    return finding("broken", evidence if invariant.name in _OF_CALLS else f"{evidence}{_if_calls_differ(probe)}")
+
+
+#: what says itself that equal calls differ
+_OF_CALLS = ("rerun", "state")
+
+
+def _if_calls_differ(probe: Probe) -> str:
+    """Say of what was found that it may have another reason: two plain calls more, of which one is not like the first."""
+    try:
+        differing = next(filter(None, (probe.change(probe.run(probe.inputs)) for _ in range(2))), "")
+    except Exception:  # the user gets what was found before
+        return ""
+    return differing and f"; but equal calls differ as well, which rerun is about: {differing}"
 
 
 def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str | None:

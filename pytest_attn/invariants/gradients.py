@@ -12,6 +12,7 @@ from pytest_attn.correctness.reference import Expected, heads_first
 from pytest_attn.invariants.invariant import (
     BACKWARD,
     FEW_PAIRS,
+    OPERATORS,
     UNQUANTIZED,
     Invariant,
     Need,
@@ -113,6 +114,47 @@ def _single_rows(inputs: Inputs) -> Inputs:
     keep = torch.arange(rows, device=dense.device) == chosen
     kept = dense.where(keep[..., None], dense.new_zeros(()))
     return dataclasses.replace(inputs, dout=kept[0].transpose(0, 1).contiguous() if inputs.workload.is_packed else kept)
+
+
+class Alone(Invariant):
+    """Who needs no gradient of the others gets the same one."""
+
+    name = "alone"
+    summary = "the gradient of q, k, v or a parameter is the same where nothing else needs one, as beside frozen layers"
+    calls = 5
+    needs = (BACKWARD,)
+
+    def run(self, probe: Probe) -> str:
+        """Ask for one after the other; of a kernel with a backend's many cases, or an operator that opcheck tries, for dq."""
+        parameters, together = probe.spec.parameters, dict(probe.base)
+        asked: tuple[str, ...] = ("q", *parameters, "v", "k")
+        if not probe.thorough:
+            if probe.is_compiled:
+                raise NotApplicable("each would be compiled anew")
+            if probe.is_backend or isinstance(probe.subject.user_function, OPERATORS):
+                asked = ("q",)
+            asked = asked[: self.calls - bool(parameters)]
+        if parameters:
+            together |= _gradients_of(probe, ("q", "k", "v", *parameters))
+        for name in asked:
+            expected = {f"d{name}": together[f"d{name}"]}
+            if changed := probe.change(_gradients_of(probe, (name,)), expected):
+                return f"where nothing but {name} needs a gradient: {changed}"
+        return ""
+
+
+def _gradients_of(probe: Probe, needing: tuple[str, ...]) -> dict[str, Tensor]:
+    """Call while these of q, k, v and the parameters need a gradient, and nothing else does; return their gradients."""
+    parameters = probe.spec.parameters
+    before = {name: one.requires_grad for name, one in parameters.items()}
+    try:
+        for name, one in parameters.items():
+            one.requires_grad_(name in needing)
+        started = probe.begin(probe.handed(), needing)
+        return started.some_gradients({name: one for name, one in parameters.items() if name in needing})
+    finally:
+        for name, one in parameters.items():
+            one.requires_grad_(before[name])
 
 
 class LseGradient(Invariant):

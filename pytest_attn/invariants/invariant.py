@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,10 +110,27 @@ class StartedCall:
         outputs = [self.handed_out[name] for name in of]
         if not all(output.requires_grad for output in outputs):
             raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
+        return self._results(self._gradients_of(dict(zip("qkv", self._leaves, strict=True)), outputs, flowing))
+
+    def some_gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of those of q, k and v that need one, and of parameters, where dout arrives at out."""
+        __tracebackhide__ = True
+        needing = {name: leaf for name, leaf in zip("qkv", self._leaves, strict=True) if leaf.requires_grad}
+        out = self.handed_out["out"]
+        if not out.requires_grad:
+            raise ContractError(f"out carries no gradient where nothing but {', '.join({**needing, **parameters})} needs one")
+        of_inputs = self._gradients_of({**needing, **parameters}, [out], (self._dout,))
+        of_parameters = {f"d{name}": of_inputs.pop(f"d{name}") for name in parameters}
+        return {**{name: t for name, t in self._results(of_inputs).items() if name in of_inputs}, **of_parameters}
+
+    def _gradients_of(
+        self, leaves: Mapping[str, Tensor], outputs: list[Tensor], flowing: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
+        __tracebackhide__ = True
         with self._probe.calling():
-            grads = torch.autograd.grad(outputs, self._leaves, flowing, allow_unused=True)
-        zeros = (leaf.new_zeros(leaf.shape) if grad is None else grad for leaf, grad in zip(self._leaves, grads, strict=True))
-        return self._results(dict(zip(("dq", "dk", "dv"), zeros, strict=True)))
+            grads = torch.autograd.grad(outputs, list(leaves.values()), flowing, allow_unused=True)
+        found = zip(leaves.items(), grads, strict=True)
+        return {f"d{name}": leaf.new_zeros(leaf.shape) if grad is None else grad for (name, leaf), grad in found}
 
     def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""
@@ -218,12 +235,13 @@ class Probe:
         __tracebackhide__ = True
         return self.begin(tensors).finish()
 
-    def begin(self, tensors: Tensors) -> StartedCall:
-        """Call the kernel forward. Raises ContractError for a result that cannot be compared."""
+    def begin(self, tensors: Tensors, needing: Collection[str] = ("q", "k", "v")) -> StartedCall:
+        """Call the kernel forward. needing: what needs a gradient. Raises ContractError for what cannot be compared."""
         __tracebackhide__ = True
         kernel, spec = self.kernel, self.spec
         v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
-        leaves = [t.detach().requires_grad_(self.backward) for t in (tensors.q, tensors.k, v)]
+        given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
+        leaves = [t.detach().requires_grad_(self.backward and name in needing) for name, t in given.items()]
         self.count.calls += 1
         with self.calling(), seeded(spec), nullcontext() if self.backward else torch.no_grad():
             result = kernel(*leaves)
@@ -282,7 +300,7 @@ class Probe:
             given = self.subject.dequantized(inputs)
             if self._keep is not None:
                 given = dataclasses.replace(given, keep=self._keep)
-            reference = compute_reference(given, self.spec.profile, self.backward)
+            reference = compute_reference(given, self.spec.profile, self.backward, parameters=tuple(self.spec.parameters))
         self._references = [(inputs, reference), *self._references][:_KEPT_REFERENCES]
         return reference
 
@@ -365,6 +383,10 @@ FEW_PAIRS = Need(lambda probe: probe.is_short, "too many rows and keys to look a
 ANY_STRIDES = Need(
     lambda probe: not probe.spec.declared.contiguous, "the marker says that the kernel takes contiguous tensors only"
 )
+
+
+#: what torch.library knows: opcheck calls it again and again
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
 
 
 class Invariant(ABC):

@@ -14,6 +14,7 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import fused, refusals, swapped
 from pytest_attn.invariants.invariant import ANY_STRIDES, Invariant, NotApplicable, Probe, Tensors, on, prefixed
+from pytest_attn.invariants.poison import unowned_keys
 from pytest_attn.workloads.dtypes import beside
 
 #: A tensor with the same shape and values, and other strides.
@@ -59,21 +60,23 @@ def all_of(words: str, relaid: Relaid) -> Arrangement:
     return Arrangement(words, relaid, relaid, relaid, relaid)
 
 
-#: as models hand tensors over: one projection's, seen by heads; a slice of wider keys, beside values seen by heads; and a
-#: gradient that comes from another layer than that of the call before, on which q, k and v lie as they did
+#: as models hand tensors over: a slice of a wider tensor beside what one projection is seen by heads; values that alone were
+#: not written anew; and a gradient that comes from another layer than that of the call before, on which q, k and v lie as
+#: they did. All four alike are what `check` has
 _DEFAULT = (
-    all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
     Arrangement(
-        "k a slice of a wider tensor, v and dout with heads and rows swapped in memory", same, fused, swapped, swapped
+        "k a slice of a wider tensor, q, v and dout with heads and rows swapped in memory", swapped, fused, swapped, swapped
     ),
-    Arrangement("dout alone swapped in memory", same, same, same, swapped),
+    Arrangement("v alone swapped in memory", same, same, swapped, same),
+    Arrangement("v and dout swapped in memory, where v alone was right", same, same, swapped, swapped),
 )
 _THOROUGH = (
+    all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
+    Arrangement("dout alone swapped in memory", same, same, same, swapped),
     Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
     Arrangement("q alone a slice of a wider tensor", fused, same, same, same),
     Arrangement("q alone swapped in memory", swapped, same, same, same),
     Arrangement("k alone with room behind its rows", same, padded, same, same),
-    Arrangement("v alone swapped in memory", same, same, swapped, same),
     Arrangement("q, k and v slices of one wider tensor each", fused, fused, fused, same),
     Arrangement("dout alone with room behind its rows", same, same, same, padded),
     Arrangement("dout's elements two apart", same, same, same, innermost),
@@ -93,7 +96,7 @@ class Layout(Invariant):
         if probe.thorough:
             arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
         elif probe.is_compiled:  # each costs a compilation: the most mixed one
-            arrangements = _DEFAULT[1:2]
+            arrangements = _DEFAULT[:1]
         else:
             arrangements = _DEFAULT if probe.backward else _DEFAULT[:2]
         return judge_arrangements(probe, arrangements, _expanded)
@@ -212,11 +215,11 @@ class Offsets(Invariant):
         """Spread q, k, v and dout, one after the other, along each of their dimensions."""
         refusal, answered = "a single row has no offsets", False
         for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
-            sizes = getattr(probe.handed(), name).shape[:-1]
-            spreadable = (dim for dim in range(len(sizes)) if sizes[dim] > 1)
-            for axis in sorted(spreadable, key=lambda dim: -sizes[dim]):
+            last = _last_read(probe, name)
+            spreadable = (dim for dim in range(len(last)) if last[dim])
+            for axis in sorted(spreadable, key=lambda dim: -last[dim]):
                 tensors = probe.handed()
-                spread = _spread(getattr(tensors, name), axis)
+                spread = _spread(getattr(tensors, name), axis, last[axis])
                 try:
                     with refusals():
                         found = probe.call(dataclasses.replace(tensors, **{name: spread}))
@@ -231,11 +234,26 @@ class Offsets(Invariant):
         return ""
 
 
-def _spread(tensor: Tensor, axis: int) -> Tensor:
-    """Return the same values with a dimension spread over 2^31 elements."""
+def _last_read(probe: Probe, name: str) -> list[int]:
+    """Return the last index along each dimension at which something is read: no row or page that is nobody's.
+
+    0 where that lies in the first half, and twice as much memory would not do.
+    """
+    inputs = probe.inputs
+    unowned = unowned_keys(inputs) if name in "kv" else None
+    if unowned is None or bool(unowned.all()):
+        return [size - 1 for size in getattr(probe.handed(), name).shape[:-1]]
+    k, v = ((~unowned).to(t.dtype).expand(t.shape).contiguous() for t in (inputs.k, inputs.v))
+    read = getattr(probe.handed(dataclasses.replace(inputs, k=k, v=v)), name)
+    last = read.float().amax(-1).nonzero().amax(0).tolist()
+    return [index if 2 * index >= size - 1 else 0 for index, size in zip(last, read.shape, strict=False)]
+
+
+def _spread(tensor: Tensor, axis: int, last: int) -> Tensor:
+    """Return the same values with a dimension spread so that index `last` lies 2^31 elements behind the first."""
     sizes = tensor.shape[:-1]
     strides = list(tensor.stride())
-    strides[axis] = -(-_FAR // (sizes[axis] - 1) // _ALIGNED) * _ALIGNED
+    strides[axis] = -(-_FAR // last // _ALIGNED) * _ALIGNED
     inner = 1
     for dim in reversed(range(tensor.dim())):
         if dim != axis:

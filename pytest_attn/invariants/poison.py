@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, on, prefixed
@@ -20,6 +21,8 @@ from pytest_attn.workloads.inputs import Inputs
 #: Elements of NaN before and after each tensor: a multiple of any alignment that kernels ask for.
 _BAND = 4096
 _FREED_BLOCKS = 3
+#: keys that kernels read at once, from a multiple of them on
+_TILE = 128
 #: What padding that a mask hides is filled with; its products with q and dout do not overflow float16.
 _LARGE = 100.0
 
@@ -28,7 +31,7 @@ class Poison(Invariant):
     """Results depend on nothing but the keys and values that a sequence has."""
 
     name = "poison"
-    summary = "NaN around every tensor, beyond every length and in fresh memory changes nothing"
+    summary = "NaN around every tensor, beyond every length, in pages before every window and in fresh memory changes nothing"
     calls = 1
 
     def run(self, probe: Probe) -> str:
@@ -58,14 +61,39 @@ class Poison(Invariant):
 
 def _poisoned(probe: Probe) -> tuple[Inputs, str]:
     """Fill keys and values that no sequence has; say with what."""
-    unowned = unowned_keys(probe.inputs)
-    if unowned is None or not bool(unowned.any()):
-        return probe.inputs, ""
-    is_masked = probe.inputs.page_table is None and probe.subject.pads_by_mask(probe.workload)
-    value = _LARGE if is_masked else math.nan
-    value = value if probe.inputs.k.is_floating_point() else poison_of(probe.inputs.k)
-    k, v = (filled(t, unowned, value) for t in (probe.inputs.k, probe.inputs.v))
-    return dataclasses.replace(probe.inputs, k=k, v=v), f", and {value:g} in keys beyond the lengths"
+    inputs, places = probe.inputs, ""
+    is_masked = inputs.page_table is None and probe.subject.pads_by_mask(probe.workload)
+    left = _pages_left_behind(inputs) if probe.is_short else None
+    for unowned, is_finite, where in (
+        (unowned_keys(inputs), is_masked, "keys beyond the lengths"),
+        (left, probe.is_backend, "pages that lie wholly before every window, which a server gives to others"),
+    ):
+        if unowned is None or not bool(unowned.any()):
+            continue
+        value = (_LARGE if is_finite else math.nan) if inputs.k.is_floating_point() else poison_of(inputs.k)
+        k, v = (filled(t, unowned, value) for t in (inputs.k, inputs.v))
+        inputs, places = dataclasses.replace(inputs, k=k, v=v), f"{places}, and {value:g} in {where}"
+    return inputs, places
+
+
+def _pages_left_behind(inputs: Inputs) -> Tensor | None:
+    """Return True where pages hold keys that no row sees, each at least a tile before the first that one does; as k lies.
+
+    A kernel reads whole tiles, and 0 * NaN is NaN. None of dense keys, which their callers own.
+    """
+    w, table, lengths = inputs.workload, inputs.page_table, inputs.kv_lens
+    if table is None or lengths is None or w.is_packed or (visible := boolean_mask(inputs)) is None:
+        return None
+    pages, size = inputs.k.shape[:2]
+    left = torch.zeros(pages, size, dtype=torch.bool, device=lengths.device)
+    kept = torch.zeros_like(left)
+    seen = visible.expand(w.batch, -1, -1, -1).flatten(1, 2).any(1)
+    for batch, length in enumerate(lengths.tolist()):
+        number = math.ceil(length / size)
+        first = int(seen[batch].nonzero()[0]) // _TILE * _TILE // size if bool(seen[batch].any()) else number
+        left[table[batch, :first].long()] = True
+        kept[table[batch, first:number].long()] = True
+    return (left & ~kept)[:, :, None, None]
 
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from pytest_attn.backends.streams import Capture
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
-from pytest_attn.invariants.invariant import CUDA, Invariant, Need, NotApplicable, Probe, prefixed
+from pytest_attn.invariants.invariant import CUDA, OPERATORS, Invariant, Need, NotApplicable, Probe, prefixed
 from pytest_attn.invariants.rerun import other_values
 
 
@@ -73,9 +73,6 @@ def _second_to(device: torch.device) -> torch.device | None:
     return torch.device("cuda", ((device.index or 0) + 1) % count) if count > 1 else None
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
-
-
 class Opcheck(Invariant):
     """A registered operator has a right schema, fake tensors, and autograd that tracing can follow."""
 
@@ -83,7 +80,7 @@ class Opcheck(Invariant):
     summary = "torch.library.opcheck passes, where the callable is a registered operator"
     calls = 4
     needs = (
-        Need(lambda probe: isinstance(probe.subject.user_function, _OPERATORS), "the kernel is not a registered operator"),
+        Need(lambda probe: isinstance(probe.subject.user_function, OPERATORS), "the kernel is not a registered operator"),
     )
 
     def run(self, probe: Probe) -> str:

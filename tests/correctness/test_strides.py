@@ -101,3 +101,17 @@ def test_a_kernel_that_refuses_strides_each_time_is_right_on_contiguous_tensors(
         return causal(q, k, v)
 
     assert pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu").passed
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+@pytest.mark.parametrize("first", [1, 2])
+def test_calls_that_are_wrong_at_times_are_told_as_such_and_not_as_strides(period, first):
+    calls = []
+
+    def alternates(q, k, v):
+        calls.append(q)
+        return causal(q, k, v) * (1.1 if (len(calls) - first) % period == 0 else 1)
+
+    message = failure(alternates, FULL.replace(mask="causal"))
+    assert "rerun      equal calls return different results" in message
+    assert "strides " not in message

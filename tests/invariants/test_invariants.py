@@ -18,6 +18,7 @@ from pytest_attn.invariants.invariant import Probe
 from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Document
 from pytest_attn.workloads.pages import Pages
 
@@ -158,8 +159,6 @@ def test_a_callable_may_take_rows_before_heads_and_return_lse():
         out, lse = honest.prepare(inputs)(*(t.transpose(1, 2) for t in (q, k, v)))
         return out.transpose(1, 2), lse
 
-    from pytest_attn.workloads.inputs import draw_inputs
-
     inputs = draw_inputs(CAUSAL, device="cpu")
     report = check_invariants(bshd, CAUSAL, backward=True, layout="bshd", returns_lse=True, device="cpu")
     assert report.passed
@@ -201,7 +200,94 @@ def test_unwritten_memory_that_held_nan_in_the_plain_call_too_is_seen(name):
 
 
 def test_every_invariant_has_a_fault():
-    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {"offsets", "opcheck", "graph", "device"}  # below
+    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {
+        "alone",
+        "offsets",
+        "opcheck",
+        "graph",
+        "device",
+    }  # below
+
+
+def test_values_that_alone_are_transposed_are_asked_about():
+    def copies_with_the_keys(q, k, v):
+        if not (q.is_contiguous() and k.is_contiguous()):
+            return scaled_dot_product(q, k, v)
+        return scaled_dot_product(q, k, torch.as_strided(v, v.shape, k.stride(), v.storage_offset()))
+
+    (finding,) = ask(copies_with_the_keys, PLAIN, "layout").broken
+    assert finding.evidence.startswith("v alone swapped in memory: out[")
+    assert ask(copies_with_the_keys, PLAIN, skip="layout").passed
+
+
+def test_every_second_call_wrong_is_told_as_calls_that_differ():
+    calls = []
+
+    def alternates(q, k, v):
+        calls.append(q)
+        return scaled_dot_product(q, k, v) * (1 if len(calls) % 2 else 1.1)
+
+    (finding,) = ask(alternates, PLAIN, "layout").broken
+    assert "; but equal calls differ as well, which rerun is about: out[" in finding.evidence
+    calls.clear()
+    (finding,) = ask(alternates, PLAIN, "rerun").broken
+    assert finding.evidence.startswith("rerun 1 of 1 on the same tensors: out[")
+    calls.clear()
+    assert "; but equal calls" not in ask(mutant_named("q-assumed-contiguous").backend(), PLAIN, "layout").broken[0].evidence
+
+
+PAGES = Workload(1, 300, batch=2, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(200, 37), mask=Window(31, 0))
+
+
+def paged(w, reads, gathered=lambda pool, table: pool[table.long()].flatten(0, 1)):
+    """Attention over pages that reads from the first that `reads` names, given the first visible key."""
+    table = draw_inputs(w, device="cpu").page_table
+
+    def attention(q, k, v):
+        outs = []
+        for batch, length in enumerate(w.kv_lens):
+            first = reads(max(0, length - 32)) // 16
+            pages = table[batch, first : -(-length // 16)]
+            keys, values = (gathered(pool, pages)[: length - 16 * first].transpose(0, 1).float() for pool in (k, v))
+            scores = q[batch].float() @ keys.mT * 32**-0.5
+            unseen = torch.arange(16 * first, length) < (length - 32 if w.mask else 0)
+            outs.append(scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values)
+        return torch.stack(outs).to(q.dtype)
+
+    return attention
+
+
+def test_nan_in_pages_before_every_window_is_not_read():
+    everything = paged(PAGES, lambda first: 0)
+    assert asked(everything, CheckSpec(PAGES, CPU), skip="poison").passed
+    (finding,) = ask(everything, PAGES, "poison").broken
+    assert "nan in pages that lie wholly before every window, which a server gives to others: out[0, 0, 0, 0] = nan" in (
+        finding.evidence
+    )
+    for honest in (paged(PAGES, lambda first: first), paged(PAGES, lambda first: first // 128 * 128)):  # reads whole tiles
+        assert ask(honest, PAGES).passed
+
+
+def test_pages_that_nobody_reads_are_not_what_lies_far_away(monkeypatch):
+    monkeypatch.setattr("pytest_attn.invariants.layout._FAR", 1 << 17)
+    monkeypatch.setattr("pytest_attn.invariants.layout.Offsets.inapplicable_because", lambda *_: None)
+    w = next(w for w in (PAGES.replace(kv_lens=(200, n), mask=None) for n in range(1, 200)) if last_page_read(w) < 36)
+
+    def wraps(tensor, table):
+        at = (table.long() * tensor.stride(0)) % (1 << 17)
+        within = torch.arange(16)[:, None] * tensor.stride(1)
+        whole = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+        heads = torch.arange(2)[:, None] * tensor.stride(2) + torch.arange(32)
+        return whole[(at[:, None] + within.T)[..., None, None] + heads].flatten(0, 1)
+
+    assert asked(paged(w, lambda first: 0), CheckSpec(w, CPU), "offsets").passed
+    (finding,) = asked(paged(w, lambda first: 0, wraps), CheckSpec(w, CPU), "offsets").broken
+    assert finding.evidence.startswith("k spread over more than 2^31 elements along dimension 0: out[")
+
+
+def last_page_read(w):
+    table = draw_inputs(w, device="cpu").page_table
+    return max(int(table[batch, : -(-length // 16)].max()) for batch, length in enumerate(w.kv_lens))
 
 
 def test_layouts_that_no_model_passes_are_asked_thoroughly():

@@ -45,7 +45,7 @@ def test_only_the_invariant_that_lost_it_is_broken_and_names_the_arrangement(end
     (broken,) = report.broken
     assert broken.invariant == "layout"
     said = f"the kernel raised RuntimeError: {SAID}"
-    assert broken.evidence == f"q, k, v and dout with heads and rows swapped in memory: {said}"
+    assert broken.evidence == f"k a slice of a wider tensor, q, v and dout with heads and rows swapped in memory: {said}"
     names = [finding.invariant for finding in report.findings]
     after = report.findings[names.index("layout") + 1 :]
     assert len(after) > 5
