@@ -90,8 +90,9 @@ def test_right_compiled_code_is_right_and_each_call_ran_it(way):
 
 
 def limits():
-    config = torch._dynamo.config
-    return config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit
+    config = torch._dynamo.config  # whose names were others in torch 2.6
+    named = (*contexts._LIMITS, contexts._FAILS)
+    return tuple(getattr(config, contexts._present(config, *names)) for names in named)
 
 
 def test_the_settings_are_what_they_were():
@@ -119,7 +120,7 @@ def test_a_limit_of_its_own_is_an_error_in_words():
     compiled = compiled_function(Compiler())
 
     def limited(q, k, v):
-        with torch._dynamo.config.patch(recompile_limit=2):
+        with torch._dynamo.config.patch({contexts._present(torch._dynamo.config, *contexts._LIMITS[0]): 2}):
             return compiled(q, k, v)
 
     with pytest.raises(
@@ -169,3 +170,24 @@ def test_models_are_run_so_as_well():
     check_model(model, lambda: model(ids), backward=False)
     judge_model_invariants(model, ids, only="order", causal=False)
     assert set(model.inside) == {(1 << 30, 1 << 30, True)}
+
+
+def test_a_run_says_what_may_have_run_eagerly(pytester):
+    pytester.makepyfile(
+        test_it="""
+        import pytest, torch
+        from pytest_attn import Workload
+
+        attention = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="eager")
+
+        @pytest.mark.attention(Workload(16, head_dim=8), device="cpu")
+        def test_it(attn):
+            with torch.compiler.set_stance("force_eager"):
+                attn.check(attention)
+                attn.check_invariants(attention, only="rerun")
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    words = "note          what torch.compile makes may have run eagerly: its stance is force_eager"
+    assert result.outlines.count(words) == 1
