@@ -81,6 +81,8 @@ class Subject(ABC):
     known_defects: tuple[KnownDefect, ...] = ()
     #: whether it can be asked about any workload; a user's callable closes over the options of one
     is_backend: ClassVar[bool] = True
+    #: whether q, k and v all need a gradient where it is called, whatever is asked for
+    needs_all_gradients: ClassVar[bool] = False
     #: the user's own function, None for a backend
     user_function: Callable[..., Any] | None = None
     #: the name that a test gave its callable, "" where it gave none

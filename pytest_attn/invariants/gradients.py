@@ -19,6 +19,7 @@ from pytest_attn.invariants.invariant import (
     NotApplicable,
     Probe,
     at_first,
+    on,
     prefixed,
 )
 from pytest_attn.workloads.dtypes import DTYPES
@@ -122,7 +123,10 @@ class Alone(Invariant):
     name = "alone"
     summary = "the gradient of q, k, v or a parameter is the same where nothing else needs one, as beside frozen layers"
     calls = 5
-    needs = (BACKWARD,)
+    needs = (
+        BACKWARD,
+        Need(lambda probe: not probe.subject.needs_all_gradients, "over ranks each of q, k and v needs a gradient"),
+    )
 
     def run(self, probe: Probe) -> str:
         """Ask for one after the other; of a kernel with a backend's many cases, or an operator that opcheck tries, for dq."""
@@ -138,8 +142,11 @@ class Alone(Invariant):
             together |= _gradients_of(probe, ("q", "k", "v", *parameters))
         for name in asked:
             expected = {f"d{name}": together[f"d{name}"]}
-            if changed := probe.change(_gradients_of(probe, (name,)), expected):
-                return f"where nothing but {name} needs a gradient: {changed}"
+            words = f"where nothing but {name} needs a gradient"
+            with on(words):
+                found = _gradients_of(probe, (name,))
+            if changed := probe.change(found, expected):
+                return f"{words}: {changed}"
         return ""
 
 

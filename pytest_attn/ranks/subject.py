@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 class RankedSubject(Subject):
     """What is called on every rank of a team with its shards."""
 
+    needs_all_gradients = True
     team: RankGroup
     sharding: Sharding
     _numbers: count[int]

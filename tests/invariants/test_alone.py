@@ -96,6 +96,17 @@ def test_a_kernel_that_goes_another_way_without_q():
     assert finding.evidence == "out carries no gradient where nothing but v needs one"
 
 
+def test_what_a_kernel_raises_then_is_told_with_the_reason():
+    def hooks(q, k, v):
+        q.register_hook(lambda grad: grad)
+        return formula(q, k, v)
+
+    (finding,) = ask(hooks, only="alone").broken
+    assert finding.evidence.startswith(
+        "where nothing but v needs a gradient: the kernel raised RuntimeError: cannot register a"
+    )
+
+
 def test_the_thorough_set_asks_a_backend_for_all_three():
     assert ask("math", only="alone").calls == 2
     assert ask("math", only="alone", thorough=True).calls == 4
