@@ -373,7 +373,9 @@ def compare_tensor(
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
         return _compare_lse(name, distribution, got, expected)
-    if got.shape[2] < FEW_ROWS:
+    # one rounding of a query's row sum D moves the gradients of all keys that it sees
+    independent = min(got.shape[2], sum(workload.q_lens or (workload.q_len,))) if name == "dk" else got.shape[2]
+    if independent < FEW_ROWS:
         limits = replace(limits, head=limits.row)
     residual, wrong = _residual(got, expected)
     z = residual_over_budget(residual, expected.tau)

@@ -18,6 +18,7 @@ from pytest_attn.correctness.comparison import LIMITS
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.mutants.kernel import honest_backend
 
 
 def test_an_honest_kernel_passes_and_the_comparison_has_the_figures():
@@ -292,3 +293,11 @@ def test_a_packed_sequence_may_have_queries_and_no_keys(backward):
         return torch.cat([torch.zeros_like(q[:5]), second.transpose(0, 1)])
 
     assert pytest_attn.check(kernel, workload, device="cpu", backward=backward).passed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_row_sum_moves_the_gradient_of_all_keys(seed):
+    given = {"softcap": 5.0, "scale": 0.3, "alibi": True, "kv_lens": (257, 85, 0), "dtype": "float16"}
+    w = Workload(1, heads=2, head_dim=32, mask="causal-bottom-right", **given)
+    found = pytest_attn.check(honest_backend(), w, backward=True, device="cpu", seed=seed)
+    assert {row.name: row.limits.head for row in found.tensors} == {"out": 4, "lse": 1, "dq": 4, "dk": 4, "dv": 1.5}
