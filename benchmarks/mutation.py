@@ -2,7 +2,7 @@
 
     python benchmarks/mutation.py [--groups smoke,edges,features] [--classes masks,...] [--out FILE.json]
 
-    --groups pairs: the covering set of pairs of features; --classes none: only the fault-free kernels
+    --classes none: only the fault-free kernels
 
 Every mutant runs on every workload of the groups whose options reach its fault, forward and backward, until it is found. The
 rules of others get what they use themselves: their input distribution, exact attention as the truth, the fault-free kernel in
@@ -37,7 +37,6 @@ from pytest_attn.workloads.kv_layout import handed_over
 from pytest_attn.workloads.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from covering import pairwise_workloads
 from honest.variants import VARIANTS
 
 CPU = torch.device("cpu")
@@ -111,13 +110,10 @@ def _native(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     return tensor[0].transpose(0, 1) if workload.is_packed else tensor
 
 
-def workloads_of(group: str) -> list[Workload]:
-    """Return a group of the catalog, or the covering set of pairs."""
-    return list(pairwise_workloads()) if group == "pairs" else builtin_catalog().select(group)
-
-
 def cases_of(workloads: list[Workload]) -> list[Case]:
-    return [Case(w, backward) for w in workloads for backward in (False, True) if not (backward and w.has_no_gradient_because)]
+    """Return the cases of those that the kernels take: none drops probabilities or dequantizes."""
+    taken = [w for w in workloads if not (w.dropout or w.is_quantized)]
+    return [Case(w, backward) for w in taken for backward in (False, True) if not (backward and w.has_no_gradient_because)]
 
 
 def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:
@@ -157,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    everything = cases_of([w for group in options.groups.split(",") for w in workloads_of(group)])
+    everything = cases_of([w for group in options.groups.split(",") for w in builtin_catalog().select(group)])
     chosen = [mutant for mutant in MUTANTS if mutant.kind in options.classes.split(",")]
     began, peers, rows = time.monotonic(), Peers(), []
     for mutant in chosen:

@@ -153,9 +153,13 @@ class CaseRun:
     ) -> Subject:
         """Return what a test handed over, behind its one type; skips the test where a backend cannot take the case.
 
+        A workload of a group that drops probabilities is for callables that say which: it skips the others.
+
         backward: whether gradients are needed although the marker does not ask for them. dequantized: what a callable that
         quantizes makes of q, k and v. Raises as `Registry.subject` does.
         """
+        if spec.drops_unseen and self.session.registrations.catalog.group_of(self.workload.name):
+            self.skip(None, "drops probabilities: for callables that return which they kept, returns=('out', 'keep')")
         test = getattr(getattr(self.item, "function", None), "__qualname__", "")
         subject = self._told_apart(self.session.kernels.subject(target, name, spec, self.backend, test, dequantized))
         is_unasked = isinstance(target, str) or (backward and not self.mark.backward)

@@ -87,6 +87,11 @@ class CheckSpec:
             raise ValueError(f"backend {subject.name!r}: {error}") from None
         return dataclasses.replace(self, declared=declared)
 
+    @property
+    def drops_unseen(self) -> bool:
+        """Whether probabilities are dropped, and the callable does not say which."""
+        return bool(self.workload.dropout) and "keep" not in self.results
+
     def subject(
         self,
         registry: Registry,
@@ -99,7 +104,7 @@ class CheckSpec:
         subject = registry.subject(target, name, self.declared, within, dequantized)
         if not isinstance(subject, CallableSubject):
             return subject
-        if self.workload.dropout and "keep" not in self.results:
+        if self.drops_unseen:
             raise ValueError(
                 f"{self.workload.id} drops probabilities: let the callable return which it kept, a boolean"
                 " (batch, heads, q_len, kv_len), and say returns=('out', 'keep')"

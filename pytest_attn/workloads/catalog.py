@@ -179,10 +179,11 @@ def _small() -> Iterator[Group]:
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
         ],
     )
+    fp8 = "float8_e4m3fn"
     br = partial(W, heads=4, kv_heads=2, mask="causal-bottom-right")
     yield (
         "features",
-        "ours: every option of a workload, small, alone and with others",
+        "ours: every option of a workload, small, alone and with each other that a kernel can take beside it",
         [
             W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask=Window(40, 3), name="features-sinks-window"),
             W(130, heads=4, kv_heads=2, head_dim=32, sinks=True, mask="causal", name="features-sinks-causal"),
@@ -193,12 +194,13 @@ def _small() -> Iterator[Group]:
             W(100, heads=2, head_dim=48, v_head_dim=32, mask=Document((30, 50, 20), causal=True), name="features-documents"),
             W(96, heads=2, head_dim=32, mask=Neighborhood((8, 12), (3, 5), 1, 1, (True, False)), name="features-neighborhood"),
             W(100, 40, heads=2, head_dim=32, mask="causal-bottom-right", name="features-blind-rows"),
-            W(130, batch=2, heads=2, head_dim=32, mask="causal", name="features-batch"),
+            W(66, batch=2, heads=2, head_dim=32, mask="causal", name="features-batch"),
             W(8, heads=8, head_dim=32, name="features-square"),
             W(90, heads=4, kv_heads=2, head_dim=32, mask=_wider_with_each_head, name="features-mask-mod"),
             W(100, heads=2, head_dim=32, score_mod=_steeper_with_each_head, softcap=8.0, dtype="float32", name="features-mod"),
-            W(100, heads=2, head_dim=32, kv_lens=(100, 0, 33), mask=Window(20, 5), dtype="float16", name="features-padded"),
-            W(90, heads=6, kv_heads=2, head_dim=32, head_groups="interleaved", mask="causal", name="features-interleaved"),
+            W(70, heads=2, head_dim=32, kv_lens=(70, 0, 33), mask=Window(20, 5), dtype="float16", name="features-padded"),
+            W(66, heads=6, kv_heads=2, head_dim=32, head_groups="interleaved", mask="causal", name="features-interleaved"),
+            W(128, heads=2, head_dim=16, bias="hqk", name="features-bias-128"),
             W(90, heads=2, head_dim=32, bias="hqk", softcap=4.0, bias_before_softcap=True, name="features-bias-first"),
             W(heads=4, head_dim=64, q_lens=(200, 70, 40), name="features-packed"),
             W(heads=4, kv_heads=2, head_dim=32, q_lens=(10, 70, 40), kv_lens=(70, 20, 30), name="features-packed-cross"),
@@ -208,8 +210,160 @@ def _small() -> Iterator[Group]:
             br(q_lens=(5, 1, 17), kv_lens=(64, 33, 17), kv_pages=Pages(16), name="features-packed-pages"),
             br(16, cached=48, batch=2, head_dim=32, name="features-cached"),
             W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
+            W(heads=2, head_dim=32, q_lens=(33, 64), mask="causal", dtype=fp8, descales="head", name="features-packed-fp8"),
+            br(q_lens=(1, 3), kv_lens=(130, 77), kv_pages=Pages(32), kv_dtype=fp8, name="features-packed-pages-fp8"),
+            W(65, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal", dropout=0.2, name="features-dropout"),
+            W(
+                33,
+                heads=2,
+                head_dim=32,
+                kv_lens=(70, 31),
+                bias="hqk",
+                dtype="float16",
+                dropout=0.1,
+                name="features-dropout-bias",
+            ),
+            W(40, 65, heads=2, head_dim=32, alibi=True, mask=Window(31, 0), dropout=0.2, name="features-dropout-window"),
+            *_pairs(),
         ],
     )
+
+
+def _pairs() -> list[Workload]:
+    """Return what benchmarks/features.py prints: few workloads with every pair of options that a kernel can take."""
+    small = partial(W, heads=2, head_dim=32)
+    # fmt: off
+    lines = {
+        "window-fewkeys-packedpages-page64-softcap-scale-alibi": small(
+            head_dim=64, dtype="float16", mask=Window(31, 0), softcap=5.0, scale=0.3, alibi=True, q_lens=(21, 65),
+            kv_lens=(11, 33), kv_pages=Pages(64)),
+        "causal-packed-single-softcap-scale-alibi-gqa": small(
+            heads=4, kv_heads=2, dtype="float16", mask="causal", softcap=5.0, scale=0.08, alibi=True, q_lens=(33,)),
+        "br-decode-padded-empty-softcap-scale-alibi": small(
+            1, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.3, alibi=True, kv_lens=(257, 85, 0)),
+        "br-decode-packedpages-single-page1-gqa": small(
+            heads=3, kv_heads=1, head_dim=64, mask="causal-bottom-right", q_lens=(1,), kv_lens=(513,), kv_pages=Pages(1)),
+        "documents-softcap-scale-alibi-gqa": small(
+            64, batch=2, heads=4, kv_heads=2, dtype="float16", mask=Document((16, 32, 16), causal=True), softcap=5.0,
+            scale=0.08, alibi=True),
+        "window-cross-packedpages-empty-page32-softcap-scale": small(
+            head_dim=64, dtype="float16", mask=Window(20, 3), softcap=5.0, scale=0.3, q_lens=(17, 0, 5), kv_lens=(65,
+            21, 0), kv_pages=Pages(32)),
+        "window-fewkeys-packed-empty-gqa": small(
+            heads=3, kv_heads=1, mask=Window(31, 0), q_lens=(64, 0, 21), kv_lens=(31, 10, 0)),
+        "window-decode-packed-single": small(mask=Window(20, 3), q_lens=(1,), kv_lens=(256,)),
+        "causal-packedpages-page128": small(head_dim=64, mask="causal", q_lens=(21, 65), kv_pages=Pages(128)),
+        "causal-cross-padded-empty-softcap-scale-alibis-quantized": small(
+            31, dtype="float8_e4m3fn", mask="causal", softcap=5.0, scale=0.08, alibi="batch", kv_lens=(64, 21, 0),
+            descales="head"),
+        "br-fewkeys-paged-page64-bias-alibi-quantized-fused": small(
+            63, head_dim=64, mask="causal-bottom-right", bias="hqk", alibi=True, kv_lens=(5, 17), kv_pages=Pages(64,
+            fused=True), kv_dtype="int8", descales="token"),
+        "window-decode-softcap-biasfirst-sinks-mod-quantized": small(
+            1, 255, batch=2, dtype="float16", mask=Window(20, 3), softcap=5.0, bias="hqk", sinks=True,
+            score_mod=_steeper_with_each_head, kv_dtype="float8_e4m3fn", descales="head", bias_before_softcap=True),
+        "boolean-sinksdtype-quantized-gqa-dv": small(
+            32, batch=2, heads=3, kv_heads=1, v_head_dim=48, dtype="float32", mask=BooleanMask(_diagonal_blocks),
+            sinks="bfloat16", kv_dtype="int8", descales="head"),
+        "cross-padded-gqa": small(33, heads=3, kv_heads=1, kv_lens=(42, 127)),
+        "documents-quantized-interleaved-vink": small(
+            63, batch=2, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=Document((15, 31, 17)), kv_dtype="int8",
+            descales="head", v_in_k=True, head_groups="interleaved"),
+        "causal-cross-cached-bias-alibis-sinksdtype-mod-dv": small(
+            31, v_head_dim=48, dtype="float32", mask="causal", bias="bhqk", alibi="batch", sinks="bfloat16",
+            score_mod=_steeper_with_each_head, kv_lens=(78, 54), cached=(47, 23)),
+        "boolean-cross-cached-softcap-biasfirst-alibis-sinks-interleaved-vink": small(
+            31, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=BooleanMask(_diagonal_blocks), softcap=5.0,
+            bias="hqk", alibi="batch", sinks=True, kv_lens=(78, 54), cached=(47, 23), v_in_k=True,
+            head_groups="interleaved", bias_before_softcap=True),
+        "br-fewkeys-left-empty-bias-alibis-sinks-mod": small(
+            129, mask="causal-bottom-right", bias="hq", alibi="batch", sinks=True, score_mod=_steeper_with_each_head,
+            kv_lens=(32, 10, 0), pad="left"),
+        "documents-left-scale-alibis-sinksdtype-interleaved-vink": small(
+            31, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float16", mask=Document((7, 15, 9),
+            causal=True), scale=0.3, alibi="batch", sinks="float32", kv_lens=(10, 31), pad="left", v_in_k=True,
+            head_groups="interleaved"),
+        "neighborhood-left-empty-softcap-alibis-gqa-dv": small(
+            48, heads=4, kv_heads=2, v_head_dim=16, dtype="float32", mask=Neighborhood((8, 6), (3, 5)), softcap=5.0,
+            alibi="batch", kv_lens=(48, 16, 0), pad="left"),
+        "maskmod-cross-packedpages-single-cached-alibis-sinks-sliced": small(
+            head_dim=64, dtype="float32", mask=_wider_with_each_head, alibi="batch", sinks=True, q_lens=(129,),
+            kv_pages=Pages(16, sliced=True), cached=(47,)),
+        "causal-decode-left-empty-bias-alibis-interleaved-vink": small(
+            1, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask="causal", bias="hq", alibi="batch", kv_lens=(512,
+            170, 0), pad="left", v_in_k=True, head_groups="interleaved"),
+        "window-decode-packed-cached-alibis-sinksdtype-mod": small(
+            dtype="float32", mask=Window(20, 3), alibi="batch", sinks="bfloat16", score_mod=_steeper_with_each_head,
+            q_lens=(1, 1), cached=(200, 200)),
+        "maskmod-packedpages-page1-alibis-sinksdtype-mod-interleaved-dv": small(
+            heads=4, kv_heads=2, head_dim=64, v_head_dim=48, mask=_wider_with_each_head, alibi="batch", sinks="float32",
+            score_mod=_steeper_with_each_head, q_lens=(43, 129), kv_pages=Pages(1), head_groups="interleaved"),
+        "neighborhood-paged-page128-bias-alibi-mod-vink-hnd": small(
+            64, head_dim=48, v_head_dim=32, mask=Neighborhood((8, 8), (3, 5)), bias="hqk", alibi=True,
+            score_mod=_steeper_with_each_head, kv_lens=(21, 64), kv_pages=Pages(128, layout="HND"), v_in_k=True),
+        "maskmod-fewkeys-softcap-scale-biasfirst-alibi-sinksdtype": small(
+            33, 5, batch=2, dtype="float32", mask=_wider_with_each_head, softcap=5.0, scale=0.08, bias="hqk",
+            alibi=True, sinks="bfloat16", bias_before_softcap=True),
+        "boolean-fewkeys-left-scale-alibi-sinks-dv": small(
+            65, v_head_dim=16, dtype="float16", mask=BooleanMask(_diagonal_blocks), scale=0.3, alibi=True, sinks=True,
+            kv_lens=(11, 33), pad="left"),
+        "maskmod-cross-cached-scale-bias-alibi-mod-gqa": small(
+            33, heads=3, kv_heads=1, dtype="float16", mask=_wider_with_each_head, scale=0.08, bias="hqk", alibi=True,
+            score_mod=_steeper_with_each_head, kv_lens=(80, 56), cached=(47, 23)),
+        "br-fewkeys-packed-single-alibi-interleaved-vink": small(
+            heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32", mask="causal-bottom-right", alibi=True,
+            q_lens=(64,), kv_lens=(31,), v_in_k=True, head_groups="interleaved"),
+        "boolean-decode-paged-empty-bias-sinksdtype-gqa-hnd": small(
+            1, heads=4, kv_heads=2, head_dim=64, mask=BooleanMask(_diagonal_blocks), bias="bhqk", sinks="float32",
+            kv_lens=(384, 128, 0), kv_pages=Pages(16, layout="HND")),
+        "documents-paged-empty-page128-bias-sinks-fused": small(
+            33, head_dim=64, dtype="float32", mask=Document((8, 16, 9)), bias="bk", sinks=True, kv_lens=(33, 11, 0),
+            kv_pages=Pages(128, fused=True)),
+        "window-cross-left-bias-interleaved-dv": small(
+            40, heads=4, kv_heads=2, v_head_dim=48, mask=Window(31, 0), bias="hq", kv_lens=(42, 128), pad="left",
+            head_groups="interleaved"),
+        "causal-fewkeys-paged-softcap-biasfirst-dv-sliced": small(
+            63, head_dim=64, v_head_dim=16, dtype="float16", mask="causal", softcap=5.0, bias="hqk", kv_lens=(5, 17),
+            kv_pages=Pages(16, sliced=True), bias_before_softcap=True),
+        "br-decode-softcap-biasfirst-sinks-mod-gqa-dv": small(
+            1, 257, batch=2, heads=3, kv_heads=1, v_head_dim=48, mask="causal-bottom-right", softcap=5.0, bias="hqk",
+            sinks=True, score_mod=_steeper_with_each_head, bias_before_softcap=True),
+        "documents-softcap-biasfirst-mod": small(
+            128, batch=2, mask=Document((32, 64, 32), causal=True), softcap=5.0, bias="hqk",
+            score_mod=_steeper_with_each_head, bias_before_softcap=True),
+        "window-padded-empty-softcap-biasfirst-gqa-vink": small(
+            40, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=Window(20, 3), softcap=5.0, bias="hqk",
+            kv_lens=(40, 13, 0), v_in_k=True, bias_before_softcap=True),
+        "neighborhood-softcap-scale-biasfirst-sinks-interleaved": small(
+            96, batch=2, heads=4, kv_heads=2, dtype="float16", mask=Neighborhood((8, 12), (3, 5)), softcap=5.0,
+            scale=0.3, bias="hqk", sinks=True, head_groups="interleaved", bias_before_softcap=True),
+        "boolean-cross-paged-cached-page64-softcap-biasfirst-mod": small(
+            127, head_dim=64, dtype="float32", mask=BooleanMask(_diagonal_blocks), softcap=5.0, bias="hqk",
+            score_mod=_steeper_with_each_head, kv_lens=(174, 150), kv_pages=Pages(64), cached=(47, 23),
+            bias_before_softcap=True),
+        "maskmod-decode-packed-empty-cached-sinks-dv": small(
+            v_head_dim=16, mask=_wider_with_each_head, sinks=True, q_lens=(1, 0, 1), kv_lens=(513, 512, 513),
+            cached=(512, 512, 512)),
+        "br-packedpages-single-scale-sinksdtype-mod-interleaved-hnd": small(
+            heads=4, kv_heads=2, head_dim=64, mask="causal-bottom-right", scale=0.3, sinks="float32",
+            score_mod=_steeper_with_each_head, q_lens=(127,), kv_pages=Pages(16, layout="HND"),
+            head_groups="interleaved"),
+        "maskmod-left-vink": small(
+            33, head_dim=48, v_head_dim=32, mask=_wider_with_each_head, kv_lens=(11, 33), pad="left", v_in_k=True),
+        "cross-packed-single": small(q_lens=(31,), kv_lens=(64,)),
+        "fewkeys-packed-single": small(q_lens=(129,), kv_lens=(32,)),
+        "fewkeys-padded": small(33, kv_lens=(1, 5)),
+        "window-packedpages-vink-hnd": small(
+            head_dim=48, v_head_dim=32, mask=Window(31, 0), q_lens=(21, 64), kv_pages=Pages(16, layout="HND"),
+            v_in_k=True),
+        "maskmod-quantized": small(65, batch=2, dtype="float8_e4m3fn", mask=_wider_with_each_head, descales="head"),
+        "neighborhood-quantized": small(
+            33, batch=2, dtype="float8_e4m3fn", mask=Neighborhood((33,), (7,)), descales="head"),
+        "neighborhood-sinksdtype": small(63, batch=2, mask=Neighborhood((63,), (7,)), sinks="float32"),
+        "packed-single-dv": small(v_head_dim=48, q_lens=(31,)),
+    }
+    # fmt: on
+    return [workload.replace(name=f"features-{name}") for name, workload in lines.items()]
 
 
 # -- as real models and libraries call it -------------------------------------------------------------------------------------

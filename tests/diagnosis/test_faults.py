@@ -29,7 +29,8 @@ from pytest_attn.workloads.inputs import draw_inputs
 
 REFERENCES = ReferenceCache()
 CPU = torch.device("cpu")
-SMALL = [w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]
+GROUPS = [w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]
+SMALL = [w for w in GROUPS if not (w.dropout or w.is_quantized or w.v_in_k)]  # which mutants take
 
 
 # -- planted faults, and mutants -------------------------------------------------------------------------------------------

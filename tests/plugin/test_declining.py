@@ -101,3 +101,28 @@ def test_what_torch_raises_is_a_fault(fault):
     with pytest.raises(NotImplementedError) as raised:
         fault()
     assert declined_because(raised.value) is None
+
+
+def test_a_group_that_has_dropout_skips_callables_that_say_not_what_they_dropped(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        from pytest_attn import Workload
+
+        def attention(q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        @pytest.mark.attention("features-dropout", "features-batch", device="cpu")
+        def test_of_a_group(attn):
+            attn.check(attention)
+
+        @pytest.mark.attention(Workload(64, heads=2, dropout=0.2), device="cpu")
+        def test_of_its_own(attn):
+            attn.check(attention)
+        """
+    )
+    result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, skipped=1, failed=1)
+    result.stdout.fnmatch_lines(["*drops probabilities: for callables that return which they kept*"])
+    result.stdout.fnmatch_lines(["*ValueError*drops probabilities: let the callable return which it kept*"])
