@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pytest_attn.backends.backend import Backend
@@ -26,6 +27,8 @@ from pytest_attn.latency.work import direction_of, work_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import did_you_mean
+from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ def check(
     fn: Callable[..., Any] | Backend | str,
     workload: Workload | str,
     *,
-    backward: bool = False,
+    backward: bool | Sequence[str] = False,
     inputs: str | tuple[str, ...] | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -87,7 +90,9 @@ def check(
     Args:
         fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
         workload: a `Workload`, or a name of the catalog that stands for one.
-        backward: compare dq, dk and dv as well.
+        backward: compare dq, dk and dv as well; or the gradients of these alone: any of "q", "k", "v", "sinks", "bias" and
+            "alibi". Of the last three fn uses the tensor of `draw_inputs` for the workload and the seed, with
+            `requires_grad_()`.
         inputs: names of input distributions, by default ("structured", "flat").
         device: "auto", "cpu", "cuda", "cuda:N", "xpu" or "mps".
         seed: of the inputs.
@@ -108,10 +113,14 @@ def check(
         TypeError: fn is none of the three, or there is no such argument.
     """
     __tracebackhide__ = True
-    spec = CheckSpec(
-        *(_named(workload), resolve_device(device), backward, distribution_names(inputs)),
-        *(_declaration(check, declared), seed, limits),
-    )
+    made, names = _named(workload), distribution_names(inputs)
+    leaves, wanted = asked_gradients(backward, [made])
+    spec = CheckSpec(made, resolve_device(device), bool(backward), names, _declaration(check, declared), seed, limits)
+    if wanted:
+        drawn = draw_inputs(made, names[0], seed, spec.device)
+        parameters = {name: getattr(drawn, PARAMETERS[name].tensor) for name in wanted}
+        spec = replace(spec, parameters=parameters)
+    spec = replace(spec, leaves=leaves) if backward else spec
     return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec)
 
 

@@ -301,6 +301,7 @@ class Failure:
             declared=decode_declaration(asked["declared"]),
             seed=asked["seed"],
             limits=asked["limits"],
+            leaves=tuple(asked.get("leaves", "qkv")),
             parameters={name: self.tensors[PARAMETERS[name].tensor] for name in asked.get("parameters", ())},
         )
         declared = precision_named(decode_precision(asked["precision"]))

@@ -143,6 +143,7 @@ class FailureSaver:
                 "declared": encode_declaration(spec.declared),
                 "precision": encode_precision((spec.for_subject(self._subject) if self._subject else spec).declared.precision),
                 "limits": spec.limits,
+                "leaves": list(spec.leaves),
                 "parameters": list(spec.parameters),
                 "thorough": self._session.settings.thorough,
             },

@@ -254,6 +254,7 @@ class CaseTensors(ServingTensors):
             workload=self._workload,
             device=self.device,
             backward=mark.backward,
+            leaves=mark.leaves,
             inputs=distribution_names(mark.inputs),
             declared=mark.declared,
             seed=settings.seed,

@@ -6,7 +6,7 @@ are the switches of torch that it may turn and has to turn back, and earlier res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.dtypes import beside
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
 
 # -- torch's switches --------------------------------------------------------------------------------------------------
@@ -289,7 +290,8 @@ def call_kernel(
         laid = list(spec.handed(pristine))
     if spec.workload.v_in_k:
         laid[2] = laid[1][..., : spec.workload.v_head_dim]
-    given = [t.requires_grad_(spec.backward) for t in laid]
+    leaves = spec.leaves if spec.backward else ()
+    given = [t.requires_grad_(name in leaves) for name, t in zip("qkv", laid, strict=True)]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
     gradients = nullcontext() if spec.backward else torch.no_grad()
@@ -302,8 +304,9 @@ def call_kernel(
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
-        leaves = {**dict(zip("qkv", given, strict=True)), **spec.parameters}
-        tensors.update(_gradients(tensors["out"], leaves, pattern.of("dout", dout, spec.layout)))
+        wanted = {name: t for name, t in zip("qkv", given, strict=True) if name in leaves} | _found(spec, tensors["out"])
+        drawn = {name for name, tensor in spec.parameters.items() if not tensor.requires_grad}
+        tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn))
         wait(spec.device)
     changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")
@@ -311,7 +314,10 @@ def call_kernel(
     return empty_rows.forget(native), changes
 
 
-def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _gradients(
+    out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor, drawn: Set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield gradients. drawn: the leaves of which only the values were known."""
     if not out.requires_grad:
         raise ContractError(
             "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
@@ -319,7 +325,9 @@ def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.T
     grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is None:
-            raise ContractError(f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name)}")
+            raise ContractError(
+                f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name, name not in drawn)}"
+            )
         if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
             raise ContractError(
                 f"d{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"
@@ -327,9 +335,36 @@ def _gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.T
         yield f"d{name}", grad.to(out.device)  # what a kernel closes over may be a copy of a tensor elsewhere
 
 
-def _advice(name: str) -> str:
-    """Say what a kernel has to close over for the gradient of a parameter."""
-    return "" if name in "qkv" else f"; the callable must use attn.{'alibi_slopes' if name == 'alibi' else name} itself"
+def _found(spec: CheckSpec, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the leaves of parameters: where only the values are known, the tensor with these on which out depends."""
+    found = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in spec.parameters.items()}
+    sought = {name: t for name, t in spec.parameters.items() if not t.requires_grad}
+    for leaf in _leaves_of(out) if sought else ():
+        for name, drawn in sought.items():
+            alike = leaf.shape == drawn.shape and leaf.dtype == drawn.dtype
+            if alike and torch.equal(leaf.detach().to(drawn.device), drawn):
+                found[name] = leaf
+    return found
+
+
+def _leaves_of(out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors to which autograd comes from here."""
+    ahead, seen = [out.grad_fn], set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+                yield leaf
+
+
+def _advice(name: str, own: bool) -> str:
+    """Say what a kernel has to close over for the gradient of a parameter. own: it is a leaf of the test's."""
+    if name in "qkv":
+        return ""
+    tensor = PARAMETERS[name].tensor
+    return f"; the callable must use {'attn.' + tensor if own else f'draw_inputs(...).{tensor}.requires_grad_()'} itself"
 
 
 @contextmanager

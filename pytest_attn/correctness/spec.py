@@ -32,9 +32,10 @@ class CheckSpec:
     """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
-    distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. parameters: what
-    the kernel closes over, by name ("sinks", "bias", "alibi"), whose gradients are compared as well. diagnosis_timeout:
-    seconds in which what explains a fault is looked for, 0 for no end.
+    distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. leaves: of which of q, k
+    and v gradients are compared, where any are; the others need none. parameters: what the kernel closes over, by name
+    ("sinks", "bias", "alibi"), whose gradients are compared as well: the leaves, or their values, by which these are found.
+    diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end.
     """
 
     workload: Workload
@@ -45,6 +46,7 @@ class CheckSpec:
     seed: int = 0
     limits: str = "default"
     diagnosis_timeout: float = dataclasses.field(default=60.0, compare=False)
+    leaves: tuple[str, ...] = ("q", "k", "v")
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

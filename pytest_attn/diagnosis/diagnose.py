@@ -419,6 +419,7 @@ def _reach(got: torch.Tensor, bad: torch.Tensor) -> int:
 #: scores of a workload above which its exact attention takes long
 _AGAIN_ELEMENTS = 1 << 26
 _SCALE_STEPS = 6
+GRADIENTS = frozenset(("dq", "dk", "dv"))
 #: what is left out where time is over
 _PROFILES = "precision profiles"
 #: under a profile that is suggested: the part of each limit that is reached at most, and where its roundings are repeated the
@@ -539,7 +540,7 @@ def _z_under(profile: Precision, name: str, case: Case) -> float | None:
     """Return the largest |z| of tensors of this name under another profile, None unless the whole case passes with room."""
     is_long = score_elements(case.workload) > _AGAIN_ELEMENTS  # but for sampled rows of out
     is_of_few_rows = any(one.reference.is_sampled for one in case.returned)
-    has_gradients = any("dq" in one.tensors for one in case.returned)
+    has_gradients = any(not GRADIENTS.isdisjoint(one.tensors) for one in case.returned)
     if (is_long and (has_gradients or not is_of_few_rows)) or _fails_on_one_head(profile, name, case):
         return None
     largest = 0.0
@@ -547,7 +548,7 @@ def _z_under(profile: Precision, name: str, case: Case) -> float | None:
         other = compute_reference(
             reference.inputs,
             profile,
-            backward="dq" in tensors,
+            backward=not GRADIENTS.isdisjoint(tensors),
             workload=case.workload,
             parameters=reference.parameters,
             extra=reference.extra,

@@ -17,7 +17,7 @@ from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.functions import describe
-from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
+from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
 from pytest_attn.workloads.sharding import SHARDS, Shard
 from pytest_attn.workloads.workload import Workload
 
@@ -45,13 +45,14 @@ class AttentionMark:
     device: str | None = argument(None, '"cpu", "cuda", "cuda:N", "xpu" or "mps"', unset="--attn-device")
     backward: bool = argument(
         False,
-        'whether dq, dk and dv are compared as well; ("q", "k", "v", "sinks"), with any of'
-        f" {', '.join(map(_quoted, PARAMETERS))}, compares the gradients of these, too",
+        'whether dq, dk and dv are compared as well; ("q", "sinks"), with any of "q", "k", "v",'
+        f" {', '.join(map(_quoted, PARAMETERS))}, compares the gradients of these alone",
         one_of(True, False),
     )
     inputs: tuple[str, ...] | None = argument(
         None, f"names of input distributions: {', '.join(map(_quoted, DISTRIBUTIONS))}", unset='("structured", "flat")'
     )
+    leaves: tuple[str, ...] = ("q", "k", "v")
     parameters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = argument(
         None,
@@ -89,7 +90,7 @@ class AttentionMark:
         said = {one.name: values.pop(one.name) for one in arguments_of(Declaration) if one.name in values}
         values["declared"] = Declaration(**said)
         if isinstance(values.get("backward"), list | tuple):
-            values["parameters"] = _parameters(values["backward"], values["workloads"])
+            values["leaves"], values["parameters"] = asked_gradients(values["backward"], values["workloads"])
             values["backward"] = True
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
@@ -220,18 +221,6 @@ def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
     raise ValueError(f"a workload must be a name or a Workload, got {describe(argument)} {argument!r}")
 
 
-def _parameters(names: Sequence[object], workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """Return of which parameters gradients are asked for, beside q, k and v; each must be one of a workload's."""
-    wanted = tuple(str(name) for name in names if name not in ("q", "k", "v"))
-    unknown = [name for name in wanted if name not in PARAMETERS]
-    if unknown or not {"q", "k", "v"} <= set(map(str, names)):
-        raise ValueError(f'backward must be True, False, or "q", "k", "v" and any of {", ".join(PARAMETERS)}, got {names!r}')
-    for name in wanted:
-        if workloads and not any(name in parameters_of(workload) for workload in workloads):
-            raise ValueError(f"backward asks for a gradient of {name}, and no workload of the marker has {name}")
-    return wanted
-
-
 def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the world sizes of a marker, none where it names none; check what goes with them. said: of the callable."""
     ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
@@ -246,7 +235,7 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
         raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
     if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
-    if values.get("parameters"):
+    if values.get("parameters") or len(values.get("leaves", "qkv")) < 3:
         *others, last = PARAMETERS
         raise ValueError(f"ranks have gradients of q, k and v; leave out {', '.join(others)} and {last} in backward")
     return tuple(dict.fromkeys(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pytest_attn.workloads.workload import Workload
@@ -47,6 +47,23 @@ def parameters_of(workload: Workload, among: Iterable[str] = tuple(PARAMETERS)) 
     """Return which of these parameters a workload has whose gradient is known: not before a score_mod."""
     known = [one.name for one in PARAMETERS.values() if workload.score_mod is None or not one.is_in_scores]
     return [name for name in among if name in known and getattr(workload, name)]
+
+
+def asked_gradients(backward: object, workloads: Sequence[Workload]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return of which of q, k and v, and of which parameters, `backward` asks for gradients: True or False, or their names.
+
+    Raises ValueError for another name, and for a parameter that no workload has; workloads: none where any may come.
+    """
+    if not isinstance(backward, list | tuple):
+        return ("q", "k", "v") if backward else (), ()
+    names = tuple(map(str, backward))
+    if not names or set(names) - {"q", "k", "v", *PARAMETERS}:
+        raise ValueError(f'backward must be True, False, or any of "q", "k", "v", {", ".join(PARAMETERS)}, got {backward!r}')
+    wanted = tuple(name for name in PARAMETERS if name in names)
+    for name in wanted:
+        if workloads and not any(name in parameters_of(workload) for workload in workloads):
+            raise ValueError(f"backward asks for a gradient of {name}, and no workload has {name}")
+    return tuple(name for name in ("q", "k", "v") if name in names), wanted
 
 
 def is_of_parameter(name: str) -> bool:

@@ -1,8 +1,10 @@
 """`backward=("q", "k", "v", "sinks")`: gradients of what a kernel closes over."""
 
 import pytest
+import torch
 
 import pytest_attn
+from pytest_attn import Workload, draw_inputs
 
 KERNEL = """
 import math, pytest, torch
@@ -63,9 +65,9 @@ def test_a_backend_is_skipped_with_the_reason(judged):
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ('("q", "k", "v", "mask")', 'backward must be True, False, or "q", "k", "v" and any of sinks, bias, alibi, got '),
-        ('("q", "sinks")', 'backward must be True, False, or "q", "k", "v" and any of sinks, bias, alibi, got '),
-        ('("q", "k", "v", "bias")', "backward asks for a gradient of bias, and no workload of the marker has bias"),
+        ('("q", "k", "v", "mask")', 'backward must be True, False, or any of "q", "k", "v", sinks, bias, alibi, got '),
+        ("()", 'backward must be True, False, or any of "q", "k", "v", sinks, bias, alibi, got ()'),
+        ('("q", "k", "v", "bias")', "backward asks for a gradient of bias, and no workload has bias"),
     ],
 )
 def test_what_has_no_gradient_is_refused(pytester, marker, message):
@@ -73,6 +75,51 @@ def test_what_has_no_gradient_is_refused(pytester, marker, message):
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(errors=1)
     assert message in result.stdout.str()
+
+
+@pytest.mark.parametrize("asked", ['("sinks",)', '("q", "sinks")', '("k",)'])
+def test_what_is_not_asked_for_needs_no_gradient(pytester, asked):
+    kernel = """lambda q, k, v: seen.append([t.requires_grad for t in (q, k, v)]) or attention(q, k, v, attn.sinks)"""
+    test = KERNEL.replace('("q", "k", "v", "sinks")', asked).format(what=kernel, fixture="")
+    needed = str([f'"{name}"' in asked for name in "qkv"])
+    pytester.makepyfile(f"{test}    assert {needed} in seen and len(set(map(str, seen))) == 1\nseen = []\n")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+SINKS = Workload(64, heads=2, head_dim=32, sinks=True)
+
+
+def with_sinks(q, k, v, sinks):
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
+
+
+def with_bias(q, k, v, bias):
+    return ((q.float() @ k.float().mT * q.shape[-1] ** -0.5 + bias.float()).softmax(-1) @ v.float()).to(q.dtype)
+
+
+@pytest.mark.parametrize("asked", [("q", "sinks"), ("sinks",), ("q", "k", "v", "sinks")])
+def test_check_takes_names_as_the_marker_does(asked):
+    sinks = draw_inputs(SINKS).sinks.requires_grad_()
+    found = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=asked, device="cpu")
+    assert {row.name for row in found.tensors} == {"out", *(f"d{name}" for name in asked)}
+
+
+def test_check_finds_a_wrong_gradient_of_the_bias_alone():
+    workload = Workload(64, heads=2, head_dim=32, bias="hqk")
+    bias = draw_inputs(workload).bias.requires_grad_()
+    options = {"backward": ("bias",), "device": "cpu"}
+    assert pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias), workload, **options).passed
+    with pytest.raises(AssertionError, match="mismatch: dbias of"):
+        pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias.detach() + 2 * (bias - bias.detach())), workload, **options)
+    with pytest.raises(AssertionError, match=r"dbias is missing: .* draw_inputs\(...\).bias.requires_grad_\(\)"):
+        pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias.detach()), workload, backward=("q", "bias"), device="cpu")
+
+
+def test_check_refuses_a_gradient_of_what_a_workload_has_not():
+    with pytest.raises(ValueError, match="backward asks for a gradient of bias, and no workload has bias"):
+        pytest_attn.check(with_sinks, SINKS, backward=("bias",), device="cpu")
 
 
 def test_they_may_be_used_before_the_check(judged):
