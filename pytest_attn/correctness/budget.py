@@ -98,6 +98,14 @@ class Rounding:
         """
         return x.square().mul_(2 * self.operand_unit**2) if self.operand_unit else None
 
+    def of_ordered_terms(self, total: torch.Tensor, terms: int) -> torch.Tensor:
+        """Return the variance of a float32 sum whose positive terms come first, as where values change slowly from key to key.
+
+        total: of the terms' magnitudes. The partial sums rise to half of it and fall again, their squares' mean is 1/12 of its
+        square.
+        """
+        return total.square().mul_(self.unit**2 * terms / 12)
+
     def of_cut_products(self, total: torch.Tensor) -> torch.Tensor | None:
         """Return the square of what a sum of products loses where both operands are cut off: their errors do not cancel."""
         return total.square().mul_((2 * self.operand_unit) ** 2) if self.operand_unit else None
@@ -389,6 +397,8 @@ class ForwardBudget:
         else:
             of_p = over_keys(p_rounding_var, chunk.v_squared)
             variance += of_p if self.precision.parts == 1 else of_p.mul_(2)  # parts of out, of random terms: as much again
+        if self.rounding.is_float32:
+            variance += self.rounding.of_ordered_terms(over_keys(p, chunk.v.abs()), chunk.v.shape[2])
         variance += (out * of_lse).square_()  # where partial results are merged by their lse, as in split-KV kernels
         if noise_var is not None and rows.dropped is not None:  # sum_j n_ij (z_j v_j - o)^2, at most twice its squares' sum
             of_kept = over_keys(noise_var * rows.dropped.square(), chunk.v_squared)

@@ -219,13 +219,17 @@ class Gradients:
         if times > 1:  # partial sums: where their terms are random, half of all on average; where these agree, a third
             variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)
         variance = self.rounding.with_parts(variance, dq, self.kv_len) + self.rounding.of_sum(dq, self.kv_len)
+        if self.rounding.is_float32:
+            total = over_keys(scores.ds.abs(), k.abs()).mul_(self.scale)
+            variance += self.rounding.of_ordered_terms(total, k.shape[2])
         return dq, variance
 
 
 class KeyGradients:
     """dk and dv of one block: sums over its chunks, per query head if a kernel rounds these before it sums them up.
 
-    sums: name -> value and variance, each (n, heads or kv_heads, keys, d).
+    sums: name -> value, variance and the total of the terms' magnitudes, which counts in float32, each (n, heads or kv_heads,
+    keys, d).
     """
 
     def __init__(self, block: Block, rounding: Rounding) -> None:
@@ -235,31 +239,38 @@ class KeyGradients:
         self.heads = w.group * k.shape[1] if self.per_query_head else k.shape[1]
         keys = k.shape[2] if block.segment.keys is None else len(block.segment.keys)
         shapes = {name: (k.shape[0], self.heads, keys, dim) for name, dim in (("dk", w.head_dim), ("dv", w.v_head_dim))}
-        self.sums = {name: (k.new_zeros(shape), k.new_zeros(shape)) for name, shape in shapes.items()}
+        number = 3 if rounding.is_float32 else 2
+        self.sums = {name: [k.new_zeros(shape) for _ in range(number)] for name, shape in shapes.items()}
 
     def add(self, rows: BackwardRows, scores: ScoreGradient, keys: slice) -> None:
-        """Add the share of some query rows to the sums of these keys; overwrites the variance of `scores`."""
+        """Add the share of some query rows to the sums of these keys; overwrites `scores`."""
         noise = scores.p_rounding_var if rows.p_noise_var is None else scores.p_rounding_var + rows.p_noise_var
         p = rows.p
         if rows.dropped is not None:
             p, noise = p * rows.dropped, noise * rows.dropped.square()
-        self._add("dv", keys, self._over_rows(p, rows.dout), self._over_rows(noise, rows.dout.square()))
+        self._add("dv", keys, p, rows.dout, self._over_rows(noise, rows.dout.square()))
         drift = scores.weight.square().mul_(scores.row_sum_var)
         variance = self._over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.scale**2)
-        self._add("dk", keys, self._over_rows(scores.ds, rows.q).mul_(self.scale), variance)
+        self._add("dk", keys, scores.ds.mul_(self.scale), rows.q, variance)
 
     def _over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return over_rows(a, b, self.heads)
 
-    def _add(self, name: str, keys: slice, value: torch.Tensor, variance: torch.Tensor) -> None:
-        for target, source in zip(self.sums[name], (value, variance), strict=True):
-            target[:, :, keys] += source
+    def _add(self, name: str, keys: slice, a: torch.Tensor, b: torch.Tensor, variance: torch.Tensor) -> None:
+        """Add the sum of a * b over rows."""
+        value, of_value, *total = self.sums[name]
+        value[:, :, keys] += self._over_rows(a, b)
+        of_value[:, :, keys] += variance
+        for magnitude in total:
+            magnitude[:, :, keys] += self._over_rows(a.abs(), b.abs())
 
     def rounded(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield name, value and variance, both (n, kv_heads, keys, d), of each sum once it is rounded."""
         terms = self.group * self.q_len
         times = self.rounding.precision.roundings(self.q_len)
-        for name, (value, variance) in self.sums.items():
+        for name, (value, variance, *total) in self.sums.items():
+            for magnitude in total:
+                variance = variance + self.rounding.of_ordered_terms(magnitude, terms)
             if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
                 variance = variance * (1 + times) + self.rounding.of_result(value, terms) * (times / 3)
             variance = self.rounding.with_parts(variance, value, terms)

@@ -201,3 +201,20 @@ def test_the_maximum_may_have_a_gradient_which_is_what_its_row_lost(dtype, preci
         more = {"inputs": ("flat", "randn"), "seed": seed, "precision": precision, "backward": True}
         comparison = judged(attention, spec_of(w, **more), REFERENCES)
         assert comparison.passed, comparison.worst
+
+
+def test_in_float32_sums_may_rise_and_fall_where_values_change_slowly_from_key_to_key():
+    w = Workload(32, 2048, heads=1, head_dim=16, dtype="float32")
+    drawn = draw_inputs(w)
+    waves = torch.sin(torch.arange(2048)[:, None] * (2 * torch.pi / 2048) + torch.arange(16) / 5)
+    inputs = replace(drawn, q=drawn.q / 100, v=waves.view(1, 1, 2048, 16))
+    p = (inputs.q @ inputs.k.mT * w.softmax_scale).softmax(-1)
+    expected = compute_reference(inputs, PRECISIONS["flash"]).tensors["out"]
+
+    out = torch.zeros(1, 1, 32, 16)
+    for key in range(2048):
+        out += p[..., key, None] * inputs.v[:, :, key, None]
+
+    z = (out.double() - expected.value) / expected.tau
+    assert z.abs().max() < 6
+    assert z.square().mean().sqrt() < 1.5
