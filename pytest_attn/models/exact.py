@@ -195,7 +195,7 @@ class Passes:
     def _probabilities(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return P (n, heads, rows, keys), lse, and the derivative of the final scores by the scaled ones."""
         scores, slope = modify(self._scores_rounded(scaled_scores(chunk)), chunk)
-        p, lse = softmax(scores.to(chunk.q.dtype), chunk)
+        p, lse = softmax(self._scores_rounded(scores).to(chunk.q.dtype), chunk)
         p = p.to(chunk.q.dtype)
         return p, lse, slope
 

@@ -3,7 +3,7 @@
 The budget takes rounding errors as independent. In a model whose attention is almost uniform they are not: all rows of out
 are nearly equal, are rounded alike, and what D_i inherits of it adds up over the rows. So where a call is beyond the limits,
 correctly rounded kernels are emulated on the same tensors, with the grid of their roundings moved from one to the next; a
-level may reach their mean and `DEVIATIONS` standard deviations more. Where errors are independent, their levels hardly differ,
+level may reach their mean and some standard deviations more. Where errors are independent, their levels hardly differ,
 and the limits stay what they are.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean, stdev
@@ -110,10 +110,14 @@ def _in_a_model(comparison: Comparison) -> Comparison:
 # -- limits of emulated kernels ----------------------------------------------------------------------------------------------
 
 
-#: emulated kernels, and by how many of their standard deviations a level may exceed their mean
-KERNELS, DEVIATIONS = 8, 5.0
-#: scores of a call above which none is emulated
-_MOST_SCORES = 1 << 28
+#: emulated kernels, and by how many of their standard deviations a level may exceed their mean: of few, then of many where
+#: what a call shows is not further off than this. Of few the deviation itself is known to a quarter only, and where all rows
+#: share their errors a level is as widely spread as the magnitude of a single normal variable.
+_FEW, _MANY, _FAR = (8, 5.0), (32, 6.0), 3.0
+#: of the logarithm of the grid's factor, from one kernel to the next: the golden ratio's part spreads any number of them evenly
+_STEP = (5**0.5 - 1) / 2
+#: scores of a call above which none is emulated, or only few are
+_MOST_SCORES, _MANY_SCORES = 1 << 28, 1 << 24
 
 
 def with_empirical_limits(
@@ -121,51 +125,61 @@ def with_empirical_limits(
 ) -> tuple[TensorComparison, ...]:
     """Return the comparisons, those that failed with the limits that fault-free kernels need on these very tensors."""
     failed = {row.name for row in rows if not row.passed and not row.wrong_positions}
-    if not failed or reference.is_sampled or score_elements(inputs.workload) > _MOST_SCORES:
+    scores = score_elements(inputs.workload)
+    if not failed or reference.is_sampled or scores > _MOST_SCORES:
         return rows
-    honest = [
-        {name: compare_tensor(name, "", twin[name], reference, inputs.workload, rows[0].limits) for name in failed}
-        for twin in _emulated_kernels(inputs, reference, backward=bool(failed - {"out"}))
-    ]
-    found = []
-    for row in rows:
-        if row.name in failed:
-            limits = _raised(row.limits, [one[row.name] for one in honest])
-            passed = limits.excess(row.z_element, row.z_row, row.z_head) <= 1
-            row = replace(row, limits=limits, passed=passed)
-        found.append(row)
-    return tuple(found)
+    honest: list[dict[str, TensorComparison]] = []
+    found = rows
+    for kernels, deviations in (_FEW, _MANY):
+        for number in range(len(honest), kernels):
+            twin = _emulated_kernel(number, inputs, reference, backward=bool(failed - {"out"}))
+            levels = {
+                name: compare_tensor(name, "", twin[name], reference, inputs.workload, rows[0].limits) for name in failed
+            }
+            honest.append(levels)
+        found = tuple(
+            _judged_anew(row, _raised(row.limits, [one[row.name] for one in honest], deviations))
+            if row.name in failed
+            else row
+            for row in rows
+        )
+        if scores > _MANY_SCORES or all(row.passed or row.excess > _FAR for row in found if row.name in failed):
+            break
+    return found
 
 
-def _raised(limits: Limits, honest: list[TensorComparison]) -> Limits:
+def _judged_anew(row: TensorComparison, limits: Limits) -> TensorComparison:
+    return replace(row, limits=limits, passed=limits.excess(row.z_element, row.z_row, row.z_head) <= 1)
+
+
+def _raised(limits: Limits, honest: list[TensorComparison], deviations: float) -> Limits:
     def level(name: str, least: float) -> float:
         found: list[float] = [getattr(one, f"z_{name}") for one in honest]
         if not all(map(math.isfinite, found)):
             return least
-        return max(least, fmean(found) + DEVIATIONS * stdev(found))
+        return max(least, fmean(found) + deviations * stdev(found))
 
     return Limits(*(level(name, getattr(limits, name)) for name in ("element", "row", "head")))
 
 
-def _emulated_kernels(inputs: Inputs, reference: Reference, backward: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what fault-free kernels return: rounded where the profile says so, or in float32 on values of another scale."""
+def _emulated_kernel(number: int, inputs: Inputs, reference: Reference, backward: bool) -> dict[str, torch.Tensor]:
+    """Return what a fault-free kernel returns: rounded where the profile says so, or in float32 on values of another scale."""
     is_float32 = inputs.workload.dtype == "float32"
-    for number in range(1, KERNELS + 1):
-        factor = 2.0 ** (number / (KERNELS + 1))
-        rounding = None if is_float32 else Dithered(reference.precision, factor)
-        # float64 whose scores are the same, and whose every product and sum is rounded elsewhere
-        scales = {"q": factor, "k": 1 / factor, "v": factor, "dout": factor}
-        values = {name: getattr(inputs, name).double() * (scale if is_float32 else 1.0) for name, scale in scales.items()}
-        scaled = dataclasses.replace(inputs, **values)
-        passes = Passes(scaled, rounding, torch.float32 if is_float32 else None)
-        out = passes.forward()
-        found = {"out": out}
-        if backward:
-            found |= dict(zip(("dq", "dk", "dv"), passes.backward(out, scaled.dout), strict=False))  # type: ignore[arg-type]
-        if is_float32:
-            undo = {"out": factor, "dq": factor, "dk": factor**3, "dv": factor}
-            found = {name: (t.double() / undo[name]) for name, t in found.items()}
-        yield found
+    factor = 2.0 ** ((number + 1) * _STEP % 1)
+    rounding = None if is_float32 else Dithered(reference.precision, factor)
+    # float64 whose scores are the same, and whose every product and sum is rounded elsewhere
+    scales = {"q": factor, "k": 1 / factor, "v": factor, "dout": factor}
+    values = {name: getattr(inputs, name).double() * (scale if is_float32 else 1.0) for name, scale in scales.items()}
+    scaled = dataclasses.replace(inputs, **values)
+    passes = Passes(scaled, rounding, torch.float32 if is_float32 else None)
+    out = passes.forward()
+    found = {"out": out}
+    if backward:
+        found |= dict(zip(("dq", "dk", "dv"), passes.backward(out, scaled.dout), strict=False))  # type: ignore[arg-type]
+    if is_float32:
+        undo = {"out": factor, "dq": factor, "dk": factor**3, "dv": factor}
+        found = {name: (t.double() / undo[name]) for name, t in found.items()}
+    return found
 
 
 # -- known defects -----------------------------------------------------------------------------------------------------------

@@ -397,7 +397,7 @@ def test_a_call_of_few_rows_is_not_one_in_which_small_faults_cannot_be_seen():
 
 
 def test_limits_that_emulated_kernels_raise_are_told(monkeypatch):
-    monkeypatch.setattr(judge, "_raised", lambda limits, honest: Limits(20, 20, 20))
+    monkeypatch.setattr(judge, "_raised", lambda limits, honest, deviations: Limits(20, 20, 20))
     monkeypatch.setattr(judge, "compare_all", lambda *args: (replace(one, passed=False) for one in compare_all(*args)))
 
     found = judge_model(*HONEST["causal"](torch.float32))

@@ -1,9 +1,17 @@
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from models.zoo import HONEST, uniform_case
 
 from pytest_attn import capture
+from pytest_attn.backends.precision import precision_named
+from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.models import judge
+from pytest_attn.models.exact import Dithered, Passes
 from pytest_attn.models.judge import judge_call
 
 
@@ -33,3 +41,26 @@ def test_with_them_they_pass_and_a_wrong_gradient_does_not(calls):
     for call in calls:
         call.gradients["dv"] *= 1.1
     assert not any(judge_call(call).passed for call in calls)
+
+
+def kernels(call, number):
+    """Yield results of fault-free kernels on the tensors of a call, each with another grid of roundings."""
+    inputs, generator = call.complete_inputs(), random.Random(0)
+    inputs = replace(inputs, **{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout")})  # rounded once only
+    for _ in range(number):
+        passes = Passes(inputs, Dithered(precision_named(call.precision), 2 ** generator.random()))
+        out = passes.forward()
+        yield {"out": out, **dict(zip(("dq", "dk", "dv"), passes.backward(out, inputs.dout), strict=False))}
+
+
+def test_among_many_honest_kernels_whose_rows_share_their_errors_none_is_called_wrong():
+    model, step = uniform_case(torch.bfloat16, seed=1)
+    call = capture(lambda: step().backward(), model)[1]
+    inputs, beyond = call.complete_inputs(), 0
+    reference = compute_reference(inputs, precision_named(call.precision), backward=True)
+    for tensors in kernels(call, 60):
+        rows = tuple(compare_all("", tensors, reference, call.workload, limits_named("default")))
+        beyond += not all(row.passed for row in rows)
+        judged = judge.with_empirical_limits(rows, tensors, reference, inputs)
+        assert all(row.passed for row in judged), judged
+    assert beyond > 30
