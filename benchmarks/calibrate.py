@@ -1,9 +1,11 @@
-"""False alarms: every available exact backend on honest cases; prints the largest z of each level.
+"""False alarms: every available exact backend, and kernels without a fault, on honest cases; the largest z of each level.
 
-    python benchmarks/calibrate.py [--device cuda] [--backends ...] [--out results.json]
+    python benchmarks/calibrate.py [--device cuda] [--backends ...] [--seeds 5] [--seconds 500] [--out results.json]
 
-Cases: backends x shapes x masks x distributions x dtypes x forward and backward. Exits with 1 if any honest case
-fails; failures that a backend carries as known defects are listed apart.
+Cases: backends x shapes x masks x distributions x dtypes x forward and backward; then the fault-free kernels of
+tests/honest/variants.py, and eager code that writes each step of its scores in the dtype, on the groups smoke and edges, with
+some seeds. Each is a judgment; the last line is "alarms: A in N honest judgments of kernels". Exits with 1 if any honest case
+fails; failures that a backend carries as known defects are listed apart. Nothing is begun after --seconds.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from pytest_attn import Workload
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 SHAPES = {
@@ -44,46 +53,86 @@ def workloads(kind: str, dtypes: list[str]) -> list[Workload]:
     return found
 
 
+class Case(NamedTuple):
+    """One judgment: of a backend, called by a name."""
+
+    name: str
+    backend: Backend
+    spec: CheckSpec
+
+
+def of_backends(names: list[str], device: torch.device, dtypes: list[str], distributions: list[str]) -> Iterator[Case]:
+    """Yield what the backends of the registry can compute here."""
+    registry, machine = Registry(), machine_of(device)
+    for workload in workloads("cpu" if device.type == "cpu" else "cuda", dtypes):
+        for name, backward in product(names, (False, True)):
+            if registry[name].obstacle(workload, machine, backward):
+                continue
+            for distribution in distributions:
+                if name == "eager" and distribution == "large":
+                    continue  # rounding scores of 50,000 to the dtype moves them by 100: no budget can be honest there
+                yield Case(name, registry[name], CheckSpec(workload, device, backward, (distribution,)))
+
+
+def of_variants(device: torch.device, seeds: int) -> Iterator[Case]:
+    """Yield the fault-free kernels of the tests, and eager code, on small workloads."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from honest.variants import VARIANTS
+
+    catalog, eager = builtin_catalog(), Registry()["eager"]
+    for seed, workload in product(range(seeds), (*catalog.select("smoke"), *catalog.select("edges"))):
+        backward = not workload.has_no_gradient_because
+        for variant in VARIANTS:
+            yield Case(f"kernel {variant.name}", variant.backend(), CheckSpec(workload, device, backward, seed=seed))
+        if not eager.obstacle(workload, machine_of(device), backward):
+            yield Case("eager", eager, CheckSpec(workload, device, backward, seed=seed))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backends", default="math,eager,sdpa,sdpa_flash,sdpa_efficient,sdpa_cudnn")
     parser.add_argument("--distributions", default=",".join(d for d in DISTRIBUTIONS))
     parser.add_argument("--dtypes", default="bfloat16,float16")
+    parser.add_argument("--seeds", type=int, default=5, help="of each kernel of the tests and each small workload")
+    parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--out")
     args = parser.parse_args()
     device = resolve_device(args.device)
-    machine, registry, cache = machine_of(device), Registry(), ReferenceCache(16 << 30)
+    machine, cache = machine_of(device), ReferenceCache(16 << 30)
     largest: dict[str, list[float]] = {}
+    shares: dict[str, tuple[float, str]] = {}
     failures, known, cases, started = [], [], 0, time.time()
-    for workload in workloads("cpu" if device.type == "cpu" else "cuda", args.dtypes.split(",")):
-        for name, backward in product(args.backends.split(","), (False, True)):
-            backend = registry[name]
-            if backend.obstacle(workload, machine, backward):
-                continue
-            for distribution in args.distributions.split(","):
-                if name == "eager" and distribution == "large":
-                    continue  # rounding scores of 50,000 to the dtype moves them by 100: no budget can be honest there
-                comparison = judge(backend, CheckSpec(workload, device, backward, (distribution,)), cache)
-                cases += 1
-                for tensor in comparison.tensors:
-                    key = f"{name} {workload.dtype} {tensor.name}"
-                    levels = (tensor.z_element, tensor.z_row, tensor.z_head)
-                    so_far = largest.get(key, [0.0, 0.0, 0.0])
-                    largest[key] = [max(pair) for pair in zip(so_far, levels, strict=True)]
-                reaching = (d for d in backend.known_defects if d.applies(workload, machine))
-                defect = next((d for d in reaching if d.explains(comparison, workload)), None)
-                if not comparison.passed and defect is not None:
-                    known.append(f"{name} {workload.id} {distribution}: {defect.issue}")
-                elif not comparison.passed:
-                    failures.append(describe(comparison))
-                    print(describe(comparison), flush=True)
+    distributions = args.distributions.split(",")
+    of_registry = of_backends(args.backends.split(","), device, args.dtypes.split(","), distributions)
+    for name, backend, spec in (*of_registry, *of_variants(device, args.seeds)):
+        if time.time() - started > args.seconds:
+            print(f"the time is over after {cases} cases")
+            break
+        workload = spec.workload
+        comparison = judge(backend, spec, cache)
+        cases += 1
+        for tensor in comparison.tensors:
+            key = f"{name} {workload.dtype} {tensor.name}"
+            levels = (tensor.z_element, tensor.z_row, tensor.z_head)
+            so_far = largest.get(key, [0.0, 0.0, 0.0])
+            largest[key] = [max(pair) for pair in zip(so_far, levels, strict=True)]
+            where = f"{workload.id}, {tensor.distribution}, seed {spec.seed}"
+            shares[key] = max(shares.get(key, (0.0, "")), (tensor.excess, where))
+        reaching = (d for d in backend.known_defects if d.applies(workload, machine))
+        defect = next((d for d in reaching if d.explains(comparison, workload)), None)
+        if not comparison.passed and defect is not None:
+            known.append(f"{name} {workload.id}: {defect.issue}")
+        elif not comparison.passed:
+            failures.append(f"{name}: {describe(comparison)}")
+            print(failures[-1], flush=True)
     print(f"{machine.name}, torch {machine.torch_version}")
     print(f"{cases} cases in {time.time() - started:.0f} s, {len(failures)} failed")
     print(*(f"known defect: {line}" for line in known), sep="\n")
-    print(f"{'backend dtype tensor':42} element    row   head")
+    print(f"{'backend dtype tensor':42} element    row   head  largest share of a limit")
     for key, (element, row, head) in sorted(largest.items()):
-        print(f"{key:42} {element:7.2f} {row:6.2f} {head:6.2f}")
+        share, where = shares[key]
+        print(f"{key:42} {element:7.2f} {row:6.2f} {head:6.2f}  {share:.2f} ({where})")
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             result = {
@@ -94,6 +143,7 @@ def main() -> int:
                 "known": known,
             }
             json.dump({**result, "largest": largest}, file, indent=1, sort_keys=True)
+    print(f"alarms: {len(failures)} in {cases:,} honest judgments of kernels")
     return 1 if failures else 0
 
 
