@@ -114,7 +114,7 @@ def _in_a_model(comparison: Comparison) -> Comparison:
 #: what a call shows is not further off than this. Of few the deviation itself is known to a quarter only, and where all rows
 #: share their errors a level is as widely spread as the magnitude of a single normal variable.
 _FEW, _MANY, _FAR = (8, 5.0), (32, 6.0), 3.0
-#: of the logarithm of the grid's factor, from one kernel to the next: the golden ratio's part spreads any number of them evenly
+#: of the logarithm of the grid's factor, from one kernel to the next: the golden ratio spreads any number of them evenly
 _STEP = (5**0.5 - 1) / 2
 #: scores of a call above which none is emulated, or only few are
 _MOST_SCORES, _MANY_SCORES = 1 << 28, 1 << 24
