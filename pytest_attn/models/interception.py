@@ -543,6 +543,10 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
+#: how names of implementations begin that return no weights; nor do those of the Hub, whose names have a slash
+_WITHOUT_WEIGHTS = ("sdpa", "flex", "flash")
+
+
 def _exact_forward(
     implementations: Collection[str], module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> Any:
@@ -552,7 +556,8 @@ def _exact_forward(
     arguments = read_call(NAME, given)
     inputs = to_inputs(arguments)
     out, weights = arguments.to_result(exact_attention(inputs))
-    return out, exact_weights(inputs) if "eager" in implementations or arguments.asks_more else weights
+    gives_weights = any(not str(name).startswith(_WITHOUT_WEIGHTS) and "/" not in str(name) for name in implementations)
+    return out, exact_weights(inputs) if gives_weights or arguments.asks_more else weights
 
 
 # -- functions that a user names ---------------------------------------------------------------------------------------------
