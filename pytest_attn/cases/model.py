@@ -77,6 +77,7 @@ class AttentionModel:
         backend: Target | None = None,
         *,
         functions: Iterable[Callable[..., Any] | str] = (),
+        inline: Iterable[str] | str = (),
         scatter: int = 4,
         precision: str | Precision | None = None,
         excused: Iterable[Excuse] = (),
@@ -85,18 +86,19 @@ class AttentionModel:
 
         step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's output.
         backend: what computes the calls, by default the model itself. functions: attention of your own, as for
-        `pytest_attn.capture`. scatter: runs with exact attention and random rounding, which `ratios` are made of; 0 for none.
+        `pytest_attn.capture`. inline: names of modules that write attention out, as "blocks.*.attn": not judged.
+        scatter: runs with exact attention and random rounding, which `ratios` are made of; 0 for none.
         precision: where a function of yours says it rounds, as in the marker `attention`; a backend says it itself.
         excused: what else does not fail the test. "refusals" skips it where the backend refuses some of the calls and computes
         the others right. "known defects" expects those of what the model itself chose.
 
         Returns the comparison. Raises AssertionError where a call is wrong, was not read or not replaced, and where none was
-        caught. Skips where the backend refuses every call; a known defect of the backend is an expected failure. The model is
-        left as it was.
+        caught, or attention is written out. Skips where the backend refuses every call; a known defect of the backend is an
+        expected failure. The model is left as it was.
         """
         __tracebackhide__ = True
         self.is_judged = True
-        options: Any = {"precision": precision, "excused": tuple(excused)}
+        options: Any = {"inline": inline, "precision": precision, "excused": tuple(excused)}
         found = self._run.conclude(ModelEvaluator(self._run, model, step, backend, functions, scatter, **options))
         self._checked, self._comparison = (model, step, backend), found
         return found
@@ -109,6 +111,7 @@ class AttentionModel:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         functions: Iterable[Callable[..., Any] | str] = (),
+        inline: Iterable[str] | str = (),
     ) -> Latency:
         """Check the model, time its step, and hold the p50 against the baseline of this test, backend and machine.
 
@@ -129,7 +132,7 @@ class AttentionModel:
         self._measuring.prepare(self.device)
         if self._measuring.mode.checks_first and self._checked != (model, step, backend):
             # not yet compiled, so that the first call is timed with what the compiler takes
-            evaluator = ModelEvaluator(run, model, step, backend, functions, scatter=0, compiled=False)
+            evaluator = ModelEvaluator(run, model, step, backend, functions, scatter=0, inline=inline, compiled=False)
             self._checked, self._comparison = (model, step, backend), run.conclude(evaluator)
         found = self._comparison
         if backend is not None and is_compiled(model):
@@ -166,6 +169,7 @@ class AttentionModel:
         backend: Target | None = None,
         *,
         functions: Iterable[Callable[..., Any] | str] = (),
+        inline: Iterable[str] | str = (),
         scatter: int = 4,
         precision: str | Precision | None = None,
     ) -> ModelComparison:
@@ -176,7 +180,8 @@ class AttentionModel:
         """
         __tracebackhide__ = True
         step = module_step(module, inputs)
-        return self.check(module, step, backend, functions=functions, scatter=scatter, precision=precision)
+        options: Any = {"functions": functions, "inline": inline, "scatter": scatter, "precision": precision}
+        return self.check(module, step, backend, **options)
 
     def _measurement(
         self,
@@ -232,6 +237,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         target: Target | None,
         functions: Iterable[Callable[..., Any] | str],
         scatter: int,
+        inline: Iterable[str] | str = (),
         precision: str | Precision | None = None,
         compiled: bool = True,
         excused: tuple[Excuse, ...] = (),
@@ -239,7 +245,8 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         if unknown := sorted(set(excused) - set(get_args(Excuse))):
             raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
         self._run, self._model, self._step, self._excused = run, model, step, excused
-        self._options: Any = {"functions": functions, "scatter": scatter, "precision": precision, "compiled": compiled}
+        self._options: Any = {"functions": functions, "inline": inline, "scatter": scatter}
+        self._options |= {"precision": precision, "compiled": compiled}
         self._replaced = None if target is None else replacement(target, run.session.registrations.registry, precision)
         self.subject: Subject | str = self._replaced or "model"
         self._name = self.on = type(model).__name__

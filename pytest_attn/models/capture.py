@@ -24,7 +24,7 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
-from pytest_attn.models.handed_masks import HandedMasks, forgotten, shown_by
+from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
@@ -53,7 +53,7 @@ class AttentionCall:
         changes: those of q, k and v that it changed in place, and by how much at most.
         missing: gradients that it gives none of, though they are needed.
         is_detached: it gives no gradient at all, though one is needed.
-        forgotten: which mask it does not keep of those that the layers around it were handed.
+        misled: what its layer should have asked: which mask it does not keep of those that the layer was handed.
         is_narrower: its mask hides keys that the masks of the model's configuration show.
     """
 
@@ -73,7 +73,7 @@ class AttentionCall:
     changes: dict[str, float] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     is_detached: bool = False
-    forgotten: str = ""
+    misled: str = ""
     is_narrower: bool = False
 
     @property
@@ -263,7 +263,9 @@ class Recorder:
             return intercepted.compute()
         wrong = ""
         if self._judges and not intercepted.is_again:
-            wrong = forgotten(arguments, intercepted.handed) or forgotten(arguments, expected.handed)
+            mask = forgotten(arguments, intercepted.handed) or forgotten(arguments, expected.handed)
+            window = beyond_window(arguments, intercepted.arguments.get("sliding_window"))
+            wrong = f"a mask was forgotten: {mask}" if mask else window
         return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower)
 
     def record(
@@ -276,7 +278,7 @@ class Recorder:
         wrong: str,
         is_narrower: bool,
     ) -> Any:
-        """Compute a call that was read, and record it. wrong: the mask that was forgotten."""
+        """Compute a call that was read, and record it. wrong: what its layer should have asked."""
         pristine = self._copies(inputs)
         needs_gradient = self._backward and torch.is_grad_enabled()
         expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
@@ -288,7 +290,7 @@ class Recorder:
         out = self._keep(arguments.out_to_native(raw.detach()))
         call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
         call.is_again, call.order = intercepted.is_again, self._numbers.total()
-        call.forgotten, call.is_narrower = wrong, is_narrower
+        call.misled, call.is_narrower = wrong, is_narrower
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
         if not intercepted.is_again:
             self.made(call)

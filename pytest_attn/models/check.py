@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from pytest_attn.models.interception import (
     InterceptedCall,
     Tracker,
     as_functions,
+    build_of,
     intercept_attention,
     is_of_transformers,
     lacks_masks,
@@ -48,6 +51,7 @@ def check_model(
     backward: bool = True,
     *,
     functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
     limits: str = "default",
     scatter: int = 4,
     precision: str | Precision | None = None,
@@ -65,6 +69,7 @@ def check_model(
             model's own attention is judged.
         backward: gradients, too; a step in torch.inference_mode() has none, and a note says so.
         functions: attention of your own, as for `capture`.
+        inline: names of modules that write attention out, as "blocks.0.attn" or "blocks.*.attn": not judged, and no failure.
         limits: "default" or "strict".
         scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
             outputs, loss and gradients of a model in half precision are from exact.
@@ -76,13 +81,13 @@ def check_model(
 
     Raises:
         AssertionError: a call is wrong, was not read, or was not replaced, or none was caught, or none of a function that
-            is named; the text has the calls.
+            is named, or attention is written out in a module that `inline` does not name; the text has the calls.
         DropoutError: attention drops probabilities.
         TypeError: `model` is not a module, or torch.jit made it, or `step` is not a function.
         ValueError: the backend or the precision is unknown.
     """
     __tracebackhide__ = True
-    options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+    options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
     comparison = judge_model(model, step, backend, backward, **options)
     if not comparison.passed:
         raise AssertionError(comparison.message)
@@ -96,6 +101,7 @@ def judge_model(
     backward: bool = True,
     *,
     functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
     limits: str = "default",
     scatter: int = 4,
     precision: str | Precision | None = None,
@@ -107,7 +113,7 @@ def judge_model(
     compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
     """
     if torch.is_inference_mode_enabled():  # the step alone runs in it
-        options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+        options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
         with outside_inference():
             return judge_model(
                 model, torch.inference_mode()(step), backend, backward, compiled=compiled, deadline=deadline, **options
@@ -115,7 +121,7 @@ def judge_model(
     require_arguments(model, step)
     refuse_scripted(model)
     subject = None if backend is None else replacement(backend, precision=precision)
-    functions = as_functions(functions)
+    functions, inline = as_functions(functions), (inline,) if isinstance(inline, str) else tuple(inline)
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(device_of(model))
@@ -155,18 +161,22 @@ def judge_model(
                     run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
             else:
                 about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
+    left_out = [name for name in (*tracker.written_out, *tracker.silent) if any(fnmatchcase(name, one) for one in inline)]
+    skipped = f"not judged, as inline= says: {_some(list(dict.fromkeys(left_out)))}" if left_out else ""
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
-        calls=tuple(sorted(judged.calls, key=lambda call: call.order)),
+        calls=tuple(sorted(with_odd_scales(judged.calls, tracker.callers), key=lambda call: call.order)),
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),
         unseen=() if replaces else never_called(functions, tracker.functions),
         with_softmax=tuple(tracker.with_softmax),
+        written_out=tracker.written_out,
+        inline=inline,
         backward=backward,
         ratios=ratios,
         compiled=run,
-        notes=tuple(filter(None, (note, _INFERS if infers else "", *judged.notes(model, tracker), about))),
+        notes=tuple(filter(None, (note, skipped, _INFERS if infers else "", *judged.notes(model, tracker), about))),
     )
     return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
@@ -204,14 +214,11 @@ class _Judged:
             yield (
                 "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
             )
-        if not self.calls and any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules()):
+        layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
+        if (layers and not self.calls) or not tracker.written_out.keys().isdisjoint(layers):
             yield "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
-        if silent := tracker.silent:
-            softmax = " (with a softmax of its own)" if not tracker.with_softmax.keys().isdisjoint(silent) else ""
-            yield (
-                f"not judged: {_some(silent)} made no attention call{softmax}, while others built alike made one; is its own"
-                " written out?"
-            )
+        if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
+            yield f"not judged: {_some(silent)} made no attention call, while others built alike made one"
 
     def _about(self, calls: list[tuple[int, str]], what: str) -> str:
         return f"{len(calls)} of {len(self.calls)} calls {what} ({_some([label for _, label in sorted(calls)])})"
@@ -232,7 +239,7 @@ class _Judged:
         is_replaced = call.subject is not None
         facts = call.module, call.label, call.function, call.workload
         more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel}
-        found = CallComparison(*facts, None, bool(call.gradients), forgotten=call.forgotten, **more)
+        found = CallComparison(*facts, None, bool(call.gradients), misled=call.misled, **more)
         self.fills_empty_rows |= call.fills_empty_rows
         self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
         if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
@@ -247,6 +254,45 @@ class _Judged:
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+#: how near to a sibling's a scale is that is taken for a mistake: others are meant, as one that falls from layer to layer
+_ALIKE = (0.6, 1.6)
+
+
+def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.Module]) -> Iterator[CallComparison]:
+    """Yield the calls; one whose scale is near that of modules built alike, and another one, is wrong.
+
+    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
+    have another agree on.
+    """
+    alike: dict[object, list[CallComparison]] = {}
+    for call in calls:
+        if call.module in callers:
+            alike.setdefault((build_of(callers[call.module]), call.workload.head_dim), []).append(call)
+    odd: dict[int, str] = {}
+    for group in alike.values():
+        scales = Counter(call.workload.softmax_scale for call in group)
+        usual, times = scales.most_common(1)[0]
+        right = [group[0].workload.replace(scale=None).softmax_scale, *_configured_scales(callers[group[0].module])]
+        right += [usual] if times > 1 and 2 * (len(group) - times) <= times else []
+        right = [scale for scale in right if any(math.isclose(scale, one, rel_tol=1e-4) for one in scales)]
+        for call in group:
+            ratios = [call.workload.softmax_scale / scale for scale in right]
+            near = [r for r in ratios if _ALIKE[0] < r < _ALIKE[1]]
+            if near and not any(math.isclose(ratio, 1, rel_tol=1e-4) for ratio in ratios):
+                own, scale = call.workload.softmax_scale, right[ratios.index(near[0])]
+                sibling = next(one for one in group if math.isclose(one.workload.softmax_scale, scale, rel_tol=1e-4))
+                odd[call.order] = f"its scale is {own:.6g}, and {scale:.6g} in {sibling.label}, which is built alike"
+    for call in calls:
+        yield dataclasses.replace(call, misled=call.misled or odd.get(call.order, ""))
+
+
+def _configured_scales(module: torch.nn.Module) -> list[float]:
+    config = getattr(module, "config", None)
+    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
+    scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]
+    return [float(scale) for scale in scales if isinstance(scale, int | float) and scale > 0]
 
 
 def _some(names: list[str]) -> str:
@@ -315,6 +361,7 @@ def check_module(
     backward: bool = True,
     *,
     functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
     limits: str = "default",
     scatter: int = 4,
     precision: str | Precision | None = None,
@@ -330,6 +377,7 @@ def check_module(
         backend: a backend, its name, or a function of (q, k, v, workload=...), in place of the layer's own attention.
         backward: gradients, too.
         functions: attention of your own, as for `capture`.
+        inline: as for `check_model`.
         limits: "default" or "strict".
         scatter: as for `check_model`.
         precision: as for `check_model`.
@@ -344,7 +392,7 @@ def check_module(
     """
     __tracebackhide__ = True
     step = module_step(module, inputs)
-    options: Any = {"functions": functions, "limits": limits, "scatter": scatter, "precision": precision}
+    options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
     return check_model(module, step, backend, backward, **options)
 
 

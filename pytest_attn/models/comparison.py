@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
@@ -19,7 +21,7 @@ class CallComparison:
 
     has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
     all calls. kernel: what computed it, as far as that is known. known: the known defect that explains what is wrong.
-    forgotten: the mask that a layer was handed and the call does not keep.
+    misled: what its layer should have asked: the mask that it was handed, and the call does not keep, or its siblings' scale.
     """
 
     module: str
@@ -33,17 +35,17 @@ class CallComparison:
     order: int = 0
     kernel: str = ""
     known: str = ""
-    forgotten: str = ""
+    misled: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within its budget, and no mask was forgotten."""
-        return self.comparison is not None and self.comparison.passed and not self.forgotten
+        """Whether every tensor is within its budget, and its layer asked what it should."""
+        return self.comparison is not None and self.comparison.passed and not self.misled
 
     @property
     def explained(self) -> bool:
         """Whether it is right, or a known defect explains what is wrong."""
-        return self.passed or (bool(self.known) and not self.forgotten)
+        return self.passed or (bool(self.known) and not self.misled)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class ModelComparison:
         silent: modules built like one that makes calls, which made none.
         unseen: functions that were named, and made no call.
         with_softmax: modules with a softmax outside of every call.
+        written_out: modules that compute attention outside of every call, with the shape of its scores.
+        inline: names of those of which that is known, with * for anything.
         backward: whether gradients were judged.
         notes: what else is worth knowing.
         ratios: name of an output or of a parameter's gradient -> its deviation from exact attention in units of honest
@@ -73,6 +77,8 @@ class ModelComparison:
     silent: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     with_softmax: tuple[str, ...] = ()
+    written_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    inline: tuple[str, ...] = ()
     backward: bool = True
     notes: tuple[str, ...] = ()
     ratios: Mapping[str, float] = field(default_factory=dict)
@@ -87,10 +93,33 @@ class ModelComparison:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are calls, of each function that was named, too, and each was judged, and replaced if so asked."""
-        is_replaced = not self.refused and not (self.subject and self.silent)
+        """Whether there are calls, of each function that was named, too, and each was judged, and replaced if so asked.
+
+        And whether no module computes attention by itself but those that are named as such.
+        """
+        is_replaced = not self.refused and not (self.subject and self.kept)
         has_gradients = not self.backward or any(call.has_gradients for call in self.calls)
-        return bool(self.calls) and not self.unread and not self.unseen and is_replaced and has_gradients
+        is_seen = not self.unread and not self.unseen and not self.hidden and not self.not_inline
+        return bool(self.calls) and is_seen and is_replaced and has_gradients
+
+    @property
+    def kept(self) -> list[str]:
+        """Modules built like one that makes calls, which made none, and are not named as having attention of their own."""
+        return [name for name in self.silent if not self._is_inline(name)]
+
+    @property
+    def hidden(self) -> list[str]:
+        """Modules that compute attention of their own, and are not named as such."""
+        own = [*self.written_out, *(name for name in self.silent if name in self.with_softmax)]
+        return [name for name in dict.fromkeys(own) if not self._is_inline(name)]
+
+    @property
+    def not_inline(self) -> list[str]:
+        """Names in inline= of modules that compute no attention of their own."""
+        return [name for name in self.inline if not any(fnmatchcase(one, name) for one in (*self.written_out, *self.silent))]
+
+    def _is_inline(self, module: str) -> bool:
+        return any(fnmatchcase(module, name) for name in self.inline)
 
     @property
     def known_defects(self) -> tuple[str, ...]:
@@ -138,28 +167,46 @@ def headline(model: ModelComparison) -> str:
 def _not_judged(model: ModelComparison) -> Iterator[str]:
     if not model.calls and not model.unread:
         yield "no attention call was caught: nothing was judged"
-        if model.with_softmax:
-            yield labeled("softmax", f"ran in {_names(model.with_softmax)}: is attention written out there?")
+        softmax = list(dict.fromkeys([*model.written_out, *model.with_softmax]))
+        if softmax:
+            yield labeled("softmax", f"ran in {_names(softmax)}: is attention written out there?")
         if not model.unseen:
-            yield labeled("do", "name your own attention: functions=[my_function], a function of (q, k, v, ...)")
+            how = "have it call a function of (q, k, v, ...), and name that" if softmax else "name your own attention"
+            yield labeled("do", f"{how}: functions=[my_function]{'' if softmax else ', a function of (q, k, v, ...)'}")
     for function in model.unseen:
         yield f"{function} was named in functions=, and no call of it was caught"
         yield labeled("do", "leave it out if this model does not use it; else have the model find it by its name in a module")
+    for name in model.not_inline:
+        yield f"{name} was named in inline=, and computes no attention of its own"
     if not model.calls and not model.unread:
         return
+    if model.hidden:
+        yield from _written_out(model)
     for call in model.unread:
         yield f"{_place(call.module)}: a call of {call.function} was not judged: {call.reason}"
     for call in model.refused:
         yield f"{_place(call.module)}: a call of {call.function} was not replaced: {model.subject}: {call.reason}"
-    if model.subject and model.silent:
+    if model.subject and model.kept:
         yield (
-            f"{_names(model.silent)}: ran without an attention call that could be replaced by {model.subject}, while others"
+            f"{_names(model.kept)}: ran without an attention call that could be replaced by {model.subject}, while others"
             " built alike made one"
         )
-        if softmax := [name for name in model.silent if name in model.with_softmax]:
+        if softmax := [name for name in model.kept if name in model.with_softmax]:
             yield labeled("softmax", f"ran in {_names(softmax)}: is an old implementation left there?")
     if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
         yield "backward=True, and no gradient arrived at any attention call; is something detached? else say backward=False"
+
+
+def _written_out(model: ModelComparison) -> Iterator[str]:
+    """Say which modules compute attention that was not judged, and how to go on."""
+    names, first = model.hidden, model.hidden[0]
+    over = f" over {model.written_out[first]}" if first in model.written_out else ""
+    calls = {call.module for call in model.calls}
+    beside = "beside the calls that were judged" if calls.issuperset(names) else "through no attention function"
+    verb, whose = ("computes", "its") if len(names) == 1 else ("compute", "their")
+    yield f"not judged: {_names(names)} {verb} a softmax of {whose} own{over}, {beside}"
+    patterns = list(dict.fromkeys(names if len(names) == 1 else (re.sub(r"\d+", "*", name) for name in names)))
+    yield labeled("do", f"say inline={patterns} to leave this out, or hand q, k and v to a function that functions= names")
 
 
 def _wrong(model: ModelComparison) -> Iterator[str]:
@@ -170,9 +217,9 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
         who = f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''})"
-        if call.forgotten:
-            yield f"{who}: a mask was forgotten: {call.forgotten}"
-            yield labeled("do", "hand the mask on to the attention function; what the call was asked, it computes right")
+        if call.misled:
+            yield f"{who}: {call.misled}"
+            yield labeled("do", "look at what the layer hands to its attention function; this computes what it is asked")
         if not (call.comparison and call.comparison.passed):
             yield f"{who}: {mismatch_text.describe(call.comparison) if call.comparison else call.fault}"
         if call.known:

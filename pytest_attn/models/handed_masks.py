@@ -90,6 +90,25 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
     return ""
 
 
+def beyond_window(given: AttentionArguments, window: object) -> str:
+    """Say where a call shows keys beyond the window that its layer names beside the mask, "" where it does not.
+
+    window: keys that a query sees, with its own. Rows that see later keys, or all, are not causal: they may be of padding.
+    """
+    rows, keys = given.q.shape[-2], given.k.shape[-2]
+    if not isinstance(window, int) or window < 1 or rows != keys or given.cu_seqlens is not None or given.score_mod:
+        return ""
+    shown = shown_by(given)
+    at = torch.arange(rows, device=shown.device)
+    ahead = at[:, None] - at
+    is_causal = ~(shown & (ahead < 0)).any(-1, keepdim=True) & ~shown.all(-1, keepdim=True)
+    beyond = shown & (ahead >= window) & is_causal
+    if not bool(beyond.any()):
+        return ""
+    *_, row, key = beyond.nonzero()[0].tolist()
+    return f"its layer says sliding_window={window}, and the call shows key {key} to row {row}"
+
+
 def _in_force(handed: Sequence[HandedMasks]) -> Iterator[tuple[HandedMasks, Mapping[str, torch.Tensor]]]:
     """Yield the masks that hold for a call: the nearest, and padding further out while each module between takes a mask."""
     is_nearest, is_handed_on = True, True

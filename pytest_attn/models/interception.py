@@ -41,6 +41,7 @@ from pytest_attn.backends.libraries.transformers import function_called, read_ca
 from pytest_attn.models.exact import exact_attention, exact_weights
 from pytest_attn.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.models.mask_recognition import to_inputs
+from pytest_attn.models.written_out import WrittenOut
 
 
 def in_backward_pass() -> bool:
@@ -181,11 +182,12 @@ class Interceptor:
             self._is_inside = False
 
     def mode(self) -> Any:
-        """Return a mode that catches SDPA where no name holds it, and notices softmax."""
+        """Return a mode that catches SDPA where no name holds it, and notices attention that is written out."""
         wrapped: Any = torch.nn.functional.scaled_dot_product_attention
         operator: Any = torch.ops.aten.scaled_dot_product_attention.default  # what an exported model calls
         interceptor, sdpas = self, {getattr(wrapped, "__wrapped__", wrapped), operator}
-        softmax = {torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax}
+        tracker = self._tracker
+        written_out = WrittenOut(tracker.note_written_out, tracker.note_softmax)
 
         class Intercepting(TorchFunctionMode):
             def __torch_function__(
@@ -196,9 +198,10 @@ class Interceptor:
                 if function is torch.Tensor.backward:
                     with self:  # checkpointing computes calls again within it
                         return _backward(*args, **(kwargs or {}))
-                if function in softmax and not interceptor._is_inside:
-                    interceptor._tracker.note_softmax()
-                return function(*args, **(kwargs or {}))
+                result = function(*args, **(kwargs or {}))
+                if not interceptor._is_inside:
+                    written_out.see(function, args, kwargs or {}, result)
+                return result
 
         self._mode = Intercepting()
         return self._mode
@@ -386,9 +389,12 @@ class Tracker:
         #: each with the arguments that it was called with
         self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
         self._ran: dict[str, torch.nn.Module] = {}
-        self._callers: dict[str, torch.nn.Module] = {}
+        #: modules that made an attention call
+        self.callers: dict[str, torch.nn.Module] = {}
         #: modules that computed a softmax outside of every attention call
         self.with_softmax: dict[str, None] = {}
+        #: modules that computed attention outside of every attention call, with the shape of its scores
+        self.written_out: dict[str, tuple[int, ...]] = {}
         #: where the functions are through which calls went, also within other calls
         self.functions: set[tuple[str, str]] = set()
         self._model = model
@@ -438,7 +444,7 @@ class Tracker:
     def note_call(self) -> str:
         """Note an attention call of the module that runs, and return its name."""
         if self._running:
-            self._callers[self.current] = self._running[-1][0]
+            self.callers[self.current] = self._running[-1][0]
         return self.current
 
     def note_softmax(self) -> None:
@@ -446,14 +452,19 @@ class Tracker:
         if self._running:
             self.with_softmax[self.current] = None
 
+    def note_written_out(self, shape: tuple[int, ...]) -> None:
+        """Note that the module that runs computes attention of its own."""
+        if self._running:
+            self.written_out[self.current] = shape
+
     @property
     def silent(self) -> list[str]:
         """Modules that ran without an attention call, and are built like one that made some."""
-        kinds = {_kind(module) for module in self._callers.values()}
-        return [name for name, module in self._ran.items() if name not in self._callers and _kind(module) in kinds]
+        kinds = {build_of(module) for module in self.callers.values()}
+        return [name for name, module in self._ran.items() if name not in self.callers and build_of(module) in kinds]
 
 
-def _kind(module: torch.nn.Module) -> tuple[object, ...]:
+def build_of(module: torch.nn.Module) -> tuple[object, ...]:
     """Return what modules have in common that are built alike: their class, and the names of all they hold."""
     parameters, parts = dict(module.named_parameters()), dict(module.named_modules())
     return type(module), tuple(parameters), tuple(parts)

@@ -1,5 +1,6 @@
 """Models of transformers, each small, with random weights; skipped where it is not installed."""
 
+import copy
 import sys
 
 import pytest
@@ -210,6 +211,26 @@ def test_a_mask_that_one_layer_forgets_is_found(name, backend, implementation):
     found = judge_model(model, step, backend, scatter=0)
     assert [call.module for call in found.calls if not call.passed] == ["model.layers.1.self_attn"]
     assert "a mask was forgotten: attention_mask (2, 1, 48, 48) of model.layers.1.self_attn hides key" in found.message
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_window_that_is_one_key_too_long_is_found(implementation):
+    model, step = case("mistral", implementation, padding="right")
+    wider = copy.copy(model.config)
+    wider.sliding_window += 1
+    model.model.config = wider  # what masks are built of; the layers have their own
+
+    found = judge_model(model, step, scatter=0)
+    assert not any(call.passed for call in found.calls)
+    assert "its layer says sliding_window=16, and the call shows key 0 to row 16" in found.message
+
+
+def test_a_scale_that_one_layer_has_for_itself_is_found():
+    model, step = case("gemma2", "eager")
+    model.model.layers[1].self_attn.scaling *= 1.01
+
+    found = judge_model(model, step, scatter=0)
+    assert [call.module for call in found.calls if not call.passed] == ["model.layers.1.self_attn"]
 
 
 def test_padding_that_a_model_does_not_hand_to_its_layers_is_found():
