@@ -100,6 +100,10 @@ def _with_a_sum_in_the_dtype(q, k, v):
     return (p @ v.float() / total.to(q.dtype).float()).to(q.dtype)
 
 
+def _with_scores_in_float16(q, k, v):
+    return (q @ k.mT * q.shape[-1] ** -0.5).half().float().softmax(-1) @ v
+
+
 class _NextSink(Kernel):
     """The sink of the next head is taken."""
 
@@ -193,6 +197,7 @@ OF_OUT = (
     Planted("denominator in the dtype", _with_a_sum_in_the_dtype, FULL, ("denominator-off",)),
     Planted("denominator of one query", _with_a_sum_in_the_dtype, DECODED, ("denominator-off",)),
     Planted("scale 1 % off", lambda q, k, v: explicit(q, k, v, scale=1.01 / 8), FULL, ("scale-wrong",)),
+    Planted("scores in float16", _with_scores_in_float16, FLOAT32, ("scores-rounded",)),
     Planted("out 1 % off", lambda q, k, v: (explicit(q, k, v).float() * 1.01).to(q.dtype), FULL, ("out-scaled",)),
     Planted(
         "sink of the next head",

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
@@ -686,12 +686,13 @@ def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
 # -- roundings -------------------------------------------------------------------------------------------------------------
 
 
-def roundings(profile: Precision, w: Workload) -> Iterator[Callable[[Inputs], Other]]:
+def roundings(profile: Precision, w: Workload, smaller: str = "") -> Iterator[Callable[[Inputs], Other]]:
     """Yield attention that rounds to the bit where kernels of a profile do; nothing where only its sums are rounded.
 
-    Kernels differ in the order of their steps, so one of these must fit, and need not do so to the bit.
+    Kernels differ in the order of their steps, so one of these must fit, and need not do so to the bit. smaller: the dtype to
+    which they round, by default the workload's.
     """
-    dtype = getattr(torch, w.out_dtype)
+    dtype = getattr(torch, smaller or w.out_dtype)
     rounded = partial(_rounded, dtype)
     if profile.rounds_scores:
         once = _then(w, lambda s, *index: rounded(s))
@@ -708,6 +709,13 @@ def roundings(profile: Precision, w: Workload) -> Iterator[Callable[[Inputs], Ot
     if profile.operand_unit and w.dtype == "float32":
         for added in (0, 0x1000):
             yield of_tensors(w, partial(_cut, added))
+
+
+def rounded_scores(w: Workload) -> Iterator[AttentionFault]:
+    """Yield attention whose scores are rounded to another dtype than the workload's."""
+    for dtype in ("float16", "bfloat16"):
+        for attention in roundings(PRECISIONS["eager"], w, dtype) if dtype != w.out_dtype else ():
+            yield AttentionFault("scores-rounded", f"whose scores are rounded to {dtype}", attention)
 
 
 def _scaled_after(dtype: torch.dtype, scale: float, scores: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from pytest_attn.correctness.comparison import (
 )
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, roundings
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
 from pytest_attn.diagnosis.backward_faults import (
     GradientOfRegion,
     WholeGradient,
@@ -440,7 +440,19 @@ def scale_or_profile(tried: RowsOfOut, case: Case) -> list[Hint]:
         fit = explains(other, tried)
         if fit is not None and all(explains(other, rows) for rows in _spread_rows(case)):
             return [Hint(other.fault, f"{other.words} (z {fit.z:.1f} there)")]
-    return profiles
+    return profiles or _rounded_scores(tried, case)
+
+
+def _rounded_scores(tried: RowsOfOut, case: Case) -> list[Hint]:
+    """Name another dtype than the workload's to which the scores are rounded."""
+    every_row = torch.ones_like(tried.view.got[..., 0], dtype=torch.bool)
+    seen = replace(tried, view=tried.view._replace(bad=every_row))
+    for other in case.time.each("other dtypes of scores", rounded_scores(case.workload)):
+        fault = on_rows(other, case.limits[0])
+        told = replace(fault, tolerance=fault.tolerance._replace(left=_MOST_LEFT))
+        if (fit := explains(told, seen)) and all(explains(fault, rows) for rows in _spread_rows(case)):
+            return [Hint(fault.fault, f"{fault.words} (z {fit.z:.1f} there)")]
+    return []
 
 
 def _fitted_scale(tried: RowsOfOut, case: Case) -> float | None:

@@ -113,6 +113,7 @@ FAULTS = {
     "strides-misread": "strides of tensors are not what the kernel takes them for",
     "input-changed": "an input is changed in place",
     # options
+    "scores-rounded": "the scores are rounded to a smaller dtype",
     "scale-missing": "the softmax scale is missing",
     "scale-applied-twice": "the softmax scale is applied twice",
     "scale-option-ignored": "the option scale is ignored",

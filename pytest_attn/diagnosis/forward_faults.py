@@ -15,7 +15,7 @@ from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.exact import Block, Chunk, modify, over_keys, scaled_scores
 from pytest_attn.correctness.judge import LSE_TOLERANCE
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
 from pytest_attn.workloads.workload import Workload, ungrouped
@@ -420,7 +420,7 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
         yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _row_maxima(seen.reference, True))
     words = "lse is the row's maximum: the logarithm of the sum is not added"
     yield _hypothesis("lse-is-maximum", words, lambda seen: _row_maxima(seen.reference))
-    for likely in attention_faults(w, reference.inputs):
+    for likely in (*attention_faults(w, reference.inputs), *rounded_scores(w)):
         yield _hypothesis(likely.fault, f"lse is that of attention {likely.words}", partial(_of_attention, likely))
 
 
