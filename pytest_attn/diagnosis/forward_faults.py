@@ -110,6 +110,12 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
 
         return FaultHypothesis(name, words, predict, Tolerance(limits.element, limits.row, left=0.5))
 
+    def of_rows(view: View) -> torch.Tensor:
+        found = _factor(view.got, view.exact, -1)
+        if not 0.5 <= float(found.min()) <= float(found.max()) <= 2:  # rows of zeros, or of a mask, are no matter of rounding
+            raise ValueError
+        return found
+
     factor = _factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
     yield fault("out-scaled", f"out is {float(factor):.4g} times exact attention", lambda view: factor)
     found = _factor(seen.view.got, seen.view.exact, -1)
@@ -117,7 +123,7 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
         f"each row of out is exact attention times a factor of its own ({float(found.min()):.4f} to {float(found.max()):.4f}):"
         " is the denominator rounded, or summed in a smaller dtype?"
     )
-    yield fault("denominator-off", words, lambda view: _factor(view.got, view.exact, -1))
+    yield fault("denominator-off", words, of_rows)
 
 
 def _factor(got: torch.Tensor, exact: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
