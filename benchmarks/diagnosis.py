@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 import torch  # noqa: E402
-from mutation import Case, cases_of, workloads_of  # noqa: E402
+from mutation import Case, cases_of  # noqa: E402
 from planted_faults import PLANTED, judgment_of  # noqa: E402
 
 from pytest_attn.backends.declaration import Declaration, Declared  # noqa: E402
@@ -43,6 +43,7 @@ from pytest_attn.mutants import MUTANTS  # noqa: E402
 from pytest_attn.mutants.kernel import KernelBackend  # noqa: E402
 from pytest_attn.mutants.mutant import Mutant  # noqa: E402
 from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402
+from pytest_attn.workloads.catalog import builtin_catalog  # noqa: E402
 from pytest_attn.workloads.inputs import Inputs  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kinds, names = options.classes.split(","), [name for name in options.names.split(",") if name]
-    cases = cases_of([w for group in ("features", "edges", "smoke") for w in workloads_of(group)])
+    cases = cases_of([w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)])
     began, rows, silent = time.monotonic(), [], []
     for mutant in MUTANTS:
         if mutant.kind in kinds and (not names or mutant.name in names):

@@ -112,7 +112,7 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
 
     def of_rows(view: View) -> torch.Tensor:
         found = _factor(view.got, view.exact, -1)
-        if not 0.5 <= float(found.min()) <= float(found.max()) <= 2:  # rows of zeros, or of a mask, are no matter of rounding
+        if not 0.5 <= float(found.min()) <= float(found.max()) <= 2:  # as of rows of zeros
             raise ValueError
         return found
 
