@@ -159,7 +159,7 @@ def _small() -> Iterator[Group]:
     )
     yield (
         "edges",
-        "ours: tile edges, tails, unequal lengths, odd groups and head dimensions",
+        "ours: tile edges, tails, unequal lengths, odd groups, head dimensions and pages",
         [
             W(127, heads=2, mask="causal", name="edges-s127"),
             W(129, heads=2, mask="causal", name="edges-s129"),
@@ -175,8 +175,15 @@ def _small() -> Iterator[Group]:
             W(129, heads=2, head_dim=8, name="edges-d8"),
             W(129, heads=2, head_dim=40, mask="causal", name="edges-d40"),
             W(129, heads=2, head_dim=96, name="edges-d96"),
+            W(129, batch=2, heads=4, kv_heads=2, head_dim=128, mask="causal", name="edges-d128"),
             W(129, heads=2, head_dim=192, name="edges-d192"),
+            W(129, heads=2, head_dim=192, v_head_dim=128, mask="causal", name="edges-d192-dv128"),
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
+            W(129, 100, batch=2, heads=2, head_dim=32, bias="bk", name="edges-bias-of-one-row"),
+            W(40, 100, heads=2, head_dim=32, kv_lens=(70,), name="edges-padded-alone"),
+            W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(20, 5, 33), name="edges-single-queries"),
+            W(1, 300, heads=2, head_dim=32, kv_pages=Pages(256), kv_lens=(300, 140), name="edges-page256"),
+            W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed-pages"),
         ],
     )
     fp8 = "float8_e4m3fn"
