@@ -183,7 +183,7 @@ def _small() -> Iterator[Group]:
             W(40, 100, heads=2, head_dim=32, kv_lens=(70,), name="edges-padded-alone"),
             W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(20, 5, 33), name="edges-single-queries"),
             W(1, 300, heads=2, head_dim=32, kv_pages=Pages(256), kv_lens=(300, 140), name="edges-page256"),
-            W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed-pages"),
+            W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed"),
         ],
     )
     fp8 = "float8_e4m3fn"

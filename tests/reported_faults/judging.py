@@ -54,30 +54,32 @@ def check(kernel: Attention, case: Case) -> None:
         comparison = judge(spec.subject(Registry(), attention), spec, ReferenceCache())
         assert comparison.passed, f"wrong: {comparison.mismatch.row.name}"
     elif w.dropout:
-        pytest_attn.check(with_mask(kernel, w), w, backward=backward, device="cpu", inputs=INPUTS, returns=("out", "keep"))
+        pytest_attn.check(callable_of(kernel, w), w, backward=backward, device="cpu", inputs=INPUTS, returns=("out", "keep"))
     else:
         pytest_attn.check(KernelBackend(type(kernel).__name__, kernel), w, backward=backward, device="cpu", inputs=INPUTS)
 
 
 def check_invariants(kernel: Attention, case: Case) -> None:
-    """Ask a kernel every invariant; raises what `pytest_attn.check_invariants` raises."""
+    """Ask a kernel every invariant, over pages as a callable, too, of which more is asked; raises as `pytest_attn` does."""
     w, backward = case.workload, case.backward
     if parameters_of(w, case.parameters):
         spec, attention = with_parameters(kernel, case)
         report = judge_invariants(spec.subject(Registry(), attention), spec, ReferenceCache())
         assert report.passed, f"broken: {report.broken[0].invariant}"
     elif w.dropout:
-        pytest_attn.check_invariants(with_mask(kernel, w), w, backward=backward, device="cpu", returns=("out", "keep"))
+        pytest_attn.check_invariants(callable_of(kernel, w), w, backward=backward, device="cpu", returns=("out", "keep"))
     else:
         pytest_attn.check_invariants(KernelBackend(type(kernel).__name__, kernel), w, backward=backward, device="cpu")
+        if w.kv_pages is not None:
+            pytest_attn.check_invariants(callable_of(kernel, w), w, device="cpu", returns=("out", "lse"))
 
 
-def with_mask(kernel: Attention, w: Workload) -> Callable[..., Any]:
-    """Return the kernel as a callable that also says what dropout has left."""
+def callable_of(kernel: Attention, w: Workload) -> Callable[..., Any]:
+    """Return the kernel as a callable of (out, lse), or of (out, what dropout has left)."""
     inputs = draw_inputs(w)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return kernel(inputs, q, k, v)[::2]
+        return kernel(inputs, q, k, v)[:: 2 if w.dropout else 1][:2]
 
     return attention
 
