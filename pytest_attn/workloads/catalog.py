@@ -231,6 +231,11 @@ def _small() -> Iterator[Group]:
                 name="features-dropout-bias",
             ),
             W(40, 65, heads=2, head_dim=32, alibi=True, mask=Window(31, 0), dropout=0.2, name="features-dropout-window"),
+            W(2, heads=2, kv_pages=Pages(16), kv_lens=(130, 70), mask=Window(31, 0), name="features-paged-window"),
+            W(1, heads=2, kv_pages=Pages(256), kv_lens=(300, 129), name="features-paged-256"),
+            W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(65, 33, 129), name="features-packed-decode"),
+            W(33, 65, heads=2, head_dim=32, kv_lens=(40,), name="features-padded-alone"),
+            W(70, batch=2, heads=2, head_dim=16, bias="bk", name="features-bias-keys"),
             *_pairs(),
         ],
     )
@@ -241,133 +246,127 @@ def _pairs() -> list[Workload]:
     small = partial(W, heads=2, head_dim=32)
     # fmt: off
     lines = {
-        "window-fewkeys-packedpages-page64-softcap-scale-alibi": small(
-            head_dim=64, dtype="float16", mask=Window(31, 0), softcap=5.0, scale=0.3, alibi=True, q_lens=(21, 65),
-            kv_lens=(11, 33), kv_pages=Pages(64)),
+        "fewkeys-packedpages-single-page64-softcap-scale-alibi": small(
+            head_dim=64, dtype="float16", softcap=5.0, scale=0.3, alibi=True, q_lens=(65,), kv_lens=(33,),
+            kv_pages=Pages(64)),
+        "window-decode-packed-empty-softcap-scale-alibi-gqa": small(
+            heads=4, kv_heads=2, mask=Window(31, 0), softcap=5.0, scale=0.08, alibi=True, q_lens=(1, 0, 1),
+            kv_lens=(257, 85, 0)),
+        "br-decode-padded-softcap-scale-alibi-gqa": small(
+            1, heads=3, kv_heads=1, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.3, alibi=True,
+            kv_lens=(171, 513)),
         "causal-packed-single-softcap-scale-alibi-gqa": small(
             heads=4, kv_heads=2, dtype="float16", mask="causal", softcap=5.0, scale=0.08, alibi=True, q_lens=(33,)),
-        "br-decode-padded-empty-softcap-scale-alibi": small(
-            1, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.3, alibi=True, kv_lens=(257, 85, 0)),
-        "br-decode-packedpages-single-page1-gqa": small(
-            heads=3, kv_heads=1, head_dim=64, mask="causal-bottom-right", q_lens=(1,), kv_lens=(513,), kv_pages=Pages(1)),
+        "br-cross-packedpages-empty-page1-softcap-scale": small(
+            head_dim=64, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.3, q_lens=(17, 0, 5),
+            kv_lens=(65, 21, 0), kv_pages=Pages(1)),
         "documents-softcap-scale-alibi-gqa": small(
-            64, batch=2, heads=4, kv_heads=2, dtype="float16", mask=Document((16, 32, 16), causal=True), softcap=5.0,
+            64, batch=2, heads=3, kv_heads=1, dtype="float16", mask=Document((16, 32, 16), causal=True), softcap=5.0,
             scale=0.08, alibi=True),
-        "window-cross-packedpages-empty-page32-softcap-scale": small(
-            head_dim=64, dtype="float16", mask=Window(20, 3), softcap=5.0, scale=0.3, q_lens=(17, 0, 5), kv_lens=(65,
-            21, 0), kv_pages=Pages(32)),
         "window-fewkeys-packed-empty-gqa": small(
-            heads=3, kv_heads=1, mask=Window(31, 0), q_lens=(64, 0, 21), kv_lens=(31, 10, 0)),
-        "window-decode-packed-single": small(mask=Window(20, 3), q_lens=(1,), kv_lens=(256,)),
-        "causal-packedpages-page128": small(head_dim=64, mask="causal", q_lens=(21, 65), kv_pages=Pages(128)),
+            heads=4, kv_heads=2, mask=Window(20, 3), q_lens=(64, 0, 21), kv_lens=(31, 10, 0)),
+        "window-decode-packedpages-single-page32-gqa": small(
+            heads=3, kv_heads=1, head_dim=64, mask=Window(31, 0), q_lens=(1,), kv_lens=(256,), kv_pages=Pages(32)),
         "causal-cross-padded-empty-softcap-scale-alibis-quantized": small(
-            31, dtype="float8_e4m3fn", mask="causal", softcap=5.0, scale=0.08, alibi="batch", kv_lens=(64, 21, 0),
+            31, dtype="float8_e4m3fn", mask="causal", softcap=5.0, scale=0.3, alibi="batch", kv_lens=(64, 21, 0),
             descales="head"),
-        "br-fewkeys-paged-page64-bias-alibi-quantized-fused": small(
-            63, head_dim=64, mask="causal-bottom-right", bias="hqk", alibi=True, kv_lens=(5, 17), kv_pages=Pages(64,
+        "br-fewkeys-paged-page128-bias-alibi-quantized-fused": small(
+            63, head_dim=64, mask="causal-bottom-right", bias="hqk", alibi=True, kv_lens=(5, 17), kv_pages=Pages(128,
             fused=True), kv_dtype="int8", descales="token"),
         "window-decode-softcap-biasfirst-sinks-mod-quantized": small(
-            1, 255, batch=2, dtype="float16", mask=Window(20, 3), softcap=5.0, bias="hqk", sinks=True,
+            1, 255, batch=2, dtype="float16", mask=Window(31, 0), softcap=5.0, bias="hqk", sinks=True,
             score_mod=_steeper_with_each_head, kv_dtype="float8_e4m3fn", descales="head", bias_before_softcap=True),
+        "causal-packedpages-page64": small(head_dim=64, mask="causal", q_lens=(21, 65), kv_pages=Pages(64)),
         "boolean-sinksdtype-quantized-gqa-dv": small(
             32, batch=2, heads=3, kv_heads=1, v_head_dim=48, dtype="float32", mask=BooleanMask(_diagonal_blocks),
             sinks="bfloat16", kv_dtype="int8", descales="head"),
-        "cross-padded-gqa": small(33, heads=3, kv_heads=1, kv_lens=(42, 127)),
+        "br-cross-packed-single": small(mask="causal-bottom-right", q_lens=(33,), kv_lens=(127,)),
         "documents-quantized-interleaved-vink": small(
             63, batch=2, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=Document((15, 31, 17)), kv_dtype="int8",
             descales="head", v_in_k=True, head_groups="interleaved"),
-        "causal-cross-cached-bias-alibis-sinksdtype-mod-dv": small(
-            31, v_head_dim=48, dtype="float32", mask="causal", bias="bhqk", alibi="batch", sinks="bfloat16",
-            score_mod=_steeper_with_each_head, kv_lens=(78, 54), cached=(47, 23)),
-        "boolean-cross-cached-softcap-biasfirst-alibis-sinks-interleaved-vink": small(
-            31, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=BooleanMask(_diagonal_blocks), softcap=5.0,
-            bias="hqk", alibi="batch", sinks=True, kv_lens=(78, 54), cached=(47, 23), v_in_k=True,
-            head_groups="interleaved", bias_before_softcap=True),
-        "br-fewkeys-left-empty-bias-alibis-sinks-mod": small(
-            129, mask="causal-bottom-right", bias="hq", alibi="batch", sinks=True, score_mod=_steeper_with_each_head,
-            kv_lens=(32, 10, 0), pad="left"),
-        "documents-left-scale-alibis-sinksdtype-interleaved-vink": small(
-            31, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float16", mask=Document((7, 15, 9),
-            causal=True), scale=0.3, alibi="batch", sinks="float32", kv_lens=(10, 31), pad="left", v_in_k=True,
-            head_groups="interleaved"),
-        "neighborhood-left-empty-softcap-alibis-gqa-dv": small(
-            48, heads=4, kv_heads=2, v_head_dim=16, dtype="float32", mask=Neighborhood((8, 6), (3, 5)), softcap=5.0,
-            alibi="batch", kv_lens=(48, 16, 0), pad="left"),
-        "maskmod-cross-packedpages-single-cached-alibis-sinks-sliced": small(
-            head_dim=64, dtype="float32", mask=_wider_with_each_head, alibi="batch", sinks=True, q_lens=(129,),
+        "boolean-cross-cached-bias-alibis-sinks-mod-interleaved-dv": small(
+            31, heads=4, kv_heads=2, v_head_dim=48, mask=BooleanMask(_diagonal_blocks), bias="bhqk", alibi="batch",
+            sinks=True, score_mod=_steeper_with_each_head, kv_lens=(78, 54), cached=(47, 23), head_groups="interleaved"),
+        "maskmod-cross-cached-softcap-biasfirst-alibis-sinksdtype-vink": small(
+            31, head_dim=48, v_head_dim=32, dtype="float32", mask=_wider_with_each_head, softcap=5.0, bias="hqk",
+            alibi="batch", sinks="bfloat16", kv_lens=(78, 54), cached=(47, 23), v_in_k=True, bias_before_softcap=True),
+        "causal-fewkeys-left-empty-bias-alibis-sinksdtype": small(
+            129, dtype="float32", mask="causal", bias="hq", alibi="batch", sinks="bfloat16", kv_lens=(32, 10, 0),
+            pad="left"),
+        "br-cross-packedpages-single-cached-alibis-sinks-sliced": small(
+            head_dim=64, dtype="float32", mask="causal-bottom-right", alibi="batch", sinks=True, q_lens=(31,),
             kv_pages=Pages(16, sliced=True), cached=(47,)),
-        "causal-decode-left-empty-bias-alibis-interleaved-vink": small(
-            1, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask="causal", bias="hq", alibi="batch", kv_lens=(512,
-            170, 0), pad="left", v_in_k=True, head_groups="interleaved"),
-        "window-decode-packed-cached-alibis-sinksdtype-mod": small(
-            dtype="float32", mask=Window(20, 3), alibi="batch", sinks="bfloat16", score_mod=_steeper_with_each_head,
-            q_lens=(1, 1), cached=(200, 200)),
-        "maskmod-packedpages-page1-alibis-sinksdtype-mod-interleaved-dv": small(
-            heads=4, kv_heads=2, head_dim=64, v_head_dim=48, mask=_wider_with_each_head, alibi="batch", sinks="float32",
-            score_mod=_steeper_with_each_head, q_lens=(43, 129), kv_pages=Pages(1), head_groups="interleaved"),
-        "neighborhood-paged-page128-bias-alibi-mod-vink-hnd": small(
-            64, head_dim=48, v_head_dim=32, mask=Neighborhood((8, 8), (3, 5)), bias="hqk", alibi=True,
-            score_mod=_steeper_with_each_head, kv_lens=(21, 64), kv_pages=Pages(128, layout="HND"), v_in_k=True),
-        "maskmod-fewkeys-softcap-scale-biasfirst-alibi-sinksdtype": small(
-            33, 5, batch=2, dtype="float32", mask=_wider_with_each_head, softcap=5.0, scale=0.08, bias="hqk",
-            alibi=True, sinks="bfloat16", bias_before_softcap=True),
-        "boolean-fewkeys-left-scale-alibi-sinks-dv": small(
-            65, v_head_dim=16, dtype="float16", mask=BooleanMask(_diagonal_blocks), scale=0.3, alibi=True, sinks=True,
-            kv_lens=(11, 33), pad="left"),
-        "maskmod-cross-cached-scale-bias-alibi-mod-gqa": small(
-            33, heads=3, kv_heads=1, dtype="float16", mask=_wider_with_each_head, scale=0.08, bias="hqk", alibi=True,
-            score_mod=_steeper_with_each_head, kv_lens=(80, 56), cached=(47, 23)),
-        "br-fewkeys-packed-single-alibi-interleaved-vink": small(
-            heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32", mask="causal-bottom-right", alibi=True,
-            q_lens=(64,), kv_lens=(31,), v_in_k=True, head_groups="interleaved"),
-        "boolean-decode-paged-empty-bias-sinksdtype-gqa-hnd": small(
-            1, heads=4, kv_heads=2, head_dim=64, mask=BooleanMask(_diagonal_blocks), bias="bhqk", sinks="float32",
-            kv_lens=(384, 128, 0), kv_pages=Pages(16, layout="HND")),
-        "documents-paged-empty-page128-bias-sinks-fused": small(
-            33, head_dim=64, dtype="float32", mask=Document((8, 16, 9)), bias="bk", sinks=True, kv_lens=(33, 11, 0),
-            kv_pages=Pages(128, fused=True)),
-        "window-cross-left-bias-interleaved-dv": small(
-            40, heads=4, kv_heads=2, v_head_dim=48, mask=Window(31, 0), bias="hq", kv_lens=(42, 128), pad="left",
+        "neighborhood-left-scale-alibis-sinks-mod-vink": small(
+            31, head_dim=48, v_head_dim=32, dtype="float16", mask=Neighborhood((31,), (7,)), scale=0.08, alibi="batch",
+            sinks=True, score_mod=_steeper_with_each_head, kv_lens=(10, 31), pad="left", v_in_k=True),
+        "window-decode-left-alibis-sinksdtype-mod-gqa-dv": small(
+            1, heads=4, kv_heads=2, v_head_dim=48, mask=Window(20, 3), alibi="batch", sinks="float32",
+            score_mod=_steeper_with_each_head, kv_lens=(170, 512), pad="left"),
+        "maskmod-packedpages-page1-alibis-sinksdtype-mod-interleaved-hnd-fused": small(
+            heads=4, kv_heads=2, head_dim=64, mask=_wider_with_each_head, alibi="batch", sinks="float32",
+            score_mod=_steeper_with_each_head, q_lens=(16, 48), kv_pages=Pages(1, layout="HND", fused=True),
             head_groups="interleaved"),
-        "causal-fewkeys-paged-softcap-biasfirst-dv-sliced": small(
-            63, head_dim=64, v_head_dim=16, dtype="float16", mask="causal", softcap=5.0, bias="hqk", kv_lens=(5, 17),
-            kv_pages=Pages(16, sliced=True), bias_before_softcap=True),
-        "br-decode-softcap-biasfirst-sinks-mod-gqa-dv": small(
-            1, 257, batch=2, heads=3, kv_heads=1, v_head_dim=48, mask="causal-bottom-right", softcap=5.0, bias="hqk",
-            sinks=True, score_mod=_steeper_with_each_head, bias_before_softcap=True),
-        "documents-softcap-biasfirst-mod": small(
-            128, batch=2, mask=Document((32, 64, 32), causal=True), softcap=5.0, bias="hqk",
-            score_mod=_steeper_with_each_head, bias_before_softcap=True),
-        "window-padded-empty-softcap-biasfirst-gqa-vink": small(
-            40, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=Window(20, 3), softcap=5.0, bias="hqk",
-            kv_lens=(40, 13, 0), v_in_k=True, bias_before_softcap=True),
-        "neighborhood-softcap-scale-biasfirst-sinks-interleaved": small(
-            96, batch=2, heads=4, kv_heads=2, dtype="float16", mask=Neighborhood((8, 12), (3, 5)), softcap=5.0,
-            scale=0.3, bias="hqk", sinks=True, head_groups="interleaved", bias_before_softcap=True),
-        "boolean-cross-paged-cached-page64-softcap-biasfirst-mod": small(
-            127, head_dim=64, dtype="float32", mask=BooleanMask(_diagonal_blocks), softcap=5.0, bias="hqk",
-            score_mod=_steeper_with_each_head, kv_lens=(174, 150), kv_pages=Pages(64), cached=(47, 23),
+        "neighborhood-paged-empty-page32-bias-alibi-dv-hnd": small(
+            129, head_dim=64, v_head_dim=48, mask=Neighborhood((129,), (7,)), bias="hq", alibi=True, kv_lens=(129, 43,
+            0), kv_pages=Pages(32, layout="HND")),
+        "boolean-fewkeys-softcap-biasfirst-alibi-sinks-interleaved-vink": small(
+            33, 5, batch=2, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask=BooleanMask(_diagonal_blocks),
+            softcap=5.0, bias="hqk", alibi=True, sinks=True, v_in_k=True, head_groups="interleaved",
             bias_before_softcap=True),
-        "maskmod-decode-packed-empty-cached-sinks-dv": small(
-            v_head_dim=16, mask=_wider_with_each_head, sinks=True, q_lens=(1, 0, 1), kv_lens=(513, 512, 513),
-            cached=(512, 512, 512)),
-        "br-packedpages-single-scale-sinksdtype-mod-interleaved-hnd": small(
-            heads=4, kv_heads=2, head_dim=64, mask="causal-bottom-right", scale=0.3, sinks="float32",
-            score_mod=_steeper_with_each_head, q_lens=(127,), kv_pages=Pages(16, layout="HND"),
-            head_groups="interleaved"),
-        "maskmod-left-vink": small(
-            33, head_dim=48, v_head_dim=32, mask=_wider_with_each_head, kv_lens=(11, 33), pad="left", v_in_k=True),
-        "cross-packed-single": small(q_lens=(31,), kv_lens=(64,)),
-        "fewkeys-packed-single": small(q_lens=(129,), kv_lens=(32,)),
-        "fewkeys-padded": small(33, kv_lens=(1, 5)),
-        "window-packedpages-vink-hnd": small(
-            head_dim=48, v_head_dim=32, mask=Window(31, 0), q_lens=(21, 64), kv_pages=Pages(16, layout="HND"),
-            v_in_k=True),
-        "maskmod-quantized": small(65, batch=2, dtype="float8_e4m3fn", mask=_wider_with_each_head, descales="head"),
-        "neighborhood-quantized": small(
-            33, batch=2, dtype="float8_e4m3fn", mask=Neighborhood((33,), (7,)), descales="head"),
-        "neighborhood-sinksdtype": small(63, batch=2, mask=Neighborhood((63,), (7,)), sinks="float32"),
-        "packed-single-dv": small(v_head_dim=48, q_lens=(31,)),
+        "maskmod-decode-packed-empty-cached-alibis-sinks-interleaved": small(
+            heads=4, kv_heads=2, mask=_wider_with_each_head, alibi="batch", sinks=True, q_lens=(1, 0, 1), kv_lens=(201,
+            200, 201), cached=(200, 200, 200), head_groups="interleaved"),
+        "documents-left-scale-bias-alibis-sinksdtype-interleaved": small(
+            64, heads=4, kv_heads=2, dtype="float32", mask=Document((16, 32, 16), causal=True), scale=0.3, bias="hq",
+            alibi="batch", sinks="bfloat16", kv_lens=(21, 64), pad="left", head_groups="interleaved"),
+        "causal-cross-packed-single-cached-alibi-sinksdtype-mod-dv": small(
+            v_head_dim=16, mask="causal", alibi=True, sinks="float32", score_mod=_steeper_with_each_head, q_lens=(33,),
+            cached=(47,)),
+        "window-decode-left-bias-alibi-gqa-vink": small(
+            1, heads=3, kv_heads=1, head_dim=48, v_head_dim=32, dtype="float32", mask=Window(31, 0), bias="hq",
+            alibi=True, kv_lens=(128, 384), pad="left", v_in_k=True),
+        "maskmod-fewkeys-left-softcap-bias-alibi-dv": small(
+            65, v_head_dim=48, dtype="float16", mask=_wider_with_each_head, softcap=5.0, bias="hq", alibi=True,
+            kv_lens=(11, 33), pad="left"),
+        "causal-decode-paged-empty-softcap-biasfirst-vink-sliced": small(
+            1, head_dim=48, v_head_dim=32, mask="causal", softcap=5.0, bias="hqk", kv_lens=(257, 85, 0),
+            kv_pages=Pages(16, sliced=True), v_in_k=True, bias_before_softcap=True),
+        "documents-paged-empty-page128-softcap-biasfirst-sinks-mod": small(
+            33, head_dim=64, mask=Document((8, 16, 9)), softcap=5.0, bias="hqk", sinks=True,
+            score_mod=_steeper_with_each_head, kv_lens=(33, 11, 0), kv_pages=Pages(128), bias_before_softcap=True),
+        "br-cross-cached-softcap-scale-biasfirst-sinksdtype-dv": small(
+            128, v_head_dim=16, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.08, bias="hqk",
+            sinks="bfloat16", kv_lens=(175, 151), cached=(47, 23), bias_before_softcap=True),
+        "br-cross-left-bias-mod-interleaved-vink": small(
+            17, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float16", mask="causal-bottom-right", bias="hq",
+            score_mod=_steeper_with_each_head, kv_lens=(21, 65), pad="left", v_in_k=True, head_groups="interleaved"),
+        "neighborhood-softcap-biasfirst-sinksdtype-gqa-dv": small(
+            128, batch=2, heads=4, kv_heads=2, v_head_dim=16, dtype="float32", mask=Neighborhood((8, 16), (3, 5)),
+            softcap=5.0, bias="hqk", sinks="bfloat16", bias_before_softcap=True),
+        "boolean-decode-left-empty-scale-sinksdtype-gqa": small(
+            1, heads=4, kv_heads=2, dtype="float16", mask=BooleanMask(_diagonal_blocks), scale=0.3, sinks="bfloat16",
+            kv_lens=(513, 171, 0), pad="left"),
+        "boolean-cross-paged-cached-page64-scale-gqa-sliced": small(
+            40, heads=3, kv_heads=1, head_dim=64, dtype="float32", mask=BooleanMask(_diagonal_blocks), scale=0.08,
+            kv_lens=(87, 63), kv_pages=Pages(64, sliced=True), cached=(47, 23)),
+        "documents-paged-page32-vink-hnd": small(
+            40, head_dim=48, v_head_dim=32, dtype="float16", mask=Document((10, 20, 10)), kv_lens=(13, 40),
+            kv_pages=Pages(32, layout="HND"), v_in_k=True),
+        "maskmod-packed-single-scale-interleaved-vink": small(
+            heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32", mask=_wider_with_each_head, scale=0.3,
+            q_lens=(96,), v_in_k=True, head_groups="interleaved"),
+        "window-cross-cached-softcap-biasfirst-interleaved": small(
+            127, heads=4, kv_heads=2, mask=Window(31, 0), softcap=5.0, bias="hqk", kv_lens=(174, 150), cached=(47, 23),
+            head_groups="interleaved", bias_before_softcap=True),
+        "fewkeys-padded": small(64, kv_lens=(10, 31)),
+        "window-fewkeys-packedpages-mod-dv-hnd": small(
+            head_dim=64, v_head_dim=16, mask=Window(20, 3), score_mod=_steeper_with_each_head, q_lens=(21, 63),
+            kv_lens=(5, 17), kv_pages=Pages(16, layout="HND")),
+        "maskmod-quantized": small(127, batch=2, dtype="float8_e4m3fn", mask=_wider_with_each_head, descales="head"),
+        "neighborhood-quantized": small(33, batch=2, mask=Neighborhood((33,), (7,)), kv_dtype="int8", descales="token"),
+        "neighborhood-interleaved": small(
+            64, batch=2, heads=4, kv_heads=2, mask=Neighborhood((8, 8), (3, 5)), head_groups="interleaved"),
+        "packedpages-vink": small(head_dim=48, v_head_dim=32, q_lens=(21, 65), kv_pages=Pages(16), v_in_k=True),
     }
     # fmt: on
     return [workload.replace(name=f"features-{name}") for name, workload in lines.items()]

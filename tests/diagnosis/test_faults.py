@@ -24,13 +24,14 @@ from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.mutants.mutant import FAULTS_OF
 from pytest_attn.suite.test_correctness import INPUTS
-from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.catalog import _pairs, builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 
 REFERENCES = ReferenceCache()
 CPU = torch.device("cpu")
+#: with few options each, as it takes to tell one fault from another
 GROUPS = [w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]
-SMALL = [w for w in GROUPS if not (w.dropout or w.is_quantized or w.v_in_k)]  # which mutants take
+SMALL = [w for w in GROUPS if not (w.dropout or w.is_quantized or w in _pairs())]
 
 
 # -- planted faults, and mutants -------------------------------------------------------------------------------------------
