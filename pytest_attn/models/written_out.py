@@ -1,7 +1,7 @@
 """Attention that no function shows: a softmax between the product that gives its scores and the product with values.
 
 Followed tensor by tensor, so that a softmax that is something else is not taken for it: experts that are chosen, classes,
-gates, a pool over rows. Its scores are a product of two activations, or have four dimensions or more, as where a layer
+gates, a pool over rows. Its scores are a product of two activations, or have more dimensions than others do, as where a layer
 computes them from the queries alone; and what it gives is multiplied with other activations.
 """
 
@@ -31,6 +31,8 @@ class WrittenOut:
         self._scores: Any = WeakTensorKeyDictionary()
         #: the shape of the scores that they are of
         self._probabilities: Any = WeakTensorKeyDictionary()
+        #: whether the last scores of a shape were a product of two activations
+        self._is_product: dict[tuple[int, ...], bool] = {}
 
     def see(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take note of one operation."""
@@ -50,20 +52,23 @@ class WrittenOut:
         scores = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         is_over_keys = not scores.is_nested and dim in (-1, scores.dim() - 1) and scores.shape[-1] > 1
-        if is_over_keys and (scores.dim() > 3 or (scores.dim() == 3 and scores in self._scores)):
+        is_product = scores in self._scores
+        if is_over_keys and (scores.dim() > 3 or (scores.dim() == 3 and is_product)):
             self._probabilities[result] = tuple(scores.shape)
+            self._is_product[tuple(scores.shape)] = is_product
 
     def _other(self, name: str, given: list[torch.Tensor], result: Any) -> None:
         of = next((self._probabilities[t] for t in given if t in self._probabilities), None)
         if name in _PRODUCTS:
             activations = [t for t in given if t.dim() > 2 and not isinstance(t, torch.nn.Parameter)]
             if of is not None and len(activations) > 1:
-                self._found(of)
+                if len(of) != 4 or self._is_product.get(of, False):  # else streams that are mixed, as by hyper-connections
+                    self._found(of)
             elif of is None and len(activations) > 1:
                 self._scores[result] = True
         elif of is not None and len(of) > 3 and name in _TIMES and any(t.numel() > _size(of) for t in given):
             self._found(of)
-        elif name not in _ENDS or (of is not None and result.numel() == _size(of)):  # heads that are mixed by a projection
+        elif name not in _ENDS or (isinstance(result, torch.Tensor) and result.numel() == _whole(of, given, self._scores)):
             is_scored = of is None and any(t in self._scores for t in given)
             for tensor in _tensors((result,)) if of is not None or is_scored else ():
                 if of is not None:
@@ -78,6 +83,11 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (one for one in value if isinstance(one, torch.Tensor))
+
+
+def _whole(of: tuple[int, ...] | None, given: list[torch.Tensor], scores: Any) -> int:
+    """Return the size of probabilities or scores, of which a projection may mix the heads; 0 where there are none."""
+    return _size(of) if of is not None else next((t.numel() for t in given if t in scores and t.dim() > 3), 0)
 
 
 def _size(shape: tuple[int, ...]) -> int:
