@@ -424,7 +424,7 @@ GRADIENTS = frozenset(("dq", "dk", "dv"))
 _PROFILES = "precision profiles"
 #: under a profile that is suggested: the part of each limit that is reached at most, and where its roundings are repeated the
 #: part of the deviation that is left at most
-_ROOM, _MOST_LEFT = 5 / 8, 0.9
+_ROOM, _MOST_LEFT, _MOST_LEFT_BY_TF32 = 5 / 8, 0.9, 0.5
 #: a factor that is off explains this share of a deviation, and more than chance does so many stds away
 _FACTOR_SHARE, _FACTOR_STDS = 0.1, 5.0
 
@@ -535,6 +535,8 @@ def _rounds_so(profile: Precision, name: str, case: Case) -> bool:
     repeated = [off(attention) for attention in roundings(profile, w)]
     if repeated:
         left = min(repeated, key=lambda one: float(one.norm()))
+        if profile.operand_unit:  # P is cut, too, which is not repeated
+            return float(left.norm()) <= _MOST_LEFT_BY_TF32 * float(plain.norm())
         of_heads = float(left.square().flatten(2).mean(-1).max()) ** 0.5
         return float(left.norm()) <= _MOST_LEFT * float(plain.norm()) and of_heads <= max(1.0, row.limits.head)
     share = max(_FACTOR_SHARE, _FACTOR_STDS**2 / math.prod(plain.shape[:3]))

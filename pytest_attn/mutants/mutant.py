@@ -95,7 +95,7 @@ FAULTS_OF: dict[str, tuple[str, ...]] = {
     "left-edge-one-key-early": ("window-left-one-too-long",),
     "left-edge-one-key-late": ("window-left-one-too-short",),
     "bottom-right-taken-for-top-left": OTHER_ALIGNMENT,
-    "top-left-taken-for-bottom-right": ("causal-other-alignment",),
+    "top-left-taken-for-bottom-right": ("causal-other-alignment", "mask-ignored"),
     "rows-counted-within-their-tile": ("mask-rows-within-tile",),
     "mask-on-last-tile-only": ("mask-on-last-tile-only",),
     "window-right-edge-open": ("window-right-ignored", "mask-ignored"),

@@ -179,10 +179,6 @@ def _small() -> Iterator[Group]:
             W(129, heads=2, head_dim=192, name="edges-d192"),
             W(129, heads=2, head_dim=192, v_head_dim=128, mask="causal", name="edges-d192-dv128"),
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
-            W(129, 100, batch=2, heads=2, head_dim=32, bias="bk", name="edges-bias-of-one-row"),
-            W(40, 100, heads=2, head_dim=32, kv_lens=(70,), name="edges-padded-alone"),
-            W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(20, 5, 33), name="edges-single-queries"),
-            W(1, 300, heads=2, head_dim=32, kv_pages=Pages(256), kv_lens=(300, 140), name="edges-page256"),
             W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed"),
         ],
     )

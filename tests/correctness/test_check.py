@@ -115,7 +115,7 @@ def test_an_exception_of_the_callable_passes_through():
     [
         ({"inputs": ("rand",)}, "unknown input distribution 'rand'; known: structured"),
         ({"precision": "fp4"}, "unknown precision 'fp4'; known: flash, flash2, eager"),
-        ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, got 'sbhd'"),
+        ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
         ({"layout": "thd"}, "layout 'thd' needs a packed workload (q_lens), h2-s128-d64 is not one"),
         ({"limits": "loose"}, "unknown limits 'loose'; known: default, strict"),
         ({"device": "tpu"}, "unknown device 'tpu'; expected auto, cpu, cuda, cuda:N, xpu or mps"),
@@ -179,13 +179,20 @@ def test_honest_kernels_raise_no_false_alarm(distribution, dtype):
 
 
 def query_scaled_in_dtype(q, k, v):
-    return explicit(q * torch.tensor(0.3, dtype=q.dtype), k, v, scale=1.0)
+    return explicit(q * 0.3, k, v, scale=1.0)
 
 
 def test_a_query_scaled_in_the_dtype_needs_its_own_profile():
     workload = FULL.replace(scale=0.3)
     assert pytest_attn.check(query_scaled_in_dtype, workload, precision="qscale", inputs="randn", device="cpu").passed
-    assert "'qscale'" in failure(query_scaled_in_dtype, workload, inputs="randn")
+    assert "'qscale'" in failure(query_scaled_in_dtype, workload, inputs="outlier")
+
+
+def test_a_scale_that_is_kept_in_the_dtype_is_another_scale():
+    def kernel(q, k, v):
+        return explicit(q * torch.tensor(0.3, dtype=q.dtype), k, v, scale=1.0)
+
+    assert "it equals attention with scale 0.3008, not 0.3" in failure(kernel, FULL.replace(scale=0.3), inputs="randn")
 
 
 @pytest.mark.parametrize("name", SUGGESTED)

@@ -85,8 +85,6 @@ class TransformersDispatch(Dispatcher):
         if self._is_flash:
             padded = workload.replace(v_head_dim=workload.head_dim)  # as transformers hands values to FlashAttention
             return _beyond_flash(workload) or super().native_refusals(padded, machine, backward)
-        if self.dispatched == "eager" and (workload.alibi or workload.bias) and workload.dtype != "float32":
-            return [f"would round the sum of score and bias to {workload.dtype}, which no precision profile declares"]
         if self.dispatched == "eager" and (sees_nothing(workload) or 0 in (workload.kv_lens or ())):
             return ["averages all values in rows that see no key"]
         if self.dispatched == "flex_attention":

@@ -126,11 +126,6 @@ def test_another_alignment_in_the_library_is_found(transformers):
         ("sdpa", W.replace(sinks=True), "has no sinks"),
         ("sdpa", PACKED, "does not support packed sequences"),
         ("sdpa", W.replace(alibi=True), "would round ALiBi's distances to bfloat16 in attn_mask"),
-        (
-            "eager",
-            W.replace(bias="h"),
-            "would round the sum of score and bias to bfloat16, which no precision profile declares",
-        ),
         ("eager", W.replace(q_len=90, mask="causal-bottom-right"), "averages all values in rows that see no key"),
         ("eager", W.replace(kv_lens=(80, 0)), "averages all values in rows that see no key"),
         ("flex_attention", PACKED, "does not support packed sequences"),
