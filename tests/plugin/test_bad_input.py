@@ -15,7 +15,7 @@ import pytest
         ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; known: backends, dtypes, layout"),
         ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
         ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
-        ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, hsd, shd, got 'sbhd'"),
+        ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
         ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
         ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
         ('"smoke-full", precision="int2"', "unknown precision 'int2'; known: flash, flash2, eager"),
