@@ -264,7 +264,7 @@ def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.
     """Yield the calls; one whose scale is near that of modules built alike, and another one, is wrong.
 
     What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
-    have another agree on.
+    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant.
     """
     alike: dict[object, list[CallComparison]] = {}
     for call in calls:
@@ -274,6 +274,8 @@ def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.
     for group in alike.values():
         scales = Counter(call.workload.softmax_scale for call in group)
         usual, times = scales.most_common(1)[0]
+        if len(scales) != 2 or 2 < len(group) == 2 * times:
+            continue
         right = [group[0].workload.replace(scale=None).softmax_scale, *_configured_scales(callers[group[0].module])]
         right += [usual] if times > 1 and 2 * (len(group) - times) <= times else []
         right = [scale for scale in right if any(math.isclose(scale, one, rel_tol=1e-4) for one in scales)]

@@ -216,7 +216,10 @@ def test_a_scale_that_is_a_little_off_that_of_layers_built_alike_is_found(scales
     assert "built alike" in found.message
 
 
-@pytest.mark.parametrize("scales", [(0.2525,), (0.2525, 0.2525), (None, 0.125), (1.0, 1.0), (0.3, 0.31), (None, 1.0, 0.25)])
+MEANT = [(0.2525,), (0.2525, 0.2525), (None, 0.125), (1.0, 1.0), (0.3, 0.31), (None, 1.0, 0.25)]
+
+
+@pytest.mark.parametrize("scales", [*MEANT, (None, 0.2, 0.17, 0.3), (None, 0.2, None, 0.2)])
 def test_scales_that_may_be_meant_pass(scales):
     assert judged(scaled(*scales)).passed
 
