@@ -84,8 +84,13 @@ def _on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
     return is_affected and workload.dtype != "float32"
 
 
+def is_half_tile(rows: int) -> bool:
+    """Whether the last of cuDNN's tiles of rows is filled by half."""
+    return rows % 128 == 64
+
+
 def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
-    is_half = workload.q_len > 128 and workload.q_len % 128 == 64
+    is_half = workload.q_len > 128 and is_half_tile(workload.q_len)
     return is_half and _on_affected_cudnn(workload, machine) and not is_plain_causal(workload)
 
 

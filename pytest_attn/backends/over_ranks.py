@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.defects import KnownDefect
+from pytest_attn.backends.defects import KnownDefect, is_half_tile
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.functions import function_label
@@ -122,7 +122,7 @@ def has_half_tile(sharding: Sharding) -> bool:
     """Whether the rows of a rank, or of one of its chunks, are 64 more than a multiple of 128."""
     parts = PARTS_OF_A_RANK.get(sharding.shard, 1) if isinstance(sharding.shard, str) else 1
     lengths = {sharding.workload.q_len // sharding.ranks, sharding.workload.q_len // (sharding.ranks * parts)}
-    return any(length % 128 == 64 for length in lengths)
+    return any(map(is_half_tile, lengths))
 
 
 def heads_refusals(workload: Workload, ranks: int) -> list[str]:

@@ -339,7 +339,8 @@ def _found(spec: CheckSpec, out: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the leaves of parameters: where only the values are known, the tensor with these on which out depends."""
     found = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in spec.parameters.items()}
     sought = {name: t for name, t in spec.parameters.items() if not t.requires_grad}
-    for leaf in _leaves_of(out) if sought else ():
+    nodes = nodes_behind(out) if sought else ()
+    for leaf in (one for node in nodes if isinstance(one := getattr(node, "variable", None), torch.Tensor)):
         for name, drawn in sought.items():
             alike = leaf.shape == drawn.shape and leaf.dtype == drawn.dtype
             if alike and torch.equal(leaf.detach().to(drawn.device), drawn):
@@ -347,16 +348,16 @@ def _found(spec: CheckSpec, out: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def _leaves_of(out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors to which autograd comes from here."""
-    ahead, seen = [out.grad_fn], set()
+def nodes_behind(out: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph at which a backward pass from out arrives; nothing is followed behind `ends`."""
+    ahead: list[Any] = [out.grad_fn]
+    seen: set[Any] = {None}
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
-            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-                yield leaf
+            yield node
+            ahead += [following for following, _ in node.next_functions] if node not in ends else []
 
 
 def _advice(name: str, own: bool) -> str:

@@ -22,7 +22,7 @@ from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.call import changes_of
+from pytest_attn.correctness.call import changes_of, nodes_behind
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
@@ -302,7 +302,7 @@ class Recorder:
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
         if raw.requires_grad or subject is not None:
-            reached = nodes_behind(raw, nodes)
+            reached = set(nodes_behind(raw, nodes))
             call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
         call.is_detached = bool(expected) and not raw.requires_grad
         if not (raw.requires_grad and expected.difference(call.missing)):
@@ -429,23 +429,6 @@ def in_checkpoint() -> bool:
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
-
-
-def nodes_behind(out: torch.Tensor, nodes: list[Any]) -> set[Any]:
-    """Return those of some nodes that a backward pass from out arrives at."""
-    found: set[Any] = set()
-    seen: set[Any] = {None}
-    waiting = [out.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in nodes:
-            found.add(node)
-        elif node is not None:
-            waiting += [before for before, _ in node.next_functions]
-    return found
 
 
 # -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------

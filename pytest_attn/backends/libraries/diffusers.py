@@ -11,7 +11,7 @@ import torch
 
 from pytest_attn.backends.backend import needs_cuda
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import CUDNN_NAN_OF_A_RANK, KnownDefect
+from pytest_attn.backends.defects import CUDNN_NAN_OF_A_RANK, KnownDefect, is_half_tile
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
 from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
@@ -150,7 +150,7 @@ class DiffusersCp(RankBackend):
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
         """Those of cuDNN's kernel, or of what torch chooses, where a ring's parts show them: Ulysses has whole sequences."""
-        is_shown = self._kernel in ("native", "_native_cudnn") and sharding.workload.q_len // self._ring % 128 == 64
+        is_shown = self._kernel in ("native", "_native_cudnn") and is_half_tile(sharding.workload.q_len // self._ring)
         return super().defects_over(sharding, machine, backward) if is_shown else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:

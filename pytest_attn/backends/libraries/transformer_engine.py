@@ -32,6 +32,7 @@ from pytest_attn.backends.defects import (
     CUDNN_NAN_OF_ONE_TILE,
     FLASH4_DQ,
     KnownDefect,
+    is_half_tile,
     sees_nothing,
 )
 from pytest_attn.backends.dense import boolean_mask
@@ -479,7 +480,7 @@ class TeCp(RankBackend):
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
         """Those of cuDNN's kernel, where what it gets of the split shows them: comm=a2a gives it whole sequences."""
-        is_half = sharding.workload.q_len % 128 == 64 if self._comm == "a2a" else has_half_tile(sharding)
+        is_half = is_half_tile(sharding.workload.q_len) if self._comm == "a2a" else has_half_tile(sharding)
         return super().defects_over(sharding, machine, backward) if self._kernel[1] == "cudnn" and is_half else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
