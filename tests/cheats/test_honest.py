@@ -1,0 +1,80 @@
+"""No unusual kernel that is honest is refused by check, invariants or measure, here or where another process computes."""
+
+from pathlib import Path
+
+import pytest
+
+from cheats.runs import Asked, has_cuda, outcomes, source_of
+
+KERNELS = Path(__file__).with_name("honest_kernels.py")
+SMALL = 'Workload(64, heads=2, head_dim=32, dtype="float32")'
+BACKWARD = f"{SMALL}, backward=True"
+CAUSAL = 'Workload(64, heads=4, kv_heads=2, head_dim=32, dtype="float32", mask="causal"), backward=True'
+#: the marker's arguments of each kernel; one whose marker asks for gradients is timed with them, too
+HONEST = {
+    "workspace": SMALL,
+    "plan_by_shape": BACKWARD,
+    "autotuned": BACKWARD,
+    "thread_pool": BACKWARD,
+    "logged": BACKWARD,
+    "view_of_larger": BACKWARD,
+    "transposed": BACKWARD,
+    "padded": BACKWARD,
+    "scratch_in_place": BACKWARD,
+    "lazily_compiled": BACKWARD,
+    "cached_mask": CAUSAL,
+    "window_of_constants": 'Workload(64, heads=2, head_dim=32, dtype="float32", mask=Window(16, 0)), backward=True',
+    "lazy_import": SMALL,
+    "recomputing": BACKWARD,
+    "split_keys": BACKWARD,
+    "online_softmax": BACKWARD,
+    "partial": CAUSAL,
+    "module": BACKWARD,
+    "bound_method": BACKWARD,
+    "out_and_lse": f"{BACKWARD}, returns_lse=True",
+    "rounded_probabilities": 'Workload(64, heads=2, head_dim=32), backward=True, precision="eager"',
+    "switches_restored": BACKWARD,
+    "without_collector": BACKWARD,
+    "under_a_mode": BACKWARD,
+    "vectorized": BACKWARD,
+    "custom_operator": BACKWARD,
+}
+ON_CUDA = {
+    **{name: marker for name, marker in HONEST.items() if name not in ("lazy_import", "window_of_constants")},
+    "replayed_graph": SMALL,
+    "streams": SMALL,
+}
+
+
+@pytest.fixture
+def ask(pytester):
+    """Return a function that asks kernels in one run, in which each must pass."""
+
+    def run(markers, *args, device="cpu", isolated=False, in_process=False, **options):
+        pytester.makepyfile(honest_kernels=KERNELS.read_text())
+        asked = [Asked("honest_kernels", name, marker, **options) for name, marker in markers.items()]
+        pytester.makepyfile(test_honest=source_of(asked, isolated, device))
+        start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
+        result = start("-p", "no:cacheprovider", "-rA", *args)
+        found = outcomes(result)
+        assert len(found) == sum(len(one.judgments) for one in asked)
+        assert [name for name, outcome in found.items() if outcome != "passed"] == []
+
+    return run
+
+
+def test_no_honest_kernel_is_refused(ask):
+    ask(HONEST, judgments=("check",), in_process=True)  # once: an operator can be registered once in a process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"measure": 'backward="both"'}])
+def test_none_is_refused_by_invariants_or_by_measure(ask, options):
+    markers = {name: marker for name, marker in HONEST.items() if not options or "backward" in marker}
+    ask(markers, judgments=("invariants", "measure"), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
+def test_none_is_refused_on_cuda(ask):
+    ask(ON_CUDA, device="cuda")
