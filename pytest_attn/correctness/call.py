@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
-from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.dtypes import beside
@@ -328,6 +328,7 @@ def _gradients(
             raise ContractError(
                 f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name, name not in drawn)}"
             )
+        grad = plain(f"d{name}", grad)
         if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
             raise ContractError(
                 f"d{name} is a {grad.dtype} tensor of shape {tuple(grad.shape)}; expected {leaf.dtype} {tuple(leaf.shape)}"

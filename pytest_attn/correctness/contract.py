@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -163,10 +164,11 @@ def check_contract(
     `names` begins with "out", "lse".
     """
     tensors = _results_named(result, names)
-    for name, tensor in zip(names, tensors, strict=True):
+    for number, name in enumerate(names):
         shape = native_shape(name, workload)
         if layout == "bshd" and name == "out":
             shape = (shape[0], shape[2], shape[1], *shape[3:])
+        tensor = tensors[number] = plain(name, tensors[number])
         check_tensor(name, tensor, shape, reference.inputs, _layout_hint(tensor, shape, layout))
     return tensors
 
@@ -176,22 +178,23 @@ def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
     fault = f"the callable returned {_counted(result)}; expected {_words(names)}"
     if result is None:
         raise ContractError(fault)
+    several = elements(result)
     if len(names) == 1:
-        if isinstance(result, tuple | list):
+        if several is not None:
             advice = "Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
             raise ContractError(f"{fault}. {advice}")
         return [result]
-    if not (isinstance(result, tuple | list) and len(result) == len(names)):
+    if several is None or len(several) != len(names):
         raise ContractError(f"{fault} (returns_lse=True)")
-    return list(result)
+    return several
 
 
 def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs, hint: str = "") -> None:
     """Raise ContractError unless a result is a dense tensor of this shape, and of the dtype and device that it should have.
 
-    hint: what is said behind another shape.
+    tensor: as `plain` returns it. hint: what is said behind another shape.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not _is_tensor(tensor):
         kind = f"a {type(tensor).__module__}.{type(tensor).__name__}" if hasattr(tensor, "shape") else describe(tensor)
         raise ContractError(f"{name} is {kind}; expected a torch.Tensor")
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -205,6 +208,50 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
         raise ContractError(f"{name} has dtype {tensor.dtype}; expected {dtypes[0]}")
     if tensor.device != inputs.q.device:
         raise ContractError(f"{name} is on {tensor.device}; expected {inputs.q.device}")
+
+
+def elements(result: object) -> list[Any] | None:
+    """Return what a tuple or list holds, read by their own code and not by that of a subclass; None for anything else."""
+    for kind in (tuple, list):
+        if issubclass(type(result), kind):
+            return list(kind.__iter__(result))  # type: ignore[arg-type]
+    return None
+
+
+def plain(name: str, tensor: Any) -> Any:
+    """Return a tensor that only torch's own code reads; anything else is returned as it is.
+
+    What torch itself puts around a tensor is taken off: of a DTensor it is the local part, and a collective is waited for.
+    Raises ContractError for other subclasses, and for attributes in the place of torch's methods.
+    """
+    if (kind := type(tensor)) in _PLAIN:
+        own = [key for key in vars(tensor) if callable(getattr(torch.Tensor, key, None))]
+        if own:
+            found = f"has attributes of its own in place of torch.Tensor's ({', '.join(own)})"
+            raise ContractError(f"{name} {found}; return a tensor without them")
+    elif kind is _known("torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        plain(name, tensor.elem)
+        return plain(name, kind.wait(tensor))
+    elif kind is _known("torch.distributed.tensor", "DTensor"):
+        plain(name, tensor._local_tensor)
+        is_partial = any(one.is_partial() for one in tensor.placements)
+        return plain(name, kind.full_tensor(tensor) if is_partial else kind.to_local(tensor))
+    elif _is_tensor(tensor):
+        found = f"is of type {kind.__name__}, a subclass of torch.Tensor, whose own code would run wherever it is read"
+        raise ContractError(f"{name} {found}; return a plain tensor: {name}.as_subclass(torch.Tensor)")
+    return tensor
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _known(module: str, name: str) -> Any:
+    """Return a class of torch, None where nobody has imported its module."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), torch.Tensor)  # isinstance asks the value itself
 
 
 def native_shape(name: str, w: Workload) -> tuple[int, ...]:
@@ -224,7 +271,7 @@ def native_shape(name: str, w: Workload) -> tuple[int, ...]:
 
 
 def _layout_hint(tensor: Any, shape: tuple[int, ...], layout: str) -> str:
-    if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.ndim != 4 or len(shape) != 4:
+    if not _is_tensor(tensor) or tensor.is_nested or tensor.ndim != 4 or len(shape) != 4:
         return ""
     if tuple(tensor.transpose(1, 2).shape) == shape:
         other = "bshd" if layout == "bhsd" else "bhsd"
@@ -273,7 +320,7 @@ class TimedKernel:
         result = self._called(q, k, v, out)
         if out is None:
             names = self.declared.names
-            out = result if len(names) == 1 else result[names.index("out")]
+            out = result if len(names) == 1 else (elements(result) or ())[names.index("out")]
         return self.declared.undeclared("out", out, self.inputs.workload.is_packed)
 
     def _called(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Any:
@@ -299,8 +346,9 @@ class AdaptedKernel(TimedKernel):
         declared = self.declared
         given = poisoned(self._shapes["out"], self._out_dtype, q.device) if declared.takes_out else None
         named = self._by_name(self._called(q, k, v, given), given)
-        for name, tensor in named.items():
+        for name, returned in named.items():
             words = declared.words_on(name, self.inputs.workload.is_packed)
+            tensor = named[name] = plain(name, returned)
             check_tensor(name, tensor, self._shapes[name], self.inputs, f" ({words})")
         if given is not None:
             self._require_written(named["out"], given)
@@ -344,9 +392,9 @@ class AdaptedKernel(TimedKernel):
 def as_out(out: object, declared: Declaration, inputs: Inputs) -> Any:
     """Return what a test computed itself, in the layout that it declares, as the judgment takes it."""
     is_packed = inputs.workload.is_packed
-    words = declared.words_on("out", is_packed)
-    check_tensor("out", out, declared_shape("out", declared, inputs), inputs, f" ({words})")
-    return declared.undeclared("out", out, is_packed)  # type: ignore[arg-type] # it is a tensor now
+    words, tensor = declared.words_on("out", is_packed), plain("out", out)
+    check_tensor("out", tensor, declared_shape("out", declared, inputs), inputs, f" ({words})")
+    return declared.undeclared("out", tensor, is_packed)
 
 
 def declared_shape(name: str, declared: Declaration, inputs: Inputs) -> tuple[int, ...]:
@@ -361,13 +409,14 @@ def declared_shape(name: str, declared: Declaration, inputs: Inputs) -> tuple[in
 
 def _split(result: object, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the results that are compared by their names; raise ContractError for another number of results."""
+    several = elements(result)
     if len(names) == 1:
-        if isinstance(result, tuple | list) or result is None:
+        if several is not None or result is None:
             raise ContractError(f"the callable returned {_counted(result)}; expected {_words(names)}")
         return {names[0]: result} if names[0] != IGNORED else {}
-    if not (isinstance(result, tuple | list) and len(result) == len(names)):
+    if several is None or len(several) != len(names):
         raise ContractError(f"the callable returned {_counted(result)}; expected {_words(names)}, as returns={names!r} says")
-    return {name: tensor for name, tensor in zip(names, result, strict=True) if name != IGNORED}
+    return {name: tensor for name, tensor in zip(names, several, strict=True) if name != IGNORED}
 
 
 def _words(names: tuple[str, ...]) -> str:
@@ -377,7 +426,8 @@ def _words(names: tuple[str, ...]) -> str:
 def _counted(result: object) -> str:
     if result is None:
         return "nothing (None)"
-    return f"a {type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else describe(result)
+    several = elements(result)
+    return describe(result) if several is None else f"a {type(result).__name__} of {len(several)}"
 
 
 def _as_contiguous_as(other: Tensor, grad: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
 from pytest_attn.correctness.comparison import limits_named
-from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract
+from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.judge import compare_tensor
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
@@ -129,8 +129,8 @@ class StartedCall:
         __tracebackhide__ = True
         with self._probe.calling():
             grads = torch.autograd.grad(outputs, list(leaves.values()), flowing, allow_unused=True)
-        found = zip(leaves.items(), grads, strict=True)
-        return {f"d{name}": leaf.new_zeros(leaf.shape) if grad is None else grad for (name, leaf), grad in found}
+        found = ((f"d{name}", leaf, grad) for (name, leaf), grad in zip(leaves.items(), grads, strict=True))
+        return {name: leaf.new_zeros(leaf.shape) if grad is None else plain(name, grad) for name, leaf, grad in found}
 
     def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""

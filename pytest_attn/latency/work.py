@@ -15,7 +15,7 @@ import torch
 
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.correctness.contract import EmptyRows, elements, plain
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.workloads.dtypes import negate
@@ -125,7 +125,7 @@ class Work:
 
     def result(self, value: Any) -> torch.Tensor:
         """Return what `verify` looks at: out, or dq."""
-        tensor: torch.Tensor = value[0] if isinstance(value, tuple | list) else value
+        tensor = plain("out" if self.direction == "forward" else "dq", _first(value))
         return self._counted(tensor.detach())
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
@@ -151,13 +151,18 @@ class Work:
         return lambda: torch.autograd.grad(out, tensors, self.dout, retain_graph=replayed)
 
     def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        out = self.kernel(*tensors)
-        tensor: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
+        tensor: torch.Tensor = plain("out", _first(self.kernel(*tensors)))
         return tensor
 
     def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
         """Copy tensors with their strides, `offset` times 256 bytes into allocations of their own."""
         return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
+
+
+def _first(value: Any) -> Any:
+    """Return a result, or the first of several."""
+    several = elements(value)
+    return several[0] if several else value
 
 
 def _share(difference: float, norm: float) -> str:

@@ -287,7 +287,7 @@ class Recorder:
         raw = arguments.take_out(result)
         if self._judges and isinstance(result, tuple | list):
             result = self._apart(intercepted.function, result)
-        out = self._keep(arguments.out_to_native(raw.detach()))
+        out = self._keep(arguments.out_to_native(bare(raw)))
         call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
         call.is_again, call.order = intercepted.is_again, self._numbers.total()
         call.misled, call.is_narrower = wrong, is_narrower
@@ -367,7 +367,7 @@ class Recorder:
                 if gradient is None:
                     call.missing.append(name)
                 else:
-                    call.receive(name, self._keep(to_native(gradient.detach())))
+                    call.receive(name, self._keep(to_native(bare(gradient))))
                 awaited.discard(name)
                 if not awaited:
                     self._is_going_back = False
@@ -395,6 +395,12 @@ class Recorder:
             wait(call.inputs.device)
         with torch.no_grad():
             self._done(call)
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor holds, as a plain one: models have subclasses of their own, whose code is not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(tensor)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.correctness.call import fault_of_change
-from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.latency.work import StaleError
 from pytest_attn.processes.channel import Message
 from pytest_attn.processes.worker import Worker
@@ -147,6 +147,7 @@ class RankServer:
                 raise ContractError(
                     f"rank {self._rank}: d{name} is missing: out does not depend on {name}, as autograd sees it"
                 )
+            gradient = self._plain(f"d{name}", gradient)
             if gradient.dtype != leaf.dtype:
                 raise ContractError(f"rank {self._rank}: d{name} has dtype {gradient.dtype}; expected {leaf.dtype}")
             gradients[f"d{name}"] = self._handed_over(gradient)
@@ -162,14 +163,23 @@ class RankServer:
 
     def _named(self, result: object) -> dict[str, torch.Tensor]:
         """Return the results by name; raise ContractError where these are other than expected."""
-        results: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
+        several = elements(result)
+        results: list[Any] = [result] if several is None else several
         names = ("out", "lse") if self._returns_lse else ("out",)
+        if len(results) == len(names):
+            results = [self._plain(*one) for one in zip(names, results, strict=True)]
         if len(results) != len(names) or not all(isinstance(one, torch.Tensor) for one in results):
-            found = "(" + ", ".join(map(describe, results)) + ")" if isinstance(result, tuple | list) else describe(result)
+            found = describe(result) if several is None else "(" + ", ".join(map(describe, results)) + ")"
             wanted = "(out, lse), its shards" if self._returns_lse else "its shard of out"
             advice = "; say returns_lse=True in the marker if it returns (out, lse)" if len(results) == 2 else ""
             raise ContractError(f"rank {self._rank}: the callable returned {found}; expected {wanted}{advice}")
         return dict(zip(names, results, strict=True))
+
+    def _plain(self, name: str, tensor: Any) -> Any:
+        try:
+            return plain(name, tensor)
+        except ContractError as error:
+            raise ContractError(f"rank {self._rank}: {error}") from None
 
     def _require_unchanged(self, given: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
         """Raise ContractError where the callable has changed its inputs."""

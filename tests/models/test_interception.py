@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from pytest_attn import check_model
+from pytest_attn import ContractError, check_model
 from pytest_attn.backends.libraries.sdpa import SDPA
 from pytest_attn.models import interception
 
@@ -171,3 +171,28 @@ def test_what_compiles_is_prepared_once_for_layers_that_ask_the_same():
     counting = Counting("counting", mine)
     assert check_model(*case_of(stack(attend, layers=3)), counting).passed
     assert counting.prepared == 1
+
+
+class Stale(torch.Tensor):
+    """A tensor of a model's own, which says something else than it holds."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.detach:
+            return args[0].as_subclass(torch.Tensor).detach() + 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_that_a_model_uses_is_judged_by_what_it_holds():
+    def attend(q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v).as_subclass(Stale)
+
+    assert check_model(*case_of(stack(attend))).passed
+
+
+def test_a_function_that_computes_calls_returns_plain_tensors():
+    def mine(q, k, v, workload):
+        return nn.functional.scaled_dot_product_attention(q, k, v).as_subclass(Stale)
+
+    with pytest.raises(ContractError, match="out is of type Stale"):
+        check_model(*case_of(stack(lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v))), mine)
