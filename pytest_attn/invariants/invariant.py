@@ -20,9 +20,9 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
-from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
-from pytest_attn.correctness.judge import compare_tensor
+from pytest_attn.correctness.judge import compare_tensor, differ_by_more
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.reports.lines import told_apart
@@ -307,11 +307,8 @@ class Probe:
     def misfit(self, results: Results, inputs: Inputs | None = None) -> str:
         """Say where results leave the budget of exact attention on `inputs`, "" where they do not."""
         inputs = inputs or self.inputs
-        reference = self.reference(inputs)
-        of_out, of_gradients = limits_named(self.spec.limits)
         for name, tensor in results.items():
-            limits = of_gradients if name.startswith("d") else of_out
-            row = compare_tensor(name, self.spec.inputs[0], tensor, reference, inputs.workload, limits)
+            row = self._row(name, tensor, inputs)
             if row.excess > _SLACK:
                 at = ", ".join(map(str, row.worst))
                 rounding = f"{row.excess:.3g} times what rounding explains"
@@ -330,6 +327,20 @@ class Probe:
         unequal = first_difference(found, expected)
         too_far = (self.misfit(found, inputs) or self.misfit(expected, inputs)) if unequal else ""
         return f"{unequal}; {too_far}" if too_far else ""
+
+    def moved(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
+        """Say as `change` does where results differ from those expected, by more than those of two paths that round much."""
+        expected, inputs = self.base if expected is None else expected, inputs or self.inputs
+        changed = self.change(found, expected, inputs)
+        if not changed:
+            return ""
+        reference, rows = self.reference(inputs), (self._row(name, tensor, inputs) for name, tensor in found.items())
+        pairs = ((row, found[row.name], expected[row.name]) for row in rows)
+        return changed if any(differ_by_more(*pair, reference, inputs.workload) for pair in pairs) else ""
+
+    def _row(self, name: str, tensor: Tensor, inputs: Inputs) -> TensorComparison:
+        limits = limits_of(name, limits_named(self.spec.limits))
+        return compare_tensor(name, self.spec.inputs[0], tensor, self.reference(inputs), inputs.workload, limits)
 
 
 # -- what an invariant is ----------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def judge_arrangements(
             refusal = f"{arrangement.words}: refused in its own words: {first_line}"
             continue
         answered += 1
-        if changed := probe.change(found, base):
+        if changed := probe.moved(found, base):
             return f"{arrangement.words}: {changed}"
     if broken := afterwards(probe):
         return broken
@@ -148,7 +148,9 @@ def _expanded(probe: Probe) -> str:
     heads = 1 if not probe.workload.is_packed else -2
     values = {"k": repeated(inputs.k, heads), "v": repeated(inputs.v, heads), "dout": repeated(inputs.dout, -1)}
     written_out = dataclasses.replace(inputs, **{name: t.contiguous() for name, t in values.items()})  # type: ignore[arg-type]
-    return prefixed(words, probe.misfit(found, written_out))
+    if not probe.misfit(found, written_out):
+        return ""
+    return prefixed(words, probe.moved(found, probe.run(written_out), written_out))
 
 
 def odd_where_one(tensor: Tensor) -> Tensor:
@@ -227,7 +229,7 @@ class Offsets(Invariant):
                     refusal = f"refused in its own words: {error}"
                     continue
                 answered = True
-                if changed := probe.change(found):
+                if changed := probe.moved(found):
                     return f"{name} spread over more than 2^31 elements along dimension {axis}: {changed}"
         if not answered:
             raise NotApplicable(refusal)

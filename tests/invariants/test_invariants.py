@@ -220,6 +220,31 @@ def test_values_that_alone_are_transposed_are_asked_about():
     assert ask(copies_with_the_keys, PLAIN, skip="layout").passed
 
 
+class RoundsRowSums(torch.autograd.Function):
+    """Attention of float32 whose D is rounded to bfloat16, from sums in another order where q is not contiguous."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        lse = (q @ k.mT * q.shape[-1] ** -0.5).logsumexp(-1, keepdim=True)
+        out = (q @ k.mT * q.shape[-1] ** -0.5 - lse).exp() @ v
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        products = (dout * out).bfloat16() if q.is_contiguous() else (dout * out)
+        row_sum = products.float().sum(-1, keepdim=True).bfloat16().float()
+        p = (q @ k.mT * q.shape[-1] ** -0.5 - lse).exp()
+        ds = p * (dout @ v.mT - row_sum) * q.shape[-1] ** -0.5
+        return ds @ k, ds.mT @ q, p.mT @ dout
+
+
+def test_rounding_is_no_matter_of_strides():
+    workload = PLAIN.replace(dtype="float32")
+    assert ask(RoundsRowSums.apply, workload, "layout").passed
+
+
 def test_every_second_call_wrong_is_told_as_calls_that_differ():
     calls = []
 
