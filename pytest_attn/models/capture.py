@@ -327,7 +327,7 @@ class Recorder:
 
     def _copies(self, inputs: Inputs) -> Inputs:
         tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
-        kept: dict[str, Any] = {name: self._keep(t.detach()) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        kept: dict[str, Any] = {name: self._keep(bare(t)) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
         return dataclasses.replace(inputs, **kept)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
