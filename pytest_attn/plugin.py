@@ -163,8 +163,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of xdist what only the controller knows: who else is on the worker's host."""
+    """Tell a worker of xdist what only the controller knows: the seed that it drew, who else is on the worker's host."""
     session = _session(node.config)
+    node.workerinput["attn_seed"] = str(session.settings.seed)
     if session.settings.gpu_per_worker:
         from pytest_attn.session.devices import place_on_host, require_gpu
 

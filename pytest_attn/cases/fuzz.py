@@ -442,7 +442,10 @@ class Fuzzing:
         path, _, name = self._item.location
         one._hypothesis_internal_add_digest = f"{path}::{name}".encode()  # type: ignore[attr-defined] # as its own plugin does
         try:
-            _settings(self._draws)(hypothesis.given(self._strategy())(one))()
+            drawn = _settings(self._draws)(hypothesis.given(self._strategy())(one))
+            if "seed" in self._session.settings.given:
+                drawn = hypothesis.seed(self._session.settings.seed)(drawn)
+            drawn()
         except hypothesis.errors.Unsatisfiable:
             pass  # every draw was refused
         except hypothesis.errors.Flaky:

@@ -153,6 +153,23 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+#: what --attn-seed calls a seed that nobody has chosen
+RANDOM = "random"
+
+
+def random_seed() -> str:
+    """Return a seed that nobody can know before, from 1 to 2^32, as text."""
+    return str(int.from_bytes(os.urandom(4), "big") + 1)
+
+
+def seed(text: str) -> int:
+    """Return the seed of a run."""
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace(">= 0", f">= 0, or {RANDOM}")) from None
+
+
 def seconds(text: str) -> float:
     """Return a time limit, 0 for none."""
     try:
@@ -299,7 +316,7 @@ GROUPS = (
         {
             "device": "auto, cpu, cuda, cuda:N, xpu or mps",
             "dtypes": "such as bf16,fp16,fp32",
-            "seed": "of the inputs",
+            "seed": "of the inputs; random draws one",
             "gpu_per_worker": "one GPU for each xdist worker",
         },
         ("memory",),

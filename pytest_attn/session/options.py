@@ -58,7 +58,12 @@ class Settings:
         "NAME",
         option_types.limits,
     )
-    seed: int = option("Seed of the inputs (default: 0)", "0", "N", option_types.whole_number)
+    seed: int = option(
+        "Seed of the inputs; random draws one, which the header and each command that repeats a case name (default: 0)",
+        "0",
+        "N",
+        option_types.seed,
+    )
     fuzz: int = option(
         "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
         "0",
@@ -184,6 +189,9 @@ class Settings:
                 values[one.name] = bool(config.getoption(one.dest))
                 continue
             text, origin = _text(config, one)
+            if one.name == "seed" and text == option_types.RANDOM:
+                drawn = getattr(config, "workerinput", {}).get("attn_seed")  # by xdist's controller
+                text = config.option.attn_seed = drawn or option_types.random_seed()
             try:
                 if one.is_repeatable:
                     values[one.name] = tuple(map(one.parse, text or ()))

@@ -158,7 +158,8 @@ def worker_command(config: pytest.Config, folder: Path, names: Sequence[str], ow
     own: what else its first message says.
     """
     folder.mkdir()
-    told = {"tests": list(names), "options": _options(folder), "waiting": sorted(own_processes()), **own}
+    options = {**_options(folder), "attn_seed": config.getoption("attn_seed")}
+    told = {"tests": list(names), "options": options, "waiting": sorted(own_processes()), **own}
     arguments = _arguments(config, folder)
     return Command(arguments, worker_environment(), config.invocation_params.dir, folder / "output", told)
 

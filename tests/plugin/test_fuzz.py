@@ -283,6 +283,12 @@ attn.check(lambda q, k, v: sdpa(q, k, v))
     result.stdout.re_match_lines([r".*\d+ draws, \d+ refused"])
 
 
+def test_a_seed_that_is_given_also_draws_the_workloads(fuzz, kernel_test):
+    kernel_test("print('drew', attn.workload.id)\nattn.check(lambda q, k, v: sdpa(q, k, v))")
+    one, same, other = (re.findall("drew .*", fuzz("-rA", f"--attn-seed={seed}", number=6).stdout.str()) for seed in (5, 5, 6))
+    assert one == same != other
+
+
 def test_known_defects_are_counted(fuzz, kernel_test):
     kernel_test("if attn.workload.batch > 1:\n    pytest.xfail('known')\nattn.check(lambda q, k, v: sdpa(q, k, v))")
     result = fuzz()

@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 
 import pytest
 import torch
@@ -71,6 +72,35 @@ def test_the_seed_draws_other_inputs(run, kernel_test):
     assert sums[0] == sums[1] != sums[2]
 
 
+def test_a_random_seed_is_said_in_the_header_and_repeats_what_it_drew(run, kernel_test):
+    kernel_test("print('sum', float(attn.q.double().sum())); attn.check(lambda q, k, v: v * 0.5)")
+    first, other = (run("--attn-seed=random").stdout.str() for _ in range(2))
+    seed, number = (re.search(pattern, first)[1] for pattern in (r"attn: --attn-seed=(\d+)", r"sum (\S+)"))
+    command = re.search(r"reproduce +pytest (.*)", first)[1]
+    assert f"--attn-seed={seed} " in f"{command} "
+    assert f"sum {number}" in run(*shlex.split(command)).stdout.str()
+    assert f"sum {number}" not in other
+
+
+def test_the_workers_of_xdist_share_a_random_seed(pytester):
+    pytester.makepyfile(
+        """
+import pytest
+from pytest_attn import Workload
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.attention(Workload(16, head_dim=16), device="cpu")
+def test_kernel(attn, worker_id, number):
+    print("drew", worker_id, attn._session.settings.seed)
+    attn.check("math")
+"""
+    )
+    shown = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--attn-seed=random", "-rA").stdout.str()
+    drawn = re.findall(r"drew (gw\d) (\d+)", shown)
+    assert {worker for worker, _ in drawn} == {"gw0", "gw1"}
+    assert {seed for _, seed in drawn} == {re.search(r"attn: --attn-seed=(\d+)", shown)[1]}
+
+
 def test_strict_limits_reach_the_judgment(run, kernel_test):
     kernel_test("attn.check(lambda q, k, v: q)")
     result = run("--attn-limits=strict")
@@ -115,7 +145,7 @@ def test_the_header_can_be_pasted_back(run, kernel_test):
         ("--attn-dtypes=int4", "--attn-dtypes: unknown dtype 'int4'; known: bfloat16 (bf16)"),
         ("--attn-device=tpu", "--attn-device: must be auto, cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
         ("--attn-limits=loose", "--attn-limits: must be default or strict, got 'loose'"),
-        ("--attn-seed=-1", "--attn-seed: must be a whole number >= 0, got '-1'"),
+        ("--attn-seed=-1", "--attn-seed: must be a whole number >= 0, or random, got '-1'"),
         ("--attn-timeout=soon", "--attn-timeout: must be a number of seconds >= 0 (0 waits forever), got 'soon'"),
         ("--attn-memory=much", "--attn-memory: must be a size such as '4 GiB', got 'much'"),
     ],
@@ -131,7 +161,7 @@ def test_a_bad_option_is_a_usage_error_and_nothing_runs(run, kernel_test, option
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("attn_seed = abc", "attn_seed (tox.ini): must be a whole number >= 0, got 'abc'"),
+        ("attn_seed = abc", "attn_seed (tox.ini): must be a whole number >= 0, or random, got 'abc'"),
         ("attn_limits = 7", "attn_limits (tox.ini): must be default or strict, got '7'"),
         ("attn_backends = nope", "unknown backend 'nope'"),
     ],

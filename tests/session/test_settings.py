@@ -9,7 +9,7 @@ import pytest
 from pytest_attn.session import options as module
 from pytest_attn.session.option_types import action, declared_options, option, output, size, switch, whole_number
 from pytest_attn.session.options import Settings
-from pytest_attn.session.worker_pool import _options
+from pytest_attn.session.worker_pool import _options, worker_command
 
 
 def inconsistencies(settings):
@@ -147,6 +147,15 @@ def test_a_fresh_process_is_given_what_is_declared_for_it(tmp_path):
             assert overridden[one.dest] is (False if one.is_switch else None)
         else:
             assert one.dest not in overridden or one.name in ("latency", "fuzz")
+
+
+@pytest.mark.parametrize("given", ["--attn-seed=random", "--override-ini=attn_seed=random"])
+def test_all_processes_of_a_run_have_its_random_seed(pytester, tmp_path, given):
+    config = pytester.parseconfig("-p", "no:cacheprovider", given)
+    drawn = Settings.from_config(config)
+    assert drawn.given["seed"] == str(drawn.seed)
+    assert worker_command(config, tmp_path / "own", [], {}).told["options"]["attn_seed"] == str(drawn.seed)
+    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", given)).seed != drawn.seed
 
 
 def test_the_options_of_a_run_can_be_pasted_back(pytester):
