@@ -11,7 +11,8 @@ from pytest_attn.backends.configured import Declared, Options, expanded, out_of_
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine, installed_version
 from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.subject import AttentionFn, Subject, declined_because
+from pytest_attn.backends.raised import declined_because
+from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.workloads.dtypes import element_bytes
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.backends.raised import ending_no_test
+
 if TYPE_CHECKING:
     import torch
 
@@ -101,9 +103,12 @@ def eager_because() -> str:
 
 
 @contextmanager
-def judged_code(is_quiet: bool) -> Iterator[None]:
-    """Surround what is judged: compiled code stays compiled. is_quiet: its warnings are a library's, and fail no test."""
-    with quiet() if is_quiet else untraced(), unlimited_recompiles():
+def judged_code(name: str, is_quiet: bool) -> Iterator[None]:
+    """Surround what is judged: compiled code stays compiled, and the test goes on.
+
+    name: what is judged. is_quiet: its warnings are a library's, and fail no test.
+    """
+    with quiet() if is_quiet else untraced(), unlimited_recompiles(), ending_no_test(name):
         yield
 
 

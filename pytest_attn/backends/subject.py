@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_attn.backends.capabilities import Capabilities
@@ -19,6 +17,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.raised import declined_because
 from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name
 from pytest_attn.workloads.inputs import Inputs
@@ -113,7 +112,7 @@ class Subject(ABC):
 
     def calling(self) -> AbstractContextManager[object]:
         """Return what its code runs in: a library's warnings must not fail a test, those of a user's own function may."""
-        return judged_code(is_quiet=True)
+        return judged_code(self.name, is_quiet=True)
 
     def baseline_name(self, test: str) -> str:
         """Return what its baselines are filed under. test: where it was handed over."""
@@ -256,7 +255,7 @@ class CallableSubject(Subject):
 
     def calling(self) -> AbstractContextManager[object]:
         """Leave its warnings to its test."""
-        return judged_code(is_quiet=False)
+        return judged_code(self.name, is_quiet=False)
 
     def baseline_name(self, test: str) -> str:
         """Return a name that does not change with the line that the callable stands on; it belongs to its test."""
@@ -368,34 +367,3 @@ def _first_called(fn: types.FunctionType) -> str:
 def _shortened(parts: list[str]) -> str:
     text = ",".join(parts)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-# -- how a function declines a case: `raise NotImplementedError("no softcap")`, a statement of Python with a text ------------
-
-
-#: libraries whose own NotImplementedError is a missing kernel or a missing gradient, which is a fault of who calls them
-_FAULTS_OF = ("torch", "triton")
-
-
-def declined_because(error: BaseException) -> str | None:
-    """Return the text with which a function declines a case, None where the exception is a fault.
-
-    A fault is what torch or Triton raise ("Could not run 'aten::...'", a missing backward), and an exception without text,
-    as a stub raises it.
-    """
-    text = str(error).strip()
-    if not isinstance(error, NotImplementedError) or not text or not _is_raised_by_its_author(error.__traceback__):
-        return None
-    return text.splitlines()[0]
-
-
-def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is a `raise` statement, and none of torch or Triton: operators in C++ raise without one."""
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    frame = traceback.tb_frame
-    home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    operation = dis.opname[frame.f_code.co_code[traceback.tb_lasti]]
-    return operation == "RAISE_VARARGS" and home not in _FAULTS_OF

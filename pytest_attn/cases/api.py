@@ -219,7 +219,7 @@ def measure(
     spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
-    with current(where), threads(cpu_threads if where.type == "cpu" else None):
+    with current(where), subject.calling(), threads(cpu_threads if where.type == "cpu" else None):
         return stopwatch_of(where, cold).measure(work_of(subject, spec, direction), spec.workload.id, subject.name)
 
 

@@ -12,6 +12,7 @@ import pytest
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.raised import EndsTestError, ending_no_test
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refusal, Result
@@ -73,9 +74,9 @@ class CaseRun:
         self.is_judged = True
         self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
         try:
-            with self.session.progress.during(evaluator.doing, evaluator.on):
+            with ending_no_test(evaluator.name), self.session.progress.during(evaluator.doing, evaluator.on):
                 found = evaluator.judge()
-        except (ContractError, DeadlineError, RefusedError, RankRaisedError) as error:
+        except (ContractError, DeadlineError, EndsTestError, RefusedError, RankRaisedError) as error:
             found = evaluator.ended(error)
         if found.is_recorded:
             self._leave_record(evaluator, found)

@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.mismatch_text import describe_contract
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.ranks.rank_group import RankRaisedError
-from pytest_attn.reports.lines import LABEL_WIDTH
+from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.workloads.workload import Workload
 
 Result = TypeVar("Result")
+#: what a kernel may do that does not take a case
+_DECLINE = 'raise NotImplementedError("why"), which declines the case'
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,14 @@ class Evaluator(ABC, Generic[Result]):
     def judge(self) -> Judgment[Result]:
         """Return what is found.
 
-        ContractError, DeadlineError, RefusedError and RankRaisedError of the subject may pass through, and are concluded as
-        `ended` says. So may what it raises itself, which fails the test as it is.
+        ContractError, DeadlineError, RefusedError, RankRaisedError and EndsTestError of the subject may pass through, and are
+        concluded as `ended` says. So may what it raises itself, which fails the test as it is.
         """
+
+    @property
+    def name(self) -> str:
+        """What reports call the subject."""
+        return self.subject if isinstance(self.subject, str) else self.subject.name
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -130,6 +138,10 @@ class Evaluator(ABC, Generic[Result]):
             fields = {"faults": (error.fault,)} if error.fault else {}
             text = describe_contract(error)
             return Judgment(self.wrong, reason=reason, text=text, fields=fields, evidence=self.evidence)
+        if isinstance(error, EndsTestError):
+            where = [labeled("at", error.where)] if error.where else []
+            text = "\n".join([str(error), *where, labeled("instead", _DECLINE)])
+            return Judgment(Verdict.RAISED, reason=reason, text=text)
         if isinstance(error, RankRaisedError):  # as in one process, where it raises: pytest's report leaves the record
             return Judgment(Verdict.RAISED, text=str(error), is_recorded=False)
         assert isinstance(error, DeadlineError)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.judgment import Evaluator, Judgment
@@ -471,7 +472,7 @@ class LatencyEvaluator(Evaluator[Latency]):
             return self._untimed(reason)
         try:
             latency = mode.measure(measurement)
-        except (StaleError, DeadlineError) as error:
+        except (StaleError, DeadlineError, EndsTestError) as error:
             verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
             text = f"cannot be timed: {measurement.name}: {error}"
             return self._found(verdict, str(error).splitlines()[0].rstrip(":"), text=text)

@@ -325,7 +325,7 @@ def profile_subject(subject: Subject, spec: CheckSpec, with_ceilings: bool = Tru
     inputs = draw_inputs(spec.workload, spec.inputs[0], spec.seed, spec.device)
     tensors = list(spec.handed(inputs))
     ceilings = ceilings_of(spec.device, spec.workload.out_dtype) if with_ceilings else None
-    with quiet(), current(spec.device):
+    with quiet(), subject.calling(), current(spec.device):
         forward = _forward_of(subject.prepare_timed(inputs), tensors)
         for _ in range(_WARM_UPS):
             forward()

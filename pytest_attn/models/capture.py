@@ -19,6 +19,7 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.libraries.transformers import is_stock
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
+from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
@@ -469,7 +470,7 @@ def capture(
     calls: list[AttentionCall] = []
     recorder = Recorder(lambda call: None)
     recorder.made = calls.append
-    with intercept_attention(recorder, model, functions):
+    with ending_no_test("the step"), intercept_attention(recorder, model, functions):
         step()
     recorder.finish()
     if recorder.unread_calls:

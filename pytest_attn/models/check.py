@@ -16,6 +16,7 @@ import torch
 from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError
@@ -125,7 +126,8 @@ def judge_model(
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(device_of(model))
-    with unlimited_recompiles(), untouched(model) as again:
+    name = subject.name if subject else "the step"
+    with ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
         masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
         judged = _Judged(limits, machine)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pytest_attn.backends.contexts import unlimited_recompiles
+from pytest_attn.backends.contexts import judged_code
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.latency.work import StaleError
@@ -305,13 +305,13 @@ class Rank:
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
-            self._answer(order, server, timing)
+            self._answer(order, server, timing, fn_name or "the callable")
 
-    def _answer(self, order: Message, server: RankServer, timing: Steps) -> None:
+    def _answer(self, order: Message, server: RankServer, timing: Steps, fn_name: str) -> None:
         """Answer an order with its result, or with what went wrong."""
         try:
             is_step = order["do"] == "step"
-            with unlimited_recompiles():
+            with judged_code(fn_name, is_quiet=False):
                 result = timing.step(order["what"], order["given"]) if is_step else self._computed(server, order)
             self._channel.send(result=result)
         except ContractError as error:

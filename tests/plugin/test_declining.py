@@ -5,7 +5,7 @@ import torch
 
 import pytest_attn
 from pytest_attn import Workload
-from pytest_attn.backends.subject import declined_because
+from pytest_attn.backends.raised import declined_because
 
 DECLINES = """
 def declines(q, k, v):

@@ -1,0 +1,175 @@
+"""What a callable raises: it declines a case, or would end, skip or excuse its test, which is a fault of it."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NoReturn
+
+# -- how a function declines a case: `raise NotImplementedError("no softcap")`, a statement of Python with a text ------------
+
+
+#: libraries whose own NotImplementedError is a missing kernel or a missing gradient, which is a fault of who calls them
+_FAULTS_OF = ("torch", "triton")
+
+
+def declined_because(error: BaseException) -> str | None:
+    """Return the text with which a function declines a case, None where the exception is a fault.
+
+    A fault is what torch or Triton raise ("Could not run 'aten::...'", a missing backward), and an exception without text,
+    as a stub raises it.
+    """
+    text = str(error).strip()
+    if not isinstance(error, NotImplementedError) or not text or not _is_raised_by_its_author(error.__traceback__):
+        return None
+    return text.splitlines()[0]
+
+
+def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:
+    """Whether the innermost frame is a `raise` statement, and none of torch or Triton: operators in C++ raise without one."""
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code: CodeType = traceback.tb_frame.f_code
+    operation = dis.opname[code.co_code[traceback.tb_lasti]]
+    return operation == "RAISE_VARARGS" and _library_of(traceback.tb_frame) not in _FAULTS_OF
+
+
+# -- what would end, skip or excuse the test ---------------------------------------------------------------------------
+
+
+class EndsTestError(Exception):
+    """What is judged raised what would end, skip or excuse its test: a fault of it, and the text says which.
+
+    where: the file and line of it, "" where nobody knows.
+    """
+
+    def __init__(self, text: str, where: str = "") -> None:
+        super().__init__(text)
+        self.where = where
+
+
+#: exceptions of others, by the module and name of one of their classes, and as the text calls them
+_ENDING = {
+    ("builtins", "Skipped"): "pytest.skip",  # as pytest says of itself
+    ("_pytest.outcomes", "XFailed"): "pytest.xfail",
+    ("builtins", "Failed"): "pytest.fail",
+    ("_pytest.outcomes", "Exit"): "pytest.exit",
+    ("unittest.case", "SkipTest"): "unittest.SkipTest",
+    ("hypothesis.errors", "UnsatisfiedAssumption"): "hypothesis.assume",
+    ("builtins", "StopIteration"): "StopIteration",  # which ends a map() that calls it without a word
+}
+#: what interrupts any code for a person, or for a time limit: debuggers, pytest-timeout, the draws of Hypothesis, locks
+_INTERRUPTS = ("pdb", "bdb", "cmd", "IPython", "pytest_timeout", "hypothesis")
+#: modules of ours in whose frames an exception of ours is our own word, although a model or a kernel is further out
+_OURS = ("pytest_attn.models", "pytest_attn.session")
+#: what our own calls go through
+_BETWEEN = ("contextlib", "functools", "torch")
+#: whose lines say little of a fault
+_NOT_WHERE = ("pytest_attn", "_pytest", *_BETWEEN)
+
+
+@contextmanager
+def ending_no_test(name: str) -> Iterator[None]:
+    """Surround what is judged: what would end, skip or excuse its test becomes an EndsTestError that names it.
+
+    So does `os._exit` in the thread that calls it. What a signal raises passes: Ctrl-C, and the time limits.
+    """
+    try:
+        with _staying(name):
+            yield
+    except BaseException as error:
+        if (what := _ending(error)) is None:
+            raise
+        said = str(error).strip().splitlines()
+        fault = EndsTestError(_fault(name, f"raised {what}{f' ({said[0]})' if said else ''}"), _where(error))
+        raise fault.with_traceback(error.__traceback__) from None
+
+
+def _fault(name: str, did: str) -> str:
+    return f"{name} {did}: a kernel cannot end, skip or excuse its test"
+
+
+def _ending(error: BaseException) -> str | None:
+    """Return what an exception is called that would end, skip or excuse a test and is of what is judged; None for others."""
+    kind = type(error)
+    if kind is EndsTestError:
+        return None
+    if kind.__module__.startswith("pytest_attn."):
+        return f"pytest-attn's own {kind.__name__}" if _is_foreign(error) else None
+    known = (_ENDING.get((one.__module__, one.__name__)) for one in kind.__mro__)
+    what = next(filter(None, known), None if isinstance(error, Exception) else kind.__name__)
+    if what is None or what == "hypothesis.assume":
+        return what
+    if isinstance(error, KeyboardInterrupt):
+        is_signaled = isinstance(error.__context__, KeyboardInterrupt) or not _is_raised_by_its_author(error.__traceback__)
+        return None if is_signaled else what
+    return None if _interrupts(error) else what
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Whether code that is not ours raised an exception of ours, or had ours raise it."""
+    found = False
+    for frame, _ in _frames(error):
+        home = str(frame.f_globals.get("__name__", ""))
+        is_true = getattr(sys.modules.get(home), "__dict__", None) is frame.f_globals
+        library = home.partition(".")[0] if is_true else ""
+        if library == "pytest_attn":
+            found = found and not home.startswith(_OURS)
+        elif library not in _BETWEEN:
+            found = True
+    return found
+
+
+def _interrupts(error: BaseException) -> bool:
+    """Whether something raised it that may interrupt what is judged."""
+    raisers = [frame for frame, _ in _frames(error) if _library_of(frame) != "_pytest"]
+    if not raisers:
+        return False
+    home = str(raisers[-1].f_globals.get("__name__", ""))
+    return home.partition(".")[0] in _INTERRUPTS or home.startswith("pytest_attn.session")
+
+
+def _where(error: BaseException) -> str:
+    own = [(frame.f_code.co_filename, line) for frame, line in _frames(error) if _library_of(frame) not in _NOT_WHERE]
+    return "{}:{}".format(*own[-1]) if own else ""
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames of a traceback, and the line of each, the innermost last."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _library_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+@contextmanager
+def _staying(name: str) -> Iterator[None]:
+    """Have `os._exit` raise in this thread; another thread of this process ends it with a status that is not 0."""
+    real, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != process:  # a child that was forked
+            real(status)
+        if threading.get_ident() == thread:
+            raise EndsTestError(_fault(name, f"called os._exit({status})"))
+        real(status or 1)
+
+    modules: list[Any] = [one for one in map(sys.modules.get, ("os", "posix")) if one is not None]
+    for module in modules:
+        module._exit = leave
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._exit = real
