@@ -24,6 +24,9 @@ SCHEMAS = {
     "examples/*/.github/workflows/*.yml": "vendor.github-workflows",
     ".github/ISSUE_TEMPLATE/config.yml": "vendor.github-issue-config",
     ".github/ISSUE_TEMPLATE/[!c]*.yml": "vendor.github-issue-forms",
+    ".github/dependabot.yml": "vendor.dependabot",
+    ".readthedocs.yaml": "vendor.readthedocs",
+    "CITATION.cff": "vendor.citation-file-format",
 }
 
 
@@ -59,6 +62,34 @@ def test_workflows_and_forms_fit_their_schema(pattern):
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", SCHEMAS[pattern], *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_actions_of_this_repository_are_pinned_to_commits():
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        for action in re.findall(r"uses: (.+)", path.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
+
+
+def test_every_job_of_a_page_or_an_example_ends():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    files = [path for pattern in SCHEMAS if "workflows" in pattern for path in ROOT.glob(pattern)]
+    written = re.findall(r"^```yaml\n(.*?)^```", pages, re.M | re.S) + [path.read_text() for path in files]
+    jobs = [job for text in written for job in (yaml.safe_load(text) or {}).get("jobs", {}).items()]
+    assert len(jobs) > 10
+    assert [name for name, job in jobs if "timeout-minutes" not in job] == []
+
+
+def test_a_release_goes_to_the_index_after_its_example_ran_and_the_test_index_took_it():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert [jobs[name]["needs"] for name in ("first-verdict", "rehearse", "publish")] == [
+        "build",
+        ["build", "first-verdict"],
+        "rehearse",
+    ]
+    assert jobs["first-verdict"]["strategy"]["matrix"]["python"] == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    for name in ("rehearse", "publish"):
+        assert jobs[name]["permissions"] == {"id-token": "write"}
+        assert jobs[name]["steps"][-1]["with"]["attestations"] is True
 
 
 def sample(language, name):
@@ -118,3 +149,4 @@ def test_the_version_has_its_changes():
     headings = re.findall(r"^## (.+)$", text, re.M)
     assert headings[0] == "Unreleased"
     assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__

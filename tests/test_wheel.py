@@ -35,8 +35,22 @@ def test_wrong(attn):
 def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
+    release = {**os.environ, "REPOSITORY_URL": "https://example.org/attention/pytest-attn"}
+    subprocess.run(command, check=True, capture_output=True, env=release)
     return next(out.glob("*.whl"))
+
+
+def metadata_of(wheel):
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    return zipfile.ZipFile(wheel).read(name).decode()
+
+
+def test_the_wheel_of_a_release_links_to_its_repository(wheel):
+    links = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", metadata_of(wheel), re.MULTILINE))
+    assert links["Repository"] == "https://example.org/attention/pytest-attn"
+    paths = [link.partition("/main/")[2] for link in links.values() if "/main/" in link]
+    assert len(paths) == 3
+    assert all((ROOT / path).exists() for path in paths)
 
 
 def test_the_wheel_has_types_suite_and_entry_point(wheel):
@@ -50,15 +64,13 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
 
 
 def test_the_wheel_says_what_it_needs(wheel):
-    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
-    needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
+    needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", metadata_of(wheel), re.MULTILINE)
     libraries = [("filelock", ">=3.12"), ("packaging", ">=22")]
     assert sorted(needs) == [*libraries, ("pytest", ">=8.4"), ("pytest-benchmark", ">=5.3.1"), ("torch", ">=2.6")]
 
 
 def test_what_is_imported_is_declared(wheel):
-    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
-    declared = set(re.findall(r"^Requires-Dist: ([\w-]+)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE))
+    declared = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata_of(wheel), re.MULTILINE))
     own = [path for path in (ROOT / "pytest_attn").rglob("*.py") if "libraries" not in path.parts]
     imported = {name for path in own for name in re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)}
     called = {"pytest_benchmark": "pytest-benchmark", "pynvml": "nvidia-ml-py", "vl_convert": "vl-convert-python"}
@@ -114,6 +126,13 @@ def test_the_four_examples_run_where_the_wheel_is_installed(installed, tmp_path)
     assert "test_model.py ..." in result.stdout, result.stdout
     assert "attention passed the check, but was not timed" in result.stdout, result.stdout
     assert re.search(r"test_triton_kernel.py|Triton is not installed", result.stdout), result.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_gives_the_first_verdict_of_the_readme(installed):
+    python, alone = installed
+    done = subprocess.run([ROOT / ".ci/first-verdict", python], env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
