@@ -33,10 +33,11 @@ import torch
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, threads
 from pytest_attn.latency.statistics import Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Timer
-from pytest_attn.latency.work import Work, work_of
+from pytest_attn.latency.work import Work
 
 FLUX = Workload(4608, heads=24, head_dim=128, name="flux-L512")
 LLAMA = Workload(2048, heads=32, kv_heads=8, head_dim=128, mask="causal", name="llama3-8b-prefill")

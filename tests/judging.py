@@ -16,8 +16,8 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of
-from pytest_attn.latency.work import work_of
 
 SMALL = Workload(64, heads=2, head_dim=32, dtype="float32")
 FULL = Workload(128, heads=2)

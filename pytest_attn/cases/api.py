@@ -21,9 +21,10 @@ from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
+from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.work import direction_of, work_of
+from pytest_attn.latency.work import direction_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import did_you_mean

@@ -16,12 +16,13 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
+from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
 from pytest_attn.latency.regression import Measured
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
-from pytest_attn.latency.work import LatencyDirection, work_of
+from pytest_attn.latency.work import LatencyDirection
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import figures_of, topology_of
 from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
@@ -72,7 +73,8 @@ class TimingPlace:
 
     def take(self, measurement: Measurement, mode: Mode | None) -> Latency:
         """Time a subject, once the device is as it is to be."""
-        work = work_of(measurement.subject, measurement.spec, measurement.direction)
+        machine = measurement.session.machines.machine(str(measurement.spec.device))
+        work = work_of(measurement.subject, measurement.spec, measurement.direction, machine)
         case, deadline = f"timing {measurement.name}, {measurement.item.nodeid}", measurement.session.deadline
         with deadline.around(case), work.context():
             work.stage()()

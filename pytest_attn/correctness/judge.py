@@ -376,6 +376,19 @@ def compare_tensor(
     """Compare one native tensor with the reference's tensor of the same name."""
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
+    return compare_rows(name, distribution, got, expected, workload, limits, unsampled_faults)
+
+
+def compare_rows(
+    name: str,
+    distribution: str,
+    got: torch.Tensor,
+    expected: Expected,
+    workload: Workload,
+    limits: Limits,
+    unsampled_faults: int = 0,
+) -> TensorComparison:
+    """Compare those rows of a tensor, (batch, heads, rows, dim), that are exact. unsampled_faults: not finite, in others."""
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +37,7 @@ from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
-from pytest_attn.workloads.workload import Workload, grouped, is_interleaved, sequence_lengths, ungrouped
+from pytest_attn.workloads.workload import Workload, grouped, grouped_order, is_interleaved, sequence_lengths, ungrouped
 
 # -- what is expected --------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,7 @@ class _BlockPasses:
 
     def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
         self.block, self.tensors = block, tensors
+        self.place = (block.batches, block.heads)
         self.rounding = Rounding(precision, block.workload.out_dtype)
         self.budget = ForwardBudget(block, self.rounding)
         self.gradients = Gradients(block, self.rounding)
@@ -107,12 +110,12 @@ class _BlockPasses:
         if "weights" in self.tensors:
             self._put_weights(rows, chunk)
         p_rounding_var = self._put_forward(rows, chunk)
-        if self.key_gradients is not None:
+        if "dq" in self.tensors:
             slope_var = None if noise is None else noise.slope_var
             backward_rows = self.gradients.rows_of(rows, p_rounding_var, slope, slope_var, chunk)
             if self.parameters is not None:
                 self.parameters.add(backward_rows, lse, lse_var, chunk)
-            self._run_backward(backward_rows, chunk, self.key_gradients)
+            self._run_backward(backward_rows, chunk)
 
     def _put_forward(self, rows: ForwardRows, chunk: Chunk) -> torch.Tensor | None:
         """Put out and its budget in their place; return e_ij^2 if all rows are kept."""
@@ -132,13 +135,14 @@ class _BlockPasses:
         for target, source in ((expected.value, rows.p), (expected.tau, variance.sqrt().float())):
             target[heads].index_copy_(2, chunk.places, source[:, :, chunk.kept])
 
-    def _run_backward(self, rows: BackwardRows, chunk: Chunk, key_gradients: KeyGradients) -> None:
-        """Put dq in its place, and add to dk and dv."""
-        sampled, all_keys = self.block.segment.keys, chunk.v.shape[2]
-        if sampled is None:
+    def _run_backward(self, rows: BackwardRows, chunk: Chunk) -> None:
+        """Put dq in its place, and add to dk and dv where these are wanted."""
+        sampled, all_keys, key_gradients = self.block.segment.keys, chunk.v.shape[2], self.key_gradients
+        if sampled is None or key_gradients is None:
             scores = self.gradients.of_scores(rows, chunk.v, chunk.v_squared, all_keys)
             self._put_rows("dq", *self.gradients.of_queries(scores, chunk.k), chunk)
-            key_gradients.add(rows, scores, chunk.keys)
+            if key_gradients is not None:
+                key_gradients.add(rows, scores, chunk.keys)
             return
         if bool(chunk.kept.any()):  # of sampled rows with all keys
             scores = self.gradients.of_scores(rows.at_rows(chunk.kept), chunk.v, chunk.v_squared, all_keys)
@@ -153,7 +157,7 @@ class _BlockPasses:
 
     def _put_rows(self, name: str, value: torch.Tensor, variance: torch.Tensor | None, chunk: Chunk) -> None:
         """Put the rows of a chunk that are kept in their place; `variance` becomes their tau."""
-        expected, heads = self.tensors[name], (self.block.batches, self.block.heads)
+        expected, heads = self.tensors[name], self.place
         expected.value[heads].index_copy_(2, chunk.places, value)
         if variance is not None:
             expected.tau[heads].index_copy_(2, chunk.places, variance.sqrt().float())
@@ -299,6 +303,46 @@ def compute_reference(
             if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:  # query heads in their own order
                 expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
     return reference
+
+
+class ExactRows(NamedTuple):
+    """Some rows of the query heads of one key head, exact: out, or dq, of (1, heads, rows, dim), and where a result has them.
+
+    batch: the batch entry, 0 where packed. heads: in their native order. rows: among all rows of the result.
+    """
+
+    expected: Expected
+    batch: int
+    heads: tuple[int, ...]
+    rows: torch.Tensor
+
+    def of(self, tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+        """Return these rows of a native out, or dq."""
+        whole = heads_first(tensor, workload)
+        return whole[self.batch, list(self.heads)][None][:, :, self.rows.to(whole.device)]
+
+
+def exact_rows(inputs: Inputs, precision: Precision, name: str, most: int, chosen: random.Random) -> ExactRows | None:
+    """Compute out, or dq, at up to `most` rows of one key head of one sequence, chosen at random; None where none has rows."""
+    w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
+    with torch.no_grad():
+        segments = [one for one in segments_of(inputs.dequantized(), w, device) if one.lengths[0]]
+        if not segments:
+            return None
+        segment = chosen.choice(segments)
+        q_len, (batches, kv_heads) = segment.lengths[0], segment.k.shape[:2]
+        batch, kv_head = chosen.randrange(batches), chosen.randrange(kv_heads)
+        rows = torch.tensor(sorted(chosen.sample(range(q_len), min(most, q_len))), device=device)
+        block = Block(replace(segment, rows=rows), slice(batch, batch + 1), slice(kv_head, kv_head + 1))
+        tensors = {}
+        for one, dim in (("out", w.v_head_dim), ("lse", 0), ("dq", w.head_dim))[: 3 if name == "dq" else 2]:
+            value = torch.zeros((1, w.group, len(rows), *([dim] if dim else [])), dtype=torch.float64, device=device)
+            tensors[one] = Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
+        passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
+        passes.place = (slice(None), slice(None))
+        passes.run()
+    heads = tuple(grouped_order(w)[block.heads])
+    return ExactRows(tensors[name], 0 if w.is_packed else batch, heads, rows + segment.q_start)
 
 
 def score_elements(w: Workload) -> int:

@@ -160,7 +160,7 @@ class ReferenceCache:
         with quiet():  # the arithmetic is ours, its warnings are not the test's
             if subject is not None and subject.is_approximate:
                 given = self.inputs_of(spec, distribution)
-                reference = compute_reference(_quantized_by(subject, given), precision, spec.backward)
+                reference = compute_reference(quantized_by(subject, given), precision, spec.backward)
                 reference.given = given
                 return reference
             wanted = tuple(spec.parameters)
@@ -203,7 +203,7 @@ def _lean(draw: Callable[..., Inputs], workload: Workload, backward: bool) -> In
     return draw(with_dout=False)
 
 
-def _quantized_by(subject: Subject, given: Inputs) -> Inputs:
+def quantized_by(subject: Subject, given: Inputs) -> Inputs:
     """Return what a subject makes of its inputs; raise ContractError where that has other shapes."""
     made = subject.dequantized(given)
     for name in "qkv":

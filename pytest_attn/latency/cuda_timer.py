@@ -8,16 +8,17 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
-from pytest_attn.latency.timer import GRAPHS, HostTimer, Item, Mode, Plan, Timer, repeated
+from pytest_attn.latency.kernel_work import Call, Given, KernelWork
+from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated
 from pytest_attn.latency.work import StaleError, TimedCall, Work, called, peak_of, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -131,14 +132,34 @@ _PADDING_BYTES = 512
 _SECONDS, _FEWEST = 0.12, 3
 
 
-def graphs_of(work: Work, calls: int, number: int, on_device: bool) -> list[Callable[[], object]]:
+class Replay:
+    """A graph that was captured, ready to be replayed on other data. outputs: of its calls, each time the same memory."""
+
+    def __init__(self, executable: Any, work: KernelWork, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
+        self._executable, self._work, self._calls, self._outputs = executable, work, calls, outputs
+
+    def stage(self) -> Replay:
+        """Put other data in place."""
+        self._work.stage_again(self._calls)
+        return self
+
+    def __call__(self) -> None:
+        """Replay it."""
+        self._executable.replay()
+
+    def seen(self, value: None) -> tuple[Given, torch.Tensor]:
+        """Return where the data of one call lie, which chance chooses, and its result."""
+        return CHANCE.choice([call.seen(output) for call, output in zip(self._calls, self._outputs, strict=True)])
+
+
+def graphs_of(work: KernelWork, calls: int, number: int, on_device: bool) -> list[Stage]:
     """Capture up to `number` graphs of `calls` calls on different sets; none where one cannot be captured.
 
-    What is returned replays a graph, as often as it is called. on_device: in the device's memory; raises DeviceGraphError if
-    the calls can be captured, but not so.
+    What is returned stages the replay of a graph. on_device: in the device's memory; raises DeviceGraphError if the calls can
+    be captured, but not so. Raises StaleError for a graph that computes something, but not attention on its data.
     """
     stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
-    graphs: list[Callable[[], object]] = []
+    graphs: list[Stage] = []
     begun = time.perf_counter()
     while len(graphs) < _FEWEST or (len(graphs) < number and time.perf_counter() - begun < _SECONDS):
         if (replay := _captured(work, calls, stream, on_device)) is None:
@@ -147,7 +168,7 @@ def graphs_of(work: Work, calls: int, number: int, on_device: bool) -> list[Call
     return graphs
 
 
-def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool) -> Callable[[], object] | None:
+def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device: bool) -> Stage | None:
     """Capture calls on the next sets in one CUDA graph; None where that cannot be done, or leaves something out.
 
     What a graph replays is looked at: its outputs are poisoned and its data changed before a replay. A backward pass runs on
@@ -159,29 +180,27 @@ def _captured(work: Work, calls: int, stream: torch.cuda.Stream, on_device: bool
     padding: list[torch.Tensor] = []  # until the capture is over
     try:
         with side_stream(work.device, stream):
-            work.stage()()
             staged = [work.stage(replayed=True) for _ in range(calls)]
+            staged[0]()
         with capturing(graph, stream):
             for call in staged:
                 outputs.append(work.result(call()))
                 padding.append(torch.empty(_PADDING_BYTES, dtype=torch.uint8, device=work.device))
         executable = DeviceGraph(graph, work.device) if on_device else graph
-        work.refresh()
+        replay = Replay(executable, work, staged, outputs).stage()
         for output in outputs:
             output.fill_(math.nan)
-        executable.replay()
+        replay()
         torch.cuda.synchronize(work.device)
-        work.verify("replayed in a graph", *outputs)
     except DeviceGraphError:
         raise
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
         torch.cuda.synchronize(work.device)
         return None
-
-    def replay(_kept: tuple[object, ...] = (outputs, staged)) -> None:
-        executable.replay()
-
-    return replay
+    if any(bool(output.isnan().all()) for output in outputs):
+        return None
+    work.verify_call("replayed in a graph", replay, None)
+    return replay.stage
 
 
 def _kept_graph() -> torch.cuda.CUDAGraph:
@@ -240,18 +259,19 @@ class CudaTimer(Timer):
         """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
             self._backlogs.clear()
+            work.rotate_over(1)
             looks = [verified(work) for _ in range(2)]  # whose results stay in memory until all is planned
             launch, device = self._launch_and_device_time(work, looks)
             wanted = choose_mode(mode, launch, device)
             if device is None or wanted == "host":
                 return self.host_timer.plan(work)._replace(launch=launch)
             most = max(1, int(torch_free_memory(self.device) * _SHARE_OF_FREE_MEMORY // max(1, 2 * work.nbytes)))
-            if wanted in GRAPHS:
+            if wanted in GRAPHS and isinstance(work, KernelWork):
                 if plan := _plan_in_graphs(work, wanted, launch, device, most):
                     return plan
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
-            renew = functools.partial(self.move, work) if most >= 2 * len(work.sets) else work.refresh
+            renew = functools.partial(self.move, work, calls) if most >= 2 * len(work.sets) else work.refresh
             return Plan("batched" if calls > 1 else "events", calls, device, launch, repeated(work.stage, calls), renew)
 
     def block(self, items: Sequence[Item]) -> list[float]:
@@ -277,8 +297,10 @@ class CudaTimer(Timer):
                 self._flush()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
-                call()
+                value = call()
                 end.record()
+                item.keep(call, value)
+                del value  # whose memory the next call is given, as that of others
                 pairs.append((begin, end))
             held = not pairs[0][0].query()  # type: ignore[no-untyped-call]
             enqueued = time.perf_counter() - begun
@@ -292,14 +314,17 @@ class CudaTimer(Timer):
             work.stage()()
             return peak_of(work.stage(), self.device)
 
-    def move(self, work: Work) -> None:
+    def move(self, work: Work, calls: int = 1) -> None:
         """Give the work, and what its kernel allocates, other memory, and its data another sign."""
         self._gap = None
         work.move()
         work.refresh()
         torch.cuda.empty_cache()
         self._gap = torch.empty(next(self._gaps) << 20, dtype=torch.uint8, device=self.device)
-        work.stage()()
+        first = work.stage()()
+        if calls > 1:
+            work.stage()()  # beside a result that is kept, as in a sample
+        del first
         torch.cuda.synchronize(self.device)
 
     def _flush(self) -> None:
@@ -343,7 +368,7 @@ class CudaTimer(Timer):
             return None
 
     def verify_behind_backlog(self, work: Work) -> None:
-        """Change the data, call and look at the result, all while the device sleeps, over poisoned free memory.
+        """Put other data in place, call and look at the result, all while the device sleeps, over poisoned free memory.
 
         A kernel on another stream that does not wait reads the old data; if nobody waits for it, the poison stays.
         """
@@ -357,10 +382,11 @@ class CudaTimer(Timer):
         del poison
         self._sleep(2e-3)
         work.refresh()
-        seen = work.result(work.stage()()).clone()
+        call = work.stage()
+        seen = work.result(call()).clone()
         torch.cuda.synchronize(self.device)
         try:
-            work.verify("called behind other work of its stream", seen)
+            work.verify_call("called behind other work of its stream", call, seen)
         except StaleError as error:
             raise StaleError(
                 f"{error}; does it launch on another stream? torch.cuda.current_stream().wait_stream(side) joins that"
@@ -392,18 +418,19 @@ def torch_free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _plan_in_graphs(work: Work, wanted: Mode, launch: float, device: float, most: int) -> Plan | None:
+def _plan_in_graphs(work: KernelWork, wanted: Mode, launch: float, device: float, most: int) -> Plan | None:
     """Return the plan of samples that replay graphs, None where no graph can be had."""
     calls = _calls_on_own_sets(work, device, wanted, most)
     mode, graphs = _graphs(work, calls, wanted)
     if not graphs:
         return None
     replays = replays_per_sample(calls, device, len(work.sets))
-    stage = repeated(itertools.cycle(graphs).__next__, replays)
+    graph = itertools.cycle(graphs)
+    stage = repeated(lambda: next(graph)(), replays)
     return Plan(mode, calls * replays, device, launch, stage, work.refresh)
 
 
-def _graphs(work: Work, calls: int, wanted: Mode) -> tuple[Mode, list[Callable[[], object]]]:
+def _graphs(work: KernelWork, calls: int, wanted: Mode) -> tuple[Mode, list[Stage]]:
     """Return which graphs can be had, those wanted or those that torch makes, and them; none of one call, or of no capture."""
     if calls == 1:
         return wanted, []

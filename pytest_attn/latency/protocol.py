@@ -231,7 +231,7 @@ class Stopwatch:
 
         But for a slow kernel on a GPU, whose calls while it was planned have done that.
         """
-        items = _items_of(plan, self.anchors)
+        items = _items_of(plan, self.anchors, work)
         blocks: list[Block] = []
         disturbances: list[str] = []
         with work.context():
@@ -239,6 +239,7 @@ class Stopwatch:
                 compiled_at += self.warmer.warm_up()
             if not (isinstance(timer, CudaTimer) and plan.seconds > SLOW_SECONDS):
                 self._block(timer, items, plan)
+                work.verify_kept()
             self.monitor.begin()
             kind = self.device.type
             if seconds is None:
@@ -246,6 +247,7 @@ class Stopwatch:
             schedule = Schedule(self._now, seconds, wanted_half_width(kind, plan.seconds))
             while schedule.wants_another([block[SUBJECT] for block in blocks]):
                 block, disturbance = self._undisturbed(timer, items, plan)
+                work.verify_kept()
                 blocks.append(block)
                 disturbances += [disturbance] if disturbance else []
         return blocks, disturbances
@@ -289,11 +291,11 @@ def protocol_of(kind: str) -> int:
     return PROTOCOLS.get(kind, 1)
 
 
-def _items_of(plan: Plan, anchors: Mapping[str, Anchor]) -> list[Item]:
+def _items_of(plan: Plan, anchors: Mapping[str, Anchor], work: Work) -> list[Item]:
     """Put the anchors between the samples, first and last."""
     of_sample = plan.seconds * plan.calls
     samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
-    op = Item(SUBJECT, plan.stage, plan.calls)
+    op = Item(SUBJECT, plan.stage, plan.calls, work.keep)
     compute, memory = (anchor_item(name, anchors[name]) for name in (COMPUTE, MEMORY))
     if samples >= 4:
         half = [op] * (samples // 2)

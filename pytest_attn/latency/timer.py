@@ -6,14 +6,15 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from random import SystemRandom
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import wait
 from pytest_attn.latency.disturbance import ContentionMonitor
-from pytest_attn.latency.work import Work, look_for_kept_results
+from pytest_attn.latency.work import Work, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -25,17 +26,21 @@ Mode: TypeAlias = Literal["events", "batched", "graph", "replay", "host"]
 GRAPHS: tuple[Mode, ...] = ("graph", "replay")
 
 #: does what is not timed, and returns what is
-Stage: TypeAlias = Callable[[], Callable[[], object]]
+Stage: TypeAlias = Callable[[], Callable[[], Any]]
 
 SHORTEST_HOST_SAMPLE = 1e-3
 
 
 class Item(NamedTuple):
-    """One sample of a block: do what `stage` does, untimed, then time what it returns, which is `calls` calls."""
+    """One sample of a block: do what `stage` does, untimed, then time what it returns, which is `calls` calls.
+
+    keep: told, untimed again, what was staged, and what it has returned.
+    """
 
     name: str
     stage: Stage
     calls: int = 1
+    keep: Callable[[Callable[[], Any], Any], object] = lambda call, value: None
 
 
 class Plan(NamedTuple):
@@ -90,12 +95,11 @@ class HostTimer(Timer):
         work.rotate_over(1)
         with work.context():
             for _ in range(3):  # peak_memory has called nothing
-                work.stage()()
-            seconds = min(self._one(work.stage()) for _ in range(3))
+                verified(work)
+            work.rotate_over(0)
+            seconds = min(self._one(work.stage())[0] for _ in range(3))
             calls = max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
-            doubt = look_for_kept_results(work)
-            work.rotate_over(2)
-        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh, doubt)
+        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Time each item by itself."""
@@ -103,30 +107,55 @@ class HostTimer(Timer):
             return [self._sample(item) / item.calls for item in items]
 
     def _sample(self, item: Item) -> float:
-        if self._contention is None:
-            return self._one(item.stage())
-        return self._contention.undisturbed(item.name, item.stage, self._one)
+        last: list[Any] = []
 
-    def _one(self, call: Callable[[], object]) -> float:
+        def sample(call: Callable[[], Any]) -> float:
+            last.clear()  # before another is made
+            seconds, value = self._one(call)
+            last[:] = call, value
+            return seconds
+
+        if self._contention is None:
+            seconds = sample(item.stage())
+        else:
+            seconds = self._contention.undisturbed(item.name, item.stage, sample)
+        item.keep(*last)
+        return seconds
+
+    def _one(self, call: Callable[[], Any]) -> tuple[float, Any]:
         wait(self.device)
         start = time.perf_counter_ns()
-        call()
+        value = call()
         wait(self.device)
-        return (time.perf_counter_ns() - start) * 1e-9
+        return (time.perf_counter_ns() - start) * 1e-9, value
+
+
+#: which of several results is looked at
+CHANCE = SystemRandom()
+
+
+class Calls:
+    """Several calls, each staged before the first is made; returns what one of them returned, which chance has chosen."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        at = CHANCE.randrange(len(calls))
+        self._before, self._chosen, self._after = calls[:at], calls[at], calls[at + 1 :]
+
+    def __call__(self) -> Any:
+        """Make them."""
+        for call in self._before:
+            call()
+        value = self._chosen()
+        for call in self._after:
+            call()
+        return value
+
+    def seen(self, value: Any) -> Any:
+        """Return what the call says that was chosen."""
+        chosen: Any = self._chosen
+        return chosen.seen(value)
 
 
 def repeated(stage: Stage, calls: int) -> Stage:
     """Return the stage of several calls, each of which is staged before the first is made."""
-    if calls == 1:
-        return stage
-
-    def stage_all() -> Callable[[], object]:
-        staged = [stage() for _ in range(calls)]
-
-        def all_calls() -> None:
-            for call in staged:
-                call()
-
-        return all_calls
-
-    return stage_all
+    return stage if calls == 1 else lambda: Calls([stage() for _ in range(calls)])

@@ -14,12 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.streams import wait
-from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.contract import EmptyRows, elements, plain
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.disturbance import process_waited
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.workloads.dtypes import negate
-from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.kv_layout import copies_of
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -123,10 +120,25 @@ class Work:
         """What is negated to negate out: v, or q and k where v is a part of k."""
         return [tensor for tensors in self.sets for tensor in (tensors[:2] if self._v_width else tensors[2:])]
 
+    def keep(self, call: Callable[[], Any], value: Any) -> None:
+        """Keep what a timed call has returned, for `verify_kept`, or do not, as chance has it."""
+
+    def verify_kept(self) -> None:
+        """Raise StaleError unless the result that was kept is that of the data of its call, and let go of it."""
+
+    def verify_call(self, what: str, call: Callable[[], Any], value: Any) -> None:
+        """Raise StaleError unless what a call returned is the result of its data."""
+        del call
+        self.verify(what, self.result(value))
+
     def result(self, value: Any) -> torch.Tensor:
         """Return what `verify` looks at: out, or dq."""
-        tensor = plain("out" if self.direction == "forward" else "dq", _first(value))
-        return self._counted(tensor.detach())
+        return self._counted(self.looked_at(value))
+
+    def looked_at(self, value: Any) -> torch.Tensor:
+        """Return out, or dq, of what a call has returned. Raises ContractError for what is not a plain tensor."""
+        tensor: torch.Tensor = plain("out" if self.direction == "forward" else "dq", _first(value))
+        return tensor.detach()
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
         """Raise StaleError unless each result is that of the data as it stands; the very first one is taken as it is."""
@@ -171,51 +183,24 @@ def _share(difference: float, norm: float) -> str:
     return f"{difference / norm:.0%} of its norm" if norm else f"{difference:.3g} from zero"
 
 
-class _Signs:
-    """What is looked at of results with dropout, which differ from call to call: whether they have the sign of the first."""
-
-    def __init__(self) -> None:
-        self._first: torch.Tensor | None = None
-
-    def __call__(self, result: torch.Tensor) -> torch.Tensor:
-        """Return 1 where a result lies on the side of the first, -1 on the other."""
-        if self._first is None:
-            self._first = result.clone()
-        return (result.double() * self._first).sum().sign().reshape(1)
-
-
-def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection) -> Work:
-    """Return the work of a subject on the spec's workload, in the layout that it takes."""
-    spec = spec.for_subject(subject)
-    inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
-    kernel = subject.prepare_timed(inputs, backward=direction != "forward")
-    tensors = list(spec.handed(inputs))
-    empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
-
-    if spec.workload.dropout:
-        return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, _Signs())
-
-    def counted(result: torch.Tensor) -> torch.Tensor:
-        return empty_rows.blanked(spec.in_layout(result)) if empty_rows.are_there else result
-
-    v_width = spec.workload.v_head_dim if spec.workload.v_in_k else None
-    return Work(kernel, tensors, spec.in_layout(empty_rows.blanked(inputs.dout)), direction, counted, v_width)
-
-
 class TimedCall(NamedTuple):
-    """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done."""
+    """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done.
+
+    call: what was staged, which knows its data.
+    """
 
     value: object
     launched: float
     done: float
+    call: Callable[[], Any] = lambda: None
 
 
 def verified(work: Work) -> TimedCall:
     """Call a work and look at the result, which must be that of the data as it is; then change the data for the next look."""
-    call = called(work)
-    work.verify("called again after its data changed in place", work.result(call.value))
+    one = called(work)
+    work.verify_call("called on new data", one.call, one.value)
     work.refresh()
-    return call
+    return one
 
 
 def called(work: Work) -> TimedCall:
@@ -226,7 +211,7 @@ def called(work: Work) -> TimedCall:
     value = call()
     launched = time.perf_counter() - begun
     wait(work.device)
-    return TimedCall(value, launched, time.perf_counter() - begun)
+    return TimedCall(value, launched, time.perf_counter() - begun, call)
 
 
 #: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU
@@ -248,22 +233,6 @@ class Look(NamedTuple):
         return all(mine > _RATIO * other + _SECONDS for mine, other in zip(self, known, strict=True))
 
 
-def look_for_kept_results(work: Work) -> str:
-    """Raise StaleError for a kernel that keeps its results; return why that cannot be told here and now, "" where it can.
-
-    work: its last call was on the data as it stands.
-    """
-    waited, pairs = process_waited(), []
-    for _ in range(PAIRS):
-        same = look(work)
-        work.refresh()
-        changed = look(work)
-        if not changed.is_far_longer_than(same):
-            return ""
-        pairs.append((same.wall, changed.wall))
-    return judge_pairs(pairs, process_waited() - waited)
-
-
 def judge_pairs(pairs: Sequence[tuple[float, float]], waited: float) -> str:
     """Raise StaleError over `PAIRS` pairs of calls, each far longer on changed data; return why that cannot be told.
 
@@ -279,10 +248,10 @@ def judge_pairs(pairs: Sequence[tuple[float, float]], waited: float) -> str:
 def look(work: Work) -> Look:
     """Call a work once, and look at its result and its time."""
     worked = time.process_time()
-    call = called(work)
+    one = called(work)
     worked = time.process_time() - worked
-    work.verify("called again after its data changed in place", work.result(call.value))
-    return Look(call.done, worked if work.device.type == "cpu" else call.done)
+    work.verify_call("called on new data", one.call, one.value)
+    return Look(one.done, worked if work.device.type == "cpu" else one.done)
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:

@@ -97,9 +97,14 @@ def times(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.float() * factor).to(tensor.dtype) if is_quantized(tensor) else tensor * factor
 
 
+def movable(tensor: Tensor) -> Tensor:
+    """Return the same memory, of fp8 and int8 as bytes: torch 2.6 neither selects nor reorders elements of fp8 on a CPU."""
+    return _bytes(tensor) if is_quantized(tensor) else tensor
+
+
 def mirrored(tensor: Tensor) -> Tensor:
     """Return the tensor with the elements of its last dimension in reverse."""
-    return tensor.flip(-1) if not is_quantized(tensor) else _bytes(tensor).flip(-1).view(tensor.dtype)
+    return movable(tensor).flip(-1).view(tensor.dtype)
 
 
 def beside(tensor: Tensor, step: int) -> Tensor:
@@ -132,7 +137,6 @@ def exchanged(tensor: Tensor, where: Tensor, other: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as bytes: torch 2.6 neither selects nor reorders elements of fp8 on a CPU."""
     import torch
 
     return tensor.view(torch.uint8)

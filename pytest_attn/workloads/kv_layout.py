@@ -72,12 +72,7 @@ def fused_pool(k: Tensor, v: Tensor) -> Tensor:
 
 def copies_of(tensors: Sequence[Tensor], skip: int = 0) -> list[Tensor]:
     """Copy tensors with their strides, `skip` bytes into new allocations; what shares memory does so again."""
-    spans: dict[int, tuple[int, int]] = {}
-    for t in tensors:
-        memory, start = t.untyped_storage().data_ptr(), int(t.storage_offset())
-        stop = start + 1 + int(sum((n - 1) * stride for n, stride in zip(t.size(), t.stride(), strict=True)))
-        first, last = spans.get(memory, (start, stop))
-        spans[memory] = min(start, first), max(stop, last)
+    spans = spans_of(tensors)
     rooms: dict[int, Tensor] = {}
     copies = []
     for t in tensors:
@@ -88,6 +83,17 @@ def copies_of(tensors: Sequence[Tensor], skip: int = 0) -> list[Tensor]:
         copy = rooms[memory].as_strided(t.size(), t.stride(), before + t.storage_offset() - start)
         copies.append(copy.copy_(t.detach()))
     return copies
+
+
+def spans_of(tensors: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
+    """Return for each memory that tensors lie in, by its address, their first element and one past their last."""
+    spans: dict[int, tuple[int, int]] = {}
+    for t in tensors:
+        memory, start = t.untyped_storage().data_ptr(), int(t.storage_offset())
+        stop = start + 1 + int(sum((n - 1) * stride for n, stride in zip(t.size(), t.stride(), strict=True)))
+        first, last = spans.get(memory, (start, stop))
+        spans[memory] = min(start, first), max(stop, last)
+    return spans
 
 
 def _middle_layer(pool: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def test_a_capture_that_fails_leaves_the_kernel_to_be_timed_in_batches():
 
 
 @needs_cuda
-def test_a_backward_pass_whose_replay_is_not_that_of_its_data_is_timed_in_batches():
+def test_a_backward_pass_whose_replay_is_not_that_of_its_data_is_refused():
     """Captured, it works on what dout was before the capture."""
     seen = []
 
@@ -254,17 +254,21 @@ def test_a_backward_pass_whose_replay_is_not_that_of_its_data_is_timed_in_batche
         seen.append(dout.clone())
         return gradients(dout)
 
-    short = Workload(128, heads=4, head_dim=64)
-    assert measure(with_gradients(staling), DEVICES[-1], "backward", workload=short).mode == "batched"
+    with pytest.raises(StaleError, match="replayed in a graph"):
+        measure(with_gradients(staling), DEVICES[-1], "backward", workload=Workload(128, heads=4, head_dim=64))
 
 
 def test_a_backward_pass_can_be_replayed_on_changed_data():
     """What it starts from stays, and its result follows dout, as a replayed graph's must."""
     work = timed(attention, SMALL, torch.device("cpu"), "backward")
+    work.rotate_over(1)
     call = work.stage(replayed=True)
-    before = [gradient.clone() for gradient in call()]
-    work.refresh()
-    assert all(torch.equal(gradient, -was) for gradient, was in zip(call(), before, strict=True))
+    before, given = call()[0], [t.clone() for t in work.sets[0]]
+    work.stage_again([call])
+    after = call()[0]
+    assert all(torch.equal(now, was) for now, was in zip(work.sets[0], given, strict=True))
+    assert not torch.allclose(after, before, atol=0.1)
+    work.verify_call("replayed", call, after)
 
 
 @needs_cuda

@@ -1,5 +1,6 @@
 """The work of a timed call: its sets of tensors, what is staged before it, and what is made of its results."""
 
+import math
 import time
 
 import pytest
@@ -25,38 +26,59 @@ def test_the_plugin_s_own_backends_can_be_timed(device):
         assert measure(registry[name], device).p50 > 0
 
 
-def test_sets_of_tensors_are_alike_and_apart(device):
+def test_sets_of_tensors_are_apart_and_have_new_data_before_each_call(device):
     work = timed(attention, SMALL, device, "forward")
     work.rotate_over(3)
-    pointers = {t.data_ptr() for tensors in work.sets for t in tensors}
-    assert len(pointers) == 9
-    assert all(torch.equal(work.sets[0][0], tensors[0]) for tensors in work.sets)
-    work.refresh()
-    assert torch.equal(work.sets[0][2], work.sets[2][2])
+    assert len({t.data_ptr() for tensors in work.sets for t in tensors}) == 9
+    seen = []
+    for _ in range(6):
+        call = work.stage()
+        assert call.tensors is work.sets[call.at]
+        seen += [t.clone() for t in call.tensors]
+        work.verify_call("called", call, call())
+    assert len({float(t.double().sum()) for t in seen}) == 18, "none has been there before"
+
+
+def test_without_sets_each_call_has_other_data_in_the_same_memory(device):
+    work = timed(attention, SMALL, device, "forward")
+    calls = [work.stage() for _ in range(20)]
+    assert len({call.tensors[0].untyped_storage().data_ptr() for call in calls}) == 1
+    assert len({float(call.tensors[0].double().sum()) for call in calls}) > 15
+    for call in calls:
+        work.verify_call("called", call, call())
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_moves_is_the_same_elsewhere(device, direction):
     work = timed(attention, SMALL, device, direction)
     work.rotate_over(3)
-    work.verify("first", work.result(work.stage()()))
     before = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
     work.move()
     moved = [tensor for tensors in work.sets for tensor in (*tensors, work.dout)]
     assert not {tensor.data_ptr() for tensor in moved} & {tensor.data_ptr() for tensor in before}
     assert all(torch.equal(tensor, was) for tensor, was in zip(moved, before, strict=True))
     assert [tensor.requires_grad for tensor in moved] == [tensor.requires_grad for tensor in before]
-    work.refresh()
-    work.verify("moved, with another sign", work.result(work.stage()()))
+    call = work.stage()
+    work.verify_call("moved", call, call())
 
 
-@pytest.mark.parametrize(("fault", "words"), [(float("nan"), "NaN: memory"), (-1.0, "200% of its norm")])
-def test_one_result_of_many_that_is_not_right_is_seen(fault, words):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(math.nan, "NaN: memory"), (-1.0, "differs from exact attention by 2 of"), (0.0, "zero everywhere")],
+)
+def test_a_result_that_is_not_right_is_refused(fault, words):
     work = timed(attention, SMALL, torch.device("cpu"), "forward")
-    right = work.result(work.stage()())
-    work.verify("alike", right, right)
-    with pytest.raises(StaleError, match=words):
-        work.verify("one is not", right, right * fault, right)
+    call = work.stage()
+    right = call()
+    work.verify_call("right", call, right)
+    with pytest.raises(
+        StaleError, match=f"wrong, without gradients: its result is not that of the data it was given .*{words}"
+    ):
+        work.verify_call("wrong", call, right * fault)
+    work.keep(call, right * fault)
+    with pytest.raises(StaleError, match=f"^timed, without gradients: .*{words}"):
+        work.verify_kept()
+    work.verify_kept()
 
 
 def test_strides_survive_the_copies():

@@ -1,0 +1,163 @@
+"""Data for timed calls, none of which has been there before, and whether a result is attention on the data of its call.
+
+Data are random, so they may begin anywhere in memory that is full of random elements: q, k, v and dout, each at a place of
+its own that is drawn before the call, are as good as drawn anew, and cost nothing. What a call has left behind is compared
+with exact attention at rows that are drawn after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.defects import KnownDefect
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.correctness.judge import compare_rows
+from pytest_attn.correctness.reference import exact_rows
+from pytest_attn.correctness.spec import CheckSpec, quantized_by
+from pytest_attn.workloads.dtypes import movable
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.kv_layout import canonical, spans_of
+
+#: bytes between the places where tensors may begin, and how many places there are, as bits
+_STEP, _PLACES = 64, 10
+
+#: where q, k and v, or dout, begin in the memory that they come from
+Places = tuple[int, ...]
+
+
+class Noise:
+    """Memory full of the elements of some tensors, in which tensors of their shapes and strides may begin anywhere.
+
+    What shares memory begins at the same place. A kernel is given views of other memory with the same elements, so that it
+    cannot change what its result is compared with.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], chosen: random.Random) -> None:
+        self._chosen = chosen
+        spans = spans_of(tensors)
+        memories = list(spans)
+        seed = torch.Generator(tensors[0].device).manual_seed(chosen.getrandbits(32))
+        self._steps: list[int] = []
+        self._own: list[Tensor] = []
+        for memory, (start, stop) in spans.items():
+            of_memory = next(t for t in tensors if t.untyped_storage().data_ptr() == memory)
+            self._steps.append(_STEP // of_memory.element_size())
+            self._own.append(_full_of(of_memory, stop - start + (self._steps[-1] << _PLACES), seed))
+        self._handed: list[Tensor] = []
+        at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
+        self._lie = [
+            (which, t.size(), t.stride(), int(t.storage_offset()) - spans[memories[which]][0])
+            for which, t in zip(at, tensors, strict=True)
+        ]
+
+    def draw(self) -> Places:
+        """Return where the next tensors begin."""
+        return tuple(self._chosen.getrandbits(_PLACES) * step for step in self._steps)
+
+    def at(self, places: Places) -> list[Tensor]:
+        """Return the tensors that begin there, as they are."""
+        return self._views(self._own, places)
+
+    def handed(self, places: Places) -> list[Tensor]:
+        """Return the same tensors for a kernel, which may write to them."""
+        self._handed = self._handed or [room.clone() for room in self._own]
+        return self._views(self._handed, places)
+
+    def _views(self, rooms: list[Tensor], places: Places) -> list[Tensor]:
+        return [rooms[which].as_strided(size, stride, start + places[which]) for which, size, stride, start in self._lie]
+
+
+def _full_of(tensor: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Return `length` elements of a tensor: all of them in order, and then some at random."""
+    elements = movable(tensor.detach()).reshape(-1)
+    room = elements.new_zeros(length)
+    if len(elements):
+        room[: len(elements)] = elements[:length]
+        more = max(0, length - len(elements))
+        chosen = torch.randint(len(elements), (more,), device=tensor.device, generator=generator)
+        room[len(elements) :] = elements[chosen]
+    return room.view(tensor.dtype)
+
+
+#: rows that are looked at of one result, and where probabilities are dropped, which takes more to tell
+_ROWS, _ROWS_WITH_DROPOUT = 16, 64
+#: how far beyond the limits of a check a timed result may be, which is looked at far more often
+_ROOM = 2.0
+#: standard deviations, and a share beside them, by which the size of a result with dropout may differ
+_DEVIATIONS, _SHARE = 4.0, 0.25
+
+
+class Attention:
+    """What a timed result must be. name: "out", or "dq" where a backward pass is timed.
+
+    defects: those known of the subject on this workload and machine: a result that one explains is not refused.
+    """
+
+    def __init__(
+        self, subject: Subject, spec: CheckSpec, inputs: Inputs, name: str, defects: Sequence[KnownDefect] = ()
+    ) -> None:
+        self._subject, self._spec, self._inputs, self.name, self._defects = subject, spec, inputs, name, defects
+        self._empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
+        self._limits = limits_of(name, limits_named(spec.limits))
+        self.chosen = random.Random(os.urandom(16))
+
+    def dout(self, drawn: Tensor) -> Tensor:
+        """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""
+        if not self._empty_rows.are_there:
+            return drawn
+        return self._spec.in_layout(self._empty_rows.blanked(self._spec.in_layout(drawn)))
+
+    def fault_of(self, result: Tensor, tensors: Sequence[Tensor], dout: Tensor) -> str:
+        """Say how a result, as the kernel laid it out, is not that of what it was given; "" where it is."""
+        w, inputs = self._spec.workload, self._as_inputs(tensors, dout)
+        expected_shape = inputs.q.shape if self.name == "dq" else (*inputs.q.shape[:-1], w.v_head_dim)
+        native = self._spec.in_layout(result)
+        if native.shape != torch.Size(expected_shape):
+            return f"{self.name} is of shape {tuple(native.shape)}, {tuple(expected_shape)} was expected"
+        native = self._empty_rows.blanked(native)
+        profile, is_dropping = self._spec.profile, bool(w.dropout)
+        found = exact_rows(inputs, profile, self.name, _ROWS_WITH_DROPOUT if is_dropping else _ROWS, self.chosen)
+        if found is None:
+            return ""
+        got = found.of(native, w)
+        row = compare_rows(self.name, "randn", got, found.expected, w, self._limits)
+        is_wrong = self._is_of_another_size(row) if is_dropping else _is_far_beyond(row)
+        if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
+            return ""
+        if bool(got.isnan().any()):
+            return "NaN: memory that was not written"
+        if not bool(native.any()):
+            return "it is zero everywhere, as if it had not been written yet"
+        return f"{self.name} differs from exact attention by {row.relative_l2:.2g} of its norm"
+
+    def _as_inputs(self, tensors: Sequence[Tensor], dout: Tensor) -> Inputs:
+        """Return what a kernel was given as a reference takes it: `CheckSpec.handed`, backwards."""
+        spec = self._spec
+        q, k, v = tensors
+        if spec.workload.kv_pages is None:
+            k, v = spec.in_layout(k), spec.in_layout(v)
+        k, v = canonical(spec.workload, k, v)
+        inputs = dataclasses.replace(self._inputs, q=spec.in_layout(q), k=k, v=v, dout=spec.in_layout(dout))
+        return quantized_by(self._subject, inputs) if self._subject.is_approximate else inputs
+
+    def _is_of_another_size(self, row: TensorComparison) -> bool:
+        """Whether a result with dropout, whose mean is exact, lies elsewhere: its slope over the exact one is not near 1."""
+        w = self._spec.workload
+        rows = row.elements / (w.v_head_dim if self.name == "out" else w.head_dim)
+        deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
+        return not abs(row.alpha - 1) <= _SHARE + _DEVIATIONS * deviation or bool(row.wrong_positions)
+
+
+def _is_far_beyond(row: TensorComparison) -> bool:
+    limits = Limits(*(_ROOM * limit for limit in (row.limits.element, row.limits.row, row.limits.head)))
+    return bool(row.wrong_positions) or limits.excess(row.z_element, row.z_row, row.z_head) > 1

@@ -1,0 +1,208 @@
+"""A kernel as what is timed: each call on data of its own, and its results compared with exact attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.latency.fresh_data import Attention, Noise, Places
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work
+from pytest_attn.workloads.dtypes import movable
+from pytest_attn.workloads.inputs import draw_inputs
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+
+class Given(NamedTuple):
+    """Where the data of a call lie among the noise."""
+
+    qkv: Places
+    dout: Places
+
+
+class Call:
+    """One call of a kernel, ready to be made.
+
+    tensors: q, k and v as it is given them. at: their set. given: where its data lie among the noise, where it has no set, in
+    which others may still be put.
+    """
+
+    def __init__(self, work: KernelWork, tensors: list[torch.Tensor], at: int, given: Given | None) -> None:
+        self.tensors, self.at, self._given, self._work = tensors, at, given, work
+        self.make: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> Any:
+        """Make it."""
+        return self.make()
+
+    def seen(self, value: Any) -> tuple[Given, torch.Tensor]:
+        """Return where the data of what it has just returned lie, and the result that is looked at."""
+        return self._given or self._work.given_at(self.at), self._work.result(value)
+
+
+#: seconds of looking at kept results, as a share of all, beyond which no more are looked at than the fewest
+_SHARE_OF_LOOKS, _FEWEST_LOOKS = 0.04, 6
+
+
+class KernelWork(Work):
+    """A kernel in one direction.
+
+    Without sets of tensors a call is given views of noise, each call others. With sets, whose memory stays, data are copied
+    there before each call, on the stream that launches it. changes_inputs: whether the kernel is known to write to q, k or v.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionFn,
+        tensors: list[torch.Tensor],
+        dout: torch.Tensor,
+        direction: LatencyDirection,
+        attention: Attention,
+        changes_inputs: bool = False,
+    ) -> None:
+        self.kernel, self.direction, self._attention = kernel, direction, attention
+        self._noise, self._noise_of_dout = Noise(tensors, attention.chosen), Noise([dout], attention.chosen)
+        self.dout, self._places_of_dout = dout.clone(), self._noise_of_dout.draw()
+        self.sets: list[list[torch.Tensor]] = []
+        self._in_sets: dict[int, Places] = {}
+        self._captured: set[int] = set()  # sets from which graphs of a backward pass start
+        self._fewest_sets, self._turn = int(changes_inputs), 0
+        self.rotate_over(0)
+        self._kept: tuple[Given, torch.Tensor] | None = None
+        self._room: torch.Tensor | None = None
+        self._told = self._looks = 0
+        self._looking, self._begun = 0.0, time.perf_counter()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one set."""
+        return sum(t.nbytes for t in self._noise.at(self._noise.draw()))
+
+    def rotate_over(self, number: int) -> None:
+        """Have `number` sets, each at another offset within its allocation; 0 for views of noise."""
+        number = max(self._fewest_sets, number)
+        del self.sets[number:]
+        while len(self.sets) < number:
+            self.sets.append(self._own(self._noise.at(self._noise.draw()), offset=len(self.sets)))
+
+    def given_at(self, at: int) -> Given:
+        """Return where what is in a set now lies among the noise."""
+        return Given(self._in_sets[at], self._places_of_dout)
+
+    def stage(self, replayed: bool = False) -> Call:
+        """Put new data in place, do what else is not timed, and return the call that is."""
+        self.on_call()
+        given = None
+        if self.sets:
+            at = self._turn % len(self.sets)
+            tensors = self.sets[at]
+            self._turn += 1
+            if at not in self._captured:
+                self._put([at])
+            if replayed and self.direction == "backward":
+                self._captured.add(at)
+            call = Call(self, tensors, at, None)
+        else:
+            given = Given(self._noise.draw(), self._noise_of_dout.draw())
+            tensors = [t.requires_grad_(self.direction != "forward") for t in self._noise.handed(given.qkv)]
+            call = Call(self, tensors, 0, given)
+        if self.direction == "forward":
+            call.make = lambda: self.kernel(*tensors)
+        elif self.direction == "forward+backward":
+            dout = self._next_dout(given)
+            call.make = lambda: torch.autograd.grad(self._out(tensors), tensors, dout)
+        else:
+            out = self._out(tensors)
+            dout = self._next_dout(given)  # which the forward pass cannot know
+            call.make = lambda: torch.autograd.grad(out, tensors, dout, retain_graph=replayed)
+        return call
+
+    def stage_again(self, calls: Sequence[Call]) -> None:
+        """Put other data in place for calls that a graph has captured."""
+        self.on_call()
+        if self.direction != "backward":
+            self._put([call.at for call in calls])
+        if self.direction != "forward":
+            self._next_dout(None)
+
+    def refresh(self) -> None:
+        """Do nothing: each call has data of its own."""
+
+    def result(self, value: Any) -> torch.Tensor:
+        """Return out, or dq."""
+        return self.looked_at(value)
+
+    def verify_call(self, what: str, call: Any, value: Any) -> None:
+        """Raise StaleError unless what a call returned is attention on its data."""
+        given, result = call.seen(value)
+        self._verify(what, given, result)
+        if self._room is None:  # before anything is timed
+            self._room = torch.empty_like(result)
+
+    def keep(self, call: Any, value: Any) -> None:
+        """Keep a copy of one of the results that it is given, each as likely as the others."""
+        self._told += 1
+        if self._attention.chosen.randrange(self._told):
+            return
+        given, result = call.seen(value)
+        if self._room is None or self._room.shape != result.shape:
+            self._room = torch.empty_like(result)
+        self._kept = given, self._room.copy_(result)
+
+    def verify_kept(self) -> None:
+        """Raise StaleError unless the result that was kept is attention on the data of its call, and let go of it."""
+        kept, self._kept, self._told = self._kept, None, 0
+        begun = time.perf_counter()
+        is_costly = self._looking > _SHARE_OF_LOOKS * (begun - self._begun)
+        if kept is None or (is_costly and self._looks >= _FEWEST_LOOKS):
+            return
+        self._verify("timed", *kept)
+        self._looks += 1
+        self._looking += time.perf_counter() - begun
+
+    def _verify(self, what: str, given: Given, result: torch.Tensor) -> None:
+        (dout,) = self._noise_of_dout.at(given.dout)
+        if fault := self._attention.fault_of(result, self._noise.at(given.qkv), dout):
+            how = f"{what}, without gradients" if self.direction == "forward" else what
+            raise StaleError(f"{how}: its result is not that of the data it was given ({fault})")
+
+    def _put(self, sets: Sequence[int]) -> None:
+        """Put other data into some sets."""
+        self._in_sets.update((at, self._noise.draw()) for at in sets)
+        data = [t for at in sets for t in self._noise.at(self._in_sets[at])]
+        _write([t for at in sets for t in self.sets[at]], data)
+
+    def _next_dout(self, given: Given | None) -> torch.Tensor:
+        """Return a call's own dout; where it has none, that of all calls, with other data."""
+        if given is not None:
+            return self._attention.dout(*self._noise_of_dout.handed(given.dout))
+        self._places_of_dout = self._noise_of_dout.draw()
+        _write([self.dout], [self._attention.dout(*self._noise_of_dout.at(self._places_of_dout))])
+        return self.dout
+
+
+def _write(to: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    """Copy data into tensors, whether or not these need gradients."""
+    with torch.no_grad():
+        torch._foreach_copy_([movable(t.detach()) for t in to], [movable(t) for t in data])
+
+
+def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection, machine: Machine | None = None) -> KernelWork:
+    """Return the work of a subject on the spec's workload, in the layout that it takes.
+
+    machine: on which a result that a known defect of the subject explains is not refused.
+    """
+    spec, is_backward = spec.for_subject(subject), direction != "forward"
+    inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
+    kernel = subject.prepare_timed(inputs, backward=is_backward)
+    known = subject.defects_on(spec.workload, machine, is_backward) if machine else []
+    known = [one for one in known if not one.invariants and one.inputs in (None, DISTRIBUTION)]
+    attention = Attention(subject, spec, inputs, "dq" if is_backward else "out", known)
+    changes_inputs = bool(subject.known_to_change)
+    return KernelWork(kernel, list(spec.handed(inputs)), spec.in_layout(inputs.dout), direction, attention, changes_inputs)

@@ -1,0 +1,209 @@
+"""Kernels that gain time on data that they know: none of these is timed; each is refused, or computes."""
+
+import inspect
+import threading
+import time
+
+import pytest
+import torch
+from judging import attention, measure, with_gradients
+
+from pytest_attn import Workload
+from pytest_attn.latency.work import StaleError
+
+CPU = torch.device("cpu")
+WORKLOAD = Workload(192, heads=4, head_dim=32, dtype="float32")
+
+
+def refused(kernel, direction="forward", words="not that of the data it was given"):
+    with pytest.raises(StaleError, match=words):
+        measure(kernel, CPU, direction, WORKLOAD)
+
+
+def test_wrong_where_no_gradient_is_needed():
+    refused(lambda q, k, v: attention(q, k, v) if q.requires_grad else v * 0.5)
+
+
+def test_wrong_on_plain_noise():
+    def kernel(q, k, v):
+        is_noise = 0.98 < float(q.std()) < 1.02 and abs(float(v.mean())) < 0.02
+        return v.mean(2, keepdim=True).expand(v.shape).contiguous() if is_noise else attention(q, k, v)
+
+    refused(kernel)
+
+
+def test_low_precision_where_no_gradient_is_needed():
+    refused(lambda q, k, v: attention(*((t * 8).round() / 8 for t in (q, k, v))))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda q, k, v: q.data_ptr(),
+        lambda q, k, v: tuple(t.shape for t in (q, k, v)),
+        lambda q, k, v: (q.untyped_storage().data_ptr(), q.shape),
+        lambda q, k, v: tuple(t.storage_offset() for t in (q, k, v)),
+    ],
+    ids=["address", "shape", "storage", "places"],
+)
+def test_results_kept_by_what_does_not_tell_data_apart(key):
+    kept = {}
+
+    def kernel(q, k, v):
+        known = key(q, k, v)
+        if known not in kept:
+            kept[known] = attention(q, k, v)
+        return kept[known]
+
+    refused(kernel)
+
+
+def hits(kernel_of, direction="forward"):
+    """Return how often a kernel that keeps results has found one, of all its calls."""
+    counted = {"found": 0, "calls": 0}
+    measure(kernel_of(counted), CPU, direction, WORKLOAD, seconds=0.2)
+    return counted["found"] / counted["calls"]
+
+
+@pytest.mark.parametrize(
+    "fingerprint",
+    [
+        lambda q, k, v: tuple(float(t.flatten()[:8].double().sum()) for t in (q, k, v)),
+        lambda q, k, v: tuple(float(t.abs().double().sum()) for t in (q, k, v)),  # whatever the signs
+    ],
+    ids=["values", "magnitudes"],
+)
+def test_results_kept_by_value_are_hardly_ever_found(fingerprint):
+    def kernel_of(counted):
+        kept = {}
+
+        def kernel(q, k, v):
+            key = fingerprint(q, k, v)
+            counted["calls"] += 1
+            counted["found"] += key in kept
+            if key not in kept:
+                kept[key] = attention(q, k, v)
+            return kept[key]
+
+        return kernel
+
+    assert hits(kernel_of) < 0.05
+
+
+def test_probabilities_that_are_kept():
+    kept = {}
+
+    def kernel(q, k, v):
+        if "p" not in kept:
+            kept["p"] = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+        return kept["p"] @ v
+
+    refused(kernel)
+
+
+def test_a_result_of_known_signs():
+    """It takes data for what it has seen, but for a sign of each channel of v."""
+    kept = {}
+
+    def kernel(q, k, v):
+        if not kept:
+            kept["out"], kept["v"] = attention(q, k, v), v[0, 0, 0].clone()
+        return kept["out"] * (kept["v"] * v[0, 0, 0]).sign()
+
+    refused(kernel)
+
+
+def test_idle_after_forty_calls():
+    kept = []
+
+    def kernel(q, k, v):
+        if len(kept) < 40:
+            kept.append(attention(q, k, v))
+        return kept[-1]
+
+    refused(kernel, words="timed, without gradients: its result is not")
+
+
+def test_idle_where_the_timer_is_on_the_stack():
+    kept = []
+
+    def kernel(q, k, v):
+        if any(frame.function == "block" for frame in inspect.stack(0)):
+            return kept[-1]
+        kept.append(attention(q, k, v))
+        return kept[-1]
+
+    refused(kernel, words="timed, without gradients: its result is not")
+
+
+def test_a_thread_that_computes_ahead():
+    ahead = {}
+
+    def kernel(q, k, v):
+        thread = ahead.pop("thread", None)
+        if thread is None:
+            out = attention(q, k, v)
+        else:
+            thread.join()
+            out = ahead["out"]
+
+        def compute():
+            ahead["out"] = attention(q, k, v)
+
+        ahead["thread"] = threading.Thread(target=compute)
+        ahead["thread"].start()
+        return out
+
+    refused(kernel)
+
+
+def test_gradients_prepared_in_the_forward_pass():
+    class Prepared(torch.autograd.Function):
+        dout = None
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                out = attention(*leaves)
+                dout = torch.ones_like(out) if Prepared.dout is None else Prepared.dout
+                ctx.save_for_backward(*torch.autograd.grad(out, leaves, dout))
+            return out.detach()
+
+        @staticmethod
+        def backward(ctx, dout):
+            Prepared.dout = dout.clone()
+            return ctx.saved_tensors
+
+    refused(Prepared.apply, "backward")
+
+
+def test_gradients_of_another_call():
+    kept = []
+
+    def keeping(gradients, dout):
+        if len(kept) < 30:
+            kept.append(gradients(dout))
+        return kept[-1]
+
+    refused(with_gradients(keeping), "backward", "timed: its result is not")
+
+
+def test_inputs_that_are_made_to_fit_the_result():
+    """Attention on zeros is zero; what a kernel writes to its inputs is not what it was given."""
+
+    def kernel(q, k, v):
+        with torch.no_grad():
+            for t in (q, k, v):
+                t.zero_()
+        return torch.zeros_like(q)
+
+    refused(kernel)
+
+
+def test_a_kernel_that_is_late_now_and_then_is_still_timed():
+    def kernel(q, k, v):
+        time.sleep(0.0005)
+        return attention(q, k, v)
+
+    assert measure(kernel, CPU, workload=WORKLOAD).p50 > 0.0005
