@@ -18,6 +18,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.correctness.tripwire import functions_kept, switches_kept
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -220,7 +221,11 @@ def measure(
     spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
-    with current(where), subject.calling(), threads(cpu_threads if where.type == "cpu" else None):
+    kept, limited = (
+        functions_kept(f"{subject.name} on {spec.workload.id}"),
+        threads(cpu_threads if where.type == "cpu" else None),
+    )
+    with kept, current(where), subject.calling(), limited, switches_kept(where.type):
         return stopwatch_of(where, cold).measure(work_of(subject, spec, direction), spec.workload.id, subject.name)
 
 
@@ -246,7 +251,8 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
         refused = subject.obstacle(spec.workload, machine_of(spec.device), spec.backward)
     if refused is None:
         try:
-            return judged()
+            with functions_kept(f"{subject.name} on {spec.workload.id}"):
+                return judged()
         except RefusedError as error:
             refused = error
         except ContractError as error:

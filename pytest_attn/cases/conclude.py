@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -20,6 +20,7 @@ from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import new_record
@@ -74,7 +75,7 @@ class CaseRun:
         self.is_judged = True
         self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
         try:
-            with ending_no_test(evaluator.name), self.session.progress.during(evaluator.doing, evaluator.on):
+            with ending_no_test(evaluator.name), self._watched(evaluator):
                 found = evaluator.judge()
         except (ContractError, DeadlineError, EndsTestError, RefusedError, RankRaisedError) as error:
             found = evaluator.ended(error)
@@ -91,6 +92,13 @@ class CaseRun:
         reproduce = [labeled("reproduce", self.command, found.width)] if found.says_command else []
         text = "\n".join([found.text, *reproduce, *found.remedies])
         raise AssertionError("\n".join([text, *self._saved(text, found)]))
+
+    @contextmanager
+    def _watched(self, evaluator: Evaluator[Any]) -> Iterator[None]:
+        """Show what is done meanwhile, and put back the functions that a callable replaces."""
+        kept = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
+        with self.session.progress.during(evaluator.doing, evaluator.on), kept:
+            yield
 
     def _leave_record(self, evaluator: Evaluator[Any], found: Judgment[Any]) -> None:
         subject, backward = evaluator.subject, self.mark.backward

@@ -14,6 +14,7 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.tripwire import switches_kept
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import work_of
@@ -70,6 +71,7 @@ class TimingPlace:
         yield measurement.subject.calling()
         if device.type == "cpu":
             yield threads(measurement.session.settings.threads)
+        yield switches_kept(device.type)
 
     def take(self, measurement: Measurement, mode: Mode | None) -> Latency:
         """Time a subject, once the device is as it is to be."""

@@ -6,10 +6,9 @@ are the switches of torch that it may turn and has to turn back, and earlier res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,46 +19,11 @@ from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.tripwire import switches_kept
 from pytest_attn.workloads.dtypes import beside
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
-
-# -- torch's switches --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def switches_kept(kind: str) -> Iterator[None]:
-    """Put torch's switches back after a call on a kind of device. Raises ContractError where the callable left one turned."""
-    switches = _switches(kind)
-    before = {name: read() for name, (read, _) in switches.items()}
-    turned: dict[str, Any] = {}
-    try:
-        yield
-    finally:
-        for name, (read, turn) in switches.items():
-            if (now := read()) != before[name]:
-                turned[name] = now
-                turn(before[name])
-    for name, now in turned.items():
-        raise ContractError(f"the callable left torch's {name} at {now}; it was {before[name]}: restore what it changes")
-
-
-def _switches(kind: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return how each is read, and turned."""
-    return {
-        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (
-            torch.get_default_device,
-            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-        ),
-        **{
-            f"autocast on {one}": (partial(torch.is_autocast_enabled, one), partial(torch.set_autocast_enabled, one))
-            for one in {"cpu", kind}
-        },
-    }
-
 
 # -- what was written into a cache -------------------------------------------------------------------------------------
 
@@ -306,7 +270,8 @@ def call_kernel(
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
         wanted = {name: t for name, t in zip("qkv", given, strict=True) if name in leaves} | _found(spec, tensors["out"])
         drawn = {name for name, tensor in spec.parameters.items() if not tensor.requires_grad}
-        tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn))
+        with switches_kept(spec.device.type):
+            tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn))
         wait(spec.device)
     changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")

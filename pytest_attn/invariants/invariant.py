@@ -26,6 +26,7 @@ from pytest_attn.correctness.contract import ContractError, EmptyRows, check_con
 from pytest_attn.correctness.judge import compare_tensor, differ_by_more
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.tripwire import switches_kept
 from pytest_attn.reports.lines import told_apart
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
@@ -244,7 +245,8 @@ class Probe:
         given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
         leaves = [t.detach().requires_grad_(self.backward and name in needing) for name, t in given.items()]
         self.count.calls += 1
-        with self.calling(), seeded(spec), nullcontext() if self.backward else torch.no_grad():
+        without = nullcontext() if self.backward else torch.no_grad()
+        with self.calling(), seeded(spec), without, switches_kept(self.device.type):
             result = kernel(*leaves)
         names = spec.results
         empty = Reference(self.inputs, spec.profile)

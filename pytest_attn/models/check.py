@@ -20,6 +20,7 @@ from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.models.capture import AttentionCall, Expected, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
 from pytest_attn.models.compiled import judge_compiled, runs_compiled
@@ -89,7 +90,8 @@ def check_model(
     """
     __tracebackhide__ = True
     options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
-    comparison = judge_model(model, step, backend, backward, **options)
+    with functions_kept(type(model).__name__):
+        comparison = judge_model(model, step, backend, backward, **options)
     if not comparison.passed:
         raise AssertionError(comparison.message)
     return comparison

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pytest_attn.backends.contexts import judged_code
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
+from pytest_attn.correctness.tripwire import functions_kept, switches_kept
 from pytest_attn.latency.work import StaleError
 from pytest_attn.processes.channel import Message
 from pytest_attn.processes.worker import Worker
@@ -311,7 +312,7 @@ class Rank:
         """Answer an order with its result, or with what went wrong."""
         try:
             is_step = order["do"] == "step"
-            with judged_code(fn_name, is_quiet=False):
+            with judged_code(fn_name, is_quiet=False), functions_kept():
                 result = timing.step(order["what"], order["given"]) if is_step else self._computed(server, order)
             self._channel.send(result=result)
         except ContractError as error:
@@ -326,10 +327,11 @@ class Rank:
         """Return the file with the shards of one call."""
         given = read_tensors(order["tensors"])
         self.collectives.is_late = order["late"] == self.rank
-        if order["do"] == "forward":
-            results: Tensors = server.forward(order["number"], given, order["backward"])
-        else:
-            results = server.backward(order["number"], given["dout"])
+        with switches_kept(self.kind):
+            if order["do"] == "forward":
+                results: Tensors = server.forward(order["number"], given, order["backward"])
+            else:
+                results = server.backward(order["number"], given["dout"])
         self._results += 1
         path = self._folder / f"result-{self.rank}-{self._results}"
         write_tensors(path, results)

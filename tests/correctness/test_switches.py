@@ -1,10 +1,27 @@
 """What a kernel turns of torch for itself, it turns back, or is told to."""
 
+import gc
+import sys
+
 import pytest
 import torch
-from judging import CAUSAL, causal, failure
+from judging import CAUSAL, SMALL, causal, failure, with_gradients
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 import pytest_attn
+
+#: whether this torch tells matrix products from convolutions
+IS_FINE = hasattr(torch._C, "_get_fp32_precision_getter")
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def in_mode():
+    return bool(_get_current_function_mode_stack())
+
 
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
@@ -15,6 +32,26 @@ SWITCHES = {
     "default device": (
         lambda on: torch.set_default_device("meta" if on else None),
         lambda: torch.get_default_device().type == "meta",
+    ),
+    "number of threads": (lambda on: torch.set_num_threads(2 if on else 1), lambda: torch.get_num_threads() == 2),
+    "flushing of denormal numbers": (torch.set_flush_denormal, lambda: sys.float_info.min / 2 == 0),
+    "deterministic algorithms": (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled),
+    "flash SDPA": (
+        lambda on: torch.backends.cuda.enable_flash_sdp(not on),
+        lambda: not torch.backends.cuda.flash_sdp_enabled(),
+    ),
+    "process without Python's garbage collector": (
+        lambda on: gc.disable() if on else gc.enable(),
+        lambda: not gc.isenabled(),
+    ),
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        lambda on: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on),
+        lambda: not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    ),
+    "modes": (lambda on: Mode().__enter__() if on else [_pop_mode() for _ in _get_current_function_mode_stack()], in_mode),
+    f"float32 {'precision of cuda matmul' if IS_FINE else 'matmul precision'}": (
+        lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+        lambda: torch.get_float32_matmul_precision() == "high",
     ),
     "grad mode": (lambda on: torch.set_grad_enabled(not on), lambda: not torch.is_grad_enabled()),
 }
@@ -34,6 +71,66 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         assert not is_on()
     finally:
         turn(False)
+
+
+@pytest.mark.parametrize("judged", ["check_invariants", "measure"])
+def test_a_switch_is_turned_back_by_whatever_is_asked(judged):
+    turn, is_on = SWITCHES["flash SDPA"]
+    calls = []
+
+    def leaves_it(q, k, v):
+        calls.append(1)
+        turn(judged == "check_invariants" or len(calls) > 8)
+        return causal(q, k, v)
+
+    try:
+        with pytest.raises(AssertionError, match="the callable left torch's flash SDPA at False"):
+            getattr(pytest_attn, judged)(leaves_it, CAUSAL, precision="torch_cpu", device="cpu")
+        assert not is_on()
+    finally:
+        turn(False)
+
+
+def test_a_switch_that_a_backward_pass_leaves_turned_is_named():
+    def leaves_it(backward, dout):
+        torch.set_num_threads(2)
+        return backward(dout)
+
+    try:
+        assert "the callable left torch's number of threads at 2" in failure(with_gradients(leaves_it), SMALL, backward=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not IS_FINE, reason="needs torch 2.9")
+def test_a_precision_that_is_put_back_in_the_older_way_is_what_it_was():
+    def turns_it_back(q, k, v):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision(before)
+        return causal(q, k, v)
+
+    assert pytest_attn.check(turns_it_back, CAUSAL, precision="torch_cpu", device="cpu").passed
+
+
+@pytest.mark.skipif(not IS_FINE, reason="needs torch 2.9")
+@pytest.mark.parametrize("before", ["none", "tf32"])
+def test_a_precision_that_is_turned_in_the_newer_way_is_turned_back(before):
+    matmul = torch.backends.cuda.matmul
+
+    def leaves_it(q, k, v):
+        matmul.fp32_precision = "ieee" if before == "tf32" else "tf32"
+        return causal(q, k, v)
+
+    matmul.fp32_precision = before
+    try:
+        assert "the callable left torch's float32 precision of cuda matmul at" in failure(leaves_it, CAUSAL)
+        assert (matmul.fp32_precision == "tf32") is (before == "tf32")
+        if before == "none":
+            assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("name", SWITCHES)

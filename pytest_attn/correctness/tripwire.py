@@ -1,0 +1,272 @@
+"""What a callable leaves behind for whoever computes next: switches of torch that it turned, functions that it replaced.
+
+Both are put back, and fail its case. What runs in the same process can undo all of that: it stops no attack that is meant.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice, product
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.correctness.contract import ContractError
+
+# -- torch's switches --------------------------------------------------------------------------------------------------
+
+
+class Switch(NamedTuple):
+    """How one is read, and turned."""
+
+    read: Callable[[], Any]
+    turn: Callable[[Any], object]
+
+
+@contextmanager
+def switches_kept(kind: str) -> Iterator[None]:
+    """Put torch's switches back after a call on a kind of device. Raises ContractError where the callable left one turned."""
+    switches = _switches(kind)
+    before = {name: one.read() for name, one in switches.items()}
+    turned: dict[str, Any] = {}
+    try:
+        yield
+    finally:
+        for name, one in switches.items():
+            if (now := one.read()) != before[name]:
+                turned[name] = now
+                one.turn(before[name])
+    for name, now in turned.items():
+        raise ContractError(f"the callable left torch's {name} at {now}; it was {before[name]}: restore what it changes")
+
+
+@functools.cache
+def _switches(kind: str) -> dict[str, Switch]:
+    of_cuda, warns_only = torch.backends.cuda, torch.is_deterministic_algorithms_warn_only_enabled
+    return {
+        "grad mode": Switch(torch.is_grad_enabled, torch.set_grad_enabled),
+        "default dtype": Switch(torch.get_default_dtype, torch.set_default_dtype),
+        "default device": Switch(
+            torch.get_default_device,
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
+        **{
+            f"autocast on {one}": Switch(partial(torch.is_autocast_enabled, one), partial(torch.set_autocast_enabled, one))
+            for one in {"cpu", kind}
+        },
+        "modes": Switch(_modes, _leave_modes),
+        "number of threads": Switch(torch.get_num_threads, torch.set_num_threads),
+        "flushing of denormal numbers": Switch(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
+        "deterministic algorithms": Switch(
+            lambda: (torch.are_deterministic_algorithms_enabled(), warns_only()),
+            lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+        ),
+        **_precisions(),
+        **{
+            f"{name} SDPA": Switch(getattr(of_cuda, f"{name}_sdp_enabled"), getattr(of_cuda, f"enable_{name}_sdp"))
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+        },
+        "process without Python's garbage collector": Switch(
+            lambda: not gc.isenabled(), lambda off: gc.disable() if off else gc.enable()
+        ),
+    }
+
+
+def _precisions() -> dict[str, Switch]:
+    """Return how matrix products of float32, and sums of other dtypes, may be rounded."""
+    matmul, known = torch.backends.cuda.matmul, {}
+    for name in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ):
+        if hasattr(matmul, name):
+            known[f"backends.cuda.matmul.{name}"] = Switch(partial(getattr, matmul, name), partial(setattr, matmul, name))
+    read, turn = (getattr(torch._C, f"_{way}_fp32_precision_{way}ter", None) for way in ("get", "set"))
+    if read is None or turn is None:  # before torch 2.9
+        known["float32 matmul precision"] = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+        known["backends.cudnn.allow_tf32"] = Switch(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32)
+        return known
+
+    def effective(backend: str, operation: str) -> str:
+        precision: str = read(backend, operation)
+        return "ieee" if precision == "none" else precision  # nobody's wish, or what it was put back to
+
+    def put_back(backend: str, operation: str, precision: str) -> None:
+        if (backend, operation) == ("cuda", "matmul"):
+            with quiet():  # the older word for it, of which torch warns, must not contradict
+                torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        turn(backend, operation, precision)
+
+    for place in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
+        known[f"float32 precision of {' '.join(place)}"] = Switch(partial(effective, *place), partial(put_back, *place))
+    return known
+
+
+#: how each stack of modes that operations go through is read, and how its last mode is left
+_STACKS: tuple[tuple[Any, Any], ...] = (
+    (_get_current_function_mode_stack, _pop_mode),
+    (_get_current_dispatch_mode_stack, _pop_dispatch_mode),
+)
+
+
+def _modes() -> tuple[str, ...]:
+    """Return the types of these modes, but for that of the default device, which is a switch of its own."""
+    modes = (mode for stack, _ in _STACKS for mode in stack())
+    return tuple(type(mode).__name__ for mode in modes if type(mode) is not DeviceContext)
+
+
+def _leave_modes(before: tuple[str, ...]) -> None:
+    for stack, pop in _STACKS:
+        while _modes() != before and stack():
+            pop()
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+#: whose functions a judgment relies on, beside those of this package
+_OTHERS = (
+    *("time", "math", "builtins", "torch", "torch.nn.functional", "torch.autograd", "torch.linalg", "torch.random"),
+    *("torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.cuda.CUDAGraph", "torch.Tensor"),
+)
+_PACKAGE = __name__.partition(".")[0]
+#: what of it no verdict depends on, and what is a library's
+_LEFT_OUT = tuple(f"{_PACKAGE}.{room}" for room in ("diagnosis", "mutants", "reports", "suite", "backends.libraries"))
+#: stands for a name that is not there, and behind the last one
+_NOTHING = object()
+_code_of = operator.attrgetter("__code__")
+
+
+class _Space(NamedTuple):
+    """A module or class, and its own name."""
+
+    name: str
+    owner: Any
+
+    def added(self, was: Mapping[str, Any]) -> Iterator[str]:
+        """Yield new names that hide something: of a base class, or of Python in a module of this package."""
+        hidden = self.owner.__mro__[1:] if isinstance(self.owner, type) else [builtins] if _is_own(self.name) else []
+        return (name for name in vars(self.owner).keys() - was.keys() if any(name in vars(one) for one in hidden))
+
+    def put_back(self, name: str, value: object) -> None:
+        """Have a name stand for a value again."""
+        if value is _NOTHING:
+            delattr(self.owner, name)
+        elif isinstance(self.owner, type):
+            type.__setattr__(self.owner, name, value)
+        else:
+            vars(self.owner)[name] = value
+
+
+class _Watched:
+    """The spaces that are watched, and the code of this package's functions; both grow as more of it is imported."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+        self._names = set(_LEFT_OUT)
+        self.spaces = [_Space(name, _found(name)) for name in _OTHERS]
+        self.functions: list[FunctionType] = []
+
+    def grow(self) -> None:
+        """Look for modules of this package that were imported since the last time."""
+        if len(sys.modules) == self._modules:
+            return
+        self._modules = len(sys.modules)
+        for name in [one for one in sys.modules if _is_own(one) and one not in self._names and not one.startswith(_LEFT_OUT)]:
+            self._names.add(name)
+            module = _Space(name, sys.modules[name])
+            classes = [one for one in vars(module.owner).values() if isinstance(one, type) and one.__module__ == name]
+            added = [module, *(_Space(f"{name}.{one.__qualname__}", one) for one in dict.fromkeys(classes))]
+            self.spaces += added
+            values = [getattr(value, "__func__", value) for space in added for value in vars(space.owner).values()]
+            self.functions += [value for value in values if type(value) is FunctionType and value.__module__ == name]
+        self.views = [vars(one.owner).values() for one in self.spaces]
+        self.codes = list(map(_code_of, self.functions))
+
+
+def _found(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return sys.modules.get(name) or getattr(sys.modules[module], attribute)
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(f"{_PACKAGE}.")
+
+
+_watched = functools.cache(_Watched)
+
+
+@contextmanager
+def functions_kept(where: str = "") -> Iterator[None]:
+    """Put functions back that a callable has replaced: clocks, and those of Python, torch and this package.
+
+    Raises ContractError that names them. What was replaced before is not laid to the callable. where: the callable, and on
+    what it is judged.
+    """
+    watched = _watched()
+    watched.grow()
+    spaces, views, functions, codes = list(watched.spaces), watched.views, list(watched.functions), watched.codes
+    before, modules = [dict(vars(one.owner)) for one in spaces], len(sys.modules)
+    try:
+        yield
+    finally:
+        replaced: list[str] = []
+        now, was = (chain.from_iterable((*some, (_NOTHING,))) for some in (views, (one.values() for one in before)))
+        if not all(map(operator.is_, now, was)):
+            imported = frozenset(islice(sys.modules, modules, None))
+            for space, names in zip(spaces, before, strict=True):
+                replaced += _put_back(space, names, imported)
+        if not all(map(operator.is_, map(_code_of, functions), codes)):
+            for function, code in zip(functions, codes, strict=True):
+                if function.__code__ is not code:
+                    function.__code__ = code
+                    replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
+        raised = sys.exc_info()[1]
+        if replaced and (raised is None or isinstance(raised, Exception)):  # of which a judge's own may come from them
+            then = f" (then {type(raised).__name__} was raised: {raised})" if raised else ""
+            raise ContractError(
+                f"the callable replaced {', '.join(replaced)}: that is put back, and nothing that was found meanwhile counts;"
+                f" leave clocks, and functions of torch and of this package, as they are{then}",
+                where,
+            )
+
+
+def _put_back(space: _Space, was: Mapping[str, Any], imported: frozenset[str]) -> Iterator[str]:
+    """Put back the functions of a space; yield what was replaced, and by what. imported: modules that came meanwhile."""
+    kept = {name: value for name, value in was.items() if callable(value) or hasattr(type(value), "__get__")}
+    for name, value in (kept | dict.fromkeys(space.added(was), _NOTHING)).items():
+        now = vars(space.owner).get(name, _NOTHING)
+        if now is value or (space.name.startswith("torch") and _may_stay(now, value, imported)):
+            continue
+        space.put_back(name, value)
+        code = getattr(now, "__code__", None)
+        by = f" by {now.__qualname__} of {Path(code.co_filename).name}" if isinstance(code, CodeType) else ""
+        yield f"{space.name}.{name}{by}"
+
+
+def _may_stay(now: Any, was: Any, imported: frozenset[str]) -> bool:
+    """Whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
+    if type(now) is not FunctionType:
+        return False
+    file = now.__code__.co_filename
+    is_torchs = file.startswith(f"{Path(torch.__file__).parent}{os.sep}") and getattr(now, "__wrapped__", None) is was
+    is_librarys = now.__globals__.get("__name__") in imported and not {"site-packages", "dist-packages"}.isdisjoint(
+        Path(file).parts
+    )
+    return is_torchs or is_librarys

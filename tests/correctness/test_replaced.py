@@ -1,0 +1,207 @@
+"""A callable that replaces a function, which others rely on, fails its case, and the function is put back."""
+
+import builtins
+import sys
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from judging import SMALL, attention, failure
+from models.zoo import TOKENS, stack
+
+import pytest_attn
+from pytest_attn import check_model
+from pytest_attn.correctness import comparison, judge
+from pytest_attn.latency import work
+from pytest_attn.workloads.workload import Workload
+
+
+def evil(*args, **kwargs):
+    return True
+
+
+class Evil:
+    """Is equal to whatever it stands for."""
+
+    __call__ = evil
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+PLACES = [
+    *((time, name) for name in ("perf_counter", "perf_counter_ns", "process_time", "monotonic", "sleep")),
+    *((torch, name) for name in ("equal", "allclose", "manual_seed", "get_num_threads")),
+    *((torch.Tensor, name) for name in ("clone", "detach", "backward", "__eq__")),
+    *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda, "synchronize")),
+    *((torch.cuda.Event, "elapsed_time"), (torch.linalg, "vecdot"), (builtins, "abs")),
+    *((judge, "compare_tensor"), (judge, "float"), (comparison.TensorComparison, "__init__"), (work.Work, "verify")),
+    *((comparison.Comparison, "passed"), (Workload, "softmax_scale")),
+]
+
+
+def replacing(owner, name, by=evil):
+    """Return a kernel that replaces a function for good, and what puts it back where nobody does."""
+    was = vars(owner).get(name, mock.DEFAULT)
+
+    def kernel(q, k, v):
+        out = attention(q, k, v)
+        setattr(owner, name, by)
+        return out
+
+    def undo():
+        if was is mock.DEFAULT and name in vars(owner):
+            delattr(owner, name)
+        elif was is not mock.DEFAULT and vars(owner)[name] is not was:
+            setattr(owner, name, was)
+
+    return kernel, was, undo
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
+def test_what_is_replaced_is_named_and_put_back(owner, name):
+    kernel, was, undo = replacing(owner, name, Evil() if name == "equal" else evil)
+    try:
+        text = failure(kernel, SMALL)
+        assert vars(owner).get(name, mock.DEFAULT) is was
+    finally:
+        undo()
+    assert text.startswith("the callable replaced ")
+    assert f"{owner.__name__}.{name}" in text
+    assert "by         replacing.kernel[" in text
+
+
+def test_code_that_is_replaced_within_a_function_is_put_back():
+    code = judge.compare_tensor.__code__
+
+    def kernel(q, k, v):
+        judge.compare_tensor.__code__ = evil.__code__
+        return attention(q, k, v)
+
+    try:
+        assert "the callable replaced the code of pytest_attn.correctness.judge.compare_tensor" in failure(kernel, SMALL)
+        assert judge.compare_tensor.__code__ is code
+    finally:
+        judge.compare_tensor.__code__ = code
+
+
+def test_what_is_deleted_comes_back():
+    was = time.sleep
+
+    def kernel(q, k, v):
+        del time.sleep
+        return attention(q, k, v)
+
+    try:
+        assert "the callable replaced time.sleep:" in failure(kernel, SMALL)
+        assert time.sleep is was
+    finally:
+        time.sleep = was
+
+
+@pytest.mark.parametrize("judged", ["check", "check_invariants", "measure"])
+def test_whatever_is_asked_and_where_the_kernel_raises(judged):
+    replaces, was, undo = replacing(torch, "equal")
+    calls = []
+
+    def kernel(q, k, v):
+        calls.append(1)
+        out = attention(q, k, v)
+        if judged != "measure" or len(calls) > 8:
+            replaces(q, k, v)
+            if judged == "check":
+                raise KeyError("q")
+        return out
+
+    try:
+        with pytest.raises(AssertionError, match=r"the callable replaced torch\.equal by evil") as error:
+            getattr(pytest_attn, judged)(kernel, SMALL, device="cpu")
+        assert torch.equal is was
+    finally:
+        undo()
+    if judged == "check":
+        assert "(then KeyError was raised: 'q')" in str(error.value)
+
+
+def test_a_step_of_a_model_that_replaces_a_function():
+    replaces, _, undo = replacing(torch.Tensor, "clone")
+    model = stack(attention)
+    x = torch.randn(2, TOKENS, 64)
+
+    def step():
+        out = model(x).square().mean()
+        replaces(x, x, x)
+        return out
+
+    try:
+        with pytest.raises(AssertionError, match=r"the callable replaced torch\.Tensor\.clone by evil"):
+            check_model(model, step)
+    finally:
+        undo()
+
+
+def test_what_a_test_has_replaced_before_is_no_fault_and_stays(monkeypatch):
+    def frozen():
+        return 0.0
+
+    for owner, name in ((time, "time"), (torch, "allclose"), (torch.Tensor, "tolist")):
+        monkeypatch.setattr(owner, name, frozen)
+    assert pytest_attn.check(attention, SMALL, device="cpu").passed
+    assert time.time is torch.allclose is frozen
+
+
+def test_a_kernel_may_replace_what_it_puts_back_and_add_what_is_new(monkeypatch):
+    monkeypatch.setattr(torch, "added", None, raising=False)
+    monkeypatch.setattr(torch.Tensor, "added", None, raising=False)
+
+    def kernel(q, k, v):
+        with mock.patch.object(torch, "equal", evil), mock.patch.object(torch.Tensor, "clone", evil):
+            torch.added = torch.Tensor.added = evil
+            return attention(q, k, v)
+
+    assert pytest_attn.check(kernel, SMALL, device="cpu").passed
+    assert torch.added is evil
+
+
+def test_what_torch_puts_around_its_own_functions_stays(monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", was := torch.manual_seed)
+
+    def kernel(q, k, v):
+        if torch.manual_seed is was:  # as torch._dynamo does when it is imported
+            torch.manual_seed = torch._disable_dynamo(was)
+        return attention(q, k, v)
+
+    assert pytest_attn.check(kernel, SMALL, device="cpu").passed
+    assert torch.manual_seed is not was
+
+
+@pytest.mark.parametrize("owner", ["torch", "time"])
+def test_a_library_that_is_imported_meanwhile_may_change_torch_and_no_clock(monkeypatch, tmp_path, owner):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library.py").write_text(f"import torch, time\ndef mine(*args): pass\n{owner}.{NAMES[owner]} = mine\n")
+    monkeypatch.syspath_prepend(folder)
+    module = sys.modules[owner]
+    monkeypatch.setattr(module, NAMES[owner], getattr(module, NAMES[owner]))
+
+    def kernel(q, k, v):
+        import a_library  # noqa: F401 - which changes torch
+
+        return attention(q, k, v)
+
+    try:
+        if owner == "torch":
+            assert pytest_attn.check(kernel, SMALL, device="cpu").passed
+            assert torch.allclose.__name__ == "mine"
+        else:
+            assert "the callable replaced time.ctime by mine of a_library.py" in failure(kernel, SMALL)
+    finally:
+        sys.modules.pop("a_library", None)
+
+
+NAMES = {"torch": "allclose", "time": "ctime"}
