@@ -292,7 +292,8 @@ def grown(target: Target, used: Mapping[str, int], left: Mapping[Target, Words])
         words = wider
     best = made(words)
     assert best is not None
-    return best
+    others = (made(words | {word}) for word in FACTOR_OF if kernels()["sdpa"](best))
+    return next((w for w in others if w and _new(w, left) >= _new(best, left) and not kernels()["sdpa"](w)), best)
 
 
 def _new(w: Workload, left: Mapping[Target, Words]) -> int:

@@ -130,6 +130,7 @@ def _dirty_memory(probe: Probe) -> Iterator[None]:
     """Leave NaN in memory of the sizes that results have, and let torch.empty fill what it gives with NaN.
 
     The latter would be a reason to compile again, and on CUDA the allocator gives the freed blocks back anyway.
+    `torch.use_deterministic_algorithms` imports the compiler, which costs seconds, and tells it; so we set what that sets.
     """
     for result in probe.base.values():
         freed = [torch.full_like(result, math.nan) for _ in range(_FREED_BLOCKS)]
@@ -138,9 +139,9 @@ def _dirty_memory(probe: Probe) -> Iterator[None]:
     if probe.device.type != "cpu" or probe.is_compiled or before[0]:
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         with quiet():  # of operations that have no deterministic way
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])

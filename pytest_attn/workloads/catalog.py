@@ -230,7 +230,7 @@ def _small() -> Iterator[Group]:
             W(2, heads=2, kv_pages=Pages(16), kv_lens=(130, 70), mask=Window(31, 0), name="features-paged-window"),
             W(1, heads=2, kv_pages=Pages(256), kv_lens=(300, 129), name="features-paged-256"),
             W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(65, 33, 129), name="features-packed-decode"),
-            W(33, 65, heads=2, head_dim=32, kv_lens=(40,), name="features-padded-alone"),
+            W(65, 33, heads=2, head_dim=32, kv_lens=(20,), name="features-padded-alone"),
             W(70, batch=2, heads=2, head_dim=16, bias="bk", name="features-bias-keys"),
             *_pairs(),
         ],
@@ -354,14 +354,15 @@ def _pairs() -> list[Workload]:
         "window-cross-cached-softcap-biasfirst-interleaved": small(
             127, heads=4, kv_heads=2, mask=Window(31, 0), softcap=5.0, bias="hqk", kv_lens=(174, 150), cached=(47, 23),
             head_groups="interleaved", bias_before_softcap=True),
-        "fewkeys-padded": small(64, kv_lens=(10, 31)),
+        "cross-padded-softcap": small(5, softcap=5.0, kv_lens=(43, 129)),
         "window-fewkeys-packedpages-mod-dv-hnd": small(
-            head_dim=64, v_head_dim=16, mask=Window(20, 3), score_mod=_steeper_with_each_head, q_lens=(21, 63),
-            kv_lens=(5, 17), kv_pages=Pages(16, layout="HND")),
+            head_dim=64, v_head_dim=16, mask=Window(20, 3), score_mod=_steeper_with_each_head, q_lens=(21, 64),
+            kv_lens=(10, 31), kv_pages=Pages(16, layout="HND")),
         "maskmod-quantized": small(127, batch=2, dtype="float8_e4m3fn", mask=_wider_with_each_head, descales="head"),
         "neighborhood-quantized": small(33, batch=2, mask=Neighborhood((33,), (7,)), kv_dtype="int8", descales="token"),
-        "neighborhood-interleaved": small(
-            64, batch=2, heads=4, kv_heads=2, mask=Neighborhood((8, 8), (3, 5)), head_groups="interleaved"),
+        "neighborhood-left-interleaved": small(
+            64, heads=4, kv_heads=2, mask=Neighborhood((8, 8), (3, 5)), kv_lens=(21, 64), pad="left",
+            head_groups="interleaved"),
         "packedpages-vink": small(head_dim=48, v_head_dim=32, q_lens=(21, 65), kv_pages=Pages(16), v_in_k=True),
     }
     # fmt: on
