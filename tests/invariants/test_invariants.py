@@ -199,6 +199,12 @@ def test_unwritten_memory_that_held_nan_in_the_plain_call_too_is_seen(name):
     assert report.broken[0].evidence.endswith("and so it was in the plain call")
 
 
+def test_memory_is_filled_without_an_import_of_the_compiler(monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: pytest.fail("it imports torch._inductor"))
+    assert ask(HONEST.backend(), PLAIN, "poison").passed
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_every_invariant_has_a_fault():
     assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {
         "alone",
