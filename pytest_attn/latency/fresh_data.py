@@ -53,6 +53,7 @@ class Noise:
             of_memory = next(t for t in tensors if t.untyped_storage().data_ptr() == memory)
             self._steps.append(_STEP // of_memory.element_size())
             self._own.append(_full_of(of_memory, stop - start + (self._steps[-1] << _PLACES), seed))
+        self._movable = [movable(room) for room in self._own]
         self._handed: list[Tensor] = []
         at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
         self._lie = [
@@ -67,6 +68,10 @@ class Noise:
     def at(self, places: Places) -> list[Tensor]:
         """Return the tensors that begin there, as they are."""
         return self._views(self._own, places)
+
+    def movable_at(self, places: Places) -> list[Tensor]:
+        """Return them to be copied: `movable`."""
+        return self._views(self._movable, places)
 
     def handed(self, places: Places) -> list[Tensor]:
         """Return the same tensors for a kernel, which may write to them."""
@@ -106,7 +111,9 @@ class Attention:
     def __init__(
         self, subject: Subject, spec: CheckSpec, inputs: Inputs, name: str, defects: Sequence[KnownDefect] = ()
     ) -> None:
-        self._subject, self._spec, self._inputs, self.name, self._defects = subject, spec, inputs, name, defects
+        self._subject, self._spec, self.name, self._defects = subject, spec, name, defects
+        nothing = inputs.q.new_empty(0)
+        self._inputs = dataclasses.replace(inputs, q=nothing, k=nothing, v=nothing, dout=nothing)  # all that stays
         self._empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
         self._limits = limits_of(name, limits_named(spec.limits))
         self.chosen = random.Random(os.urandom(16))

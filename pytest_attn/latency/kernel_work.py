@@ -70,10 +70,11 @@ class KernelWork(Work):
         self._noise, self._noise_of_dout = Noise(tensors, attention.chosen), Noise([dout], attention.chosen)
         self.dout, self._places_of_dout = dout.clone(), self._noise_of_dout.draw()
         self.sets: list[list[torch.Tensor]] = []
+        self._movable_sets: list[list[torch.Tensor]] = []
         self._in_sets: dict[int, Places] = {}
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
         self._fewest_sets, self._turn = int(changes_inputs), 0
-        self.rotate_over(0)
+        self.rotate_over(1 if self.device.type == "cuda" else 0)
         self._kept: tuple[Given, torch.Tensor] | None = None
         self._room: torch.Tensor | None = None
         self._told = self._looks = 0
@@ -90,6 +91,12 @@ class KernelWork(Work):
         del self.sets[number:]
         while len(self.sets) < number:
             self.sets.append(self._own(self._noise.at(self._noise.draw()), offset=len(self.sets)))
+        self._movable_sets = [_movable(one) for one in self.sets]
+
+    def move(self) -> None:
+        """Have sets, and dout, in other memory."""
+        super().move()
+        self._movable_sets = [_movable(one) for one in self.sets]
 
     def given_at(self, at: int) -> Given:
         """Return where what is in a set now lies among the noise."""
@@ -174,23 +181,24 @@ class KernelWork(Work):
 
     def _put(self, sets: Sequence[int]) -> None:
         """Put other data into some sets."""
-        self._in_sets.update((at, self._noise.draw()) for at in sets)
-        data = [t for at in sets for t in self._noise.at(self._in_sets[at])]
-        _write([t for at in sets for t in self.sets[at]], data)
+        to, data = [], []
+        for at in sets:
+            self._in_sets[at] = places = self._noise.draw()
+            to += self._movable_sets[at]
+            data += self._noise.movable_at(places)
+        with torch.no_grad():
+            torch._foreach_copy_(to, data)
 
     def _next_dout(self, given: Given | None) -> torch.Tensor:
         """Return a call's own dout; where it has none, that of all calls, with other data."""
         if given is not None:
             return self._attention.dout(*self._noise_of_dout.handed(given.dout))
         self._places_of_dout = self._noise_of_dout.draw()
-        _write([self.dout], [self._attention.dout(*self._noise_of_dout.at(self._places_of_dout))])
-        return self.dout
+        return self.dout.copy_(self._attention.dout(*self._noise_of_dout.at(self._places_of_dout)))
 
 
-def _write(to: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
-    """Copy data into tensors, whether or not these need gradients."""
-    with torch.no_grad():
-        torch._foreach_copy_([movable(t.detach()) for t in to], [movable(t) for t in data])
+def _movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [movable(t.detach()) for t in tensors]
 
 
 def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection, machine: Machine | None = None) -> KernelWork:

@@ -11,6 +11,7 @@ from judging import SMALL, attention, timed
 
 from pytest_attn.latency import cuda_timer
 from pytest_attn.latency.cuda_timer import DeviceGraph, DeviceGraphError
+from pytest_attn.latency.work import StaleError
 
 CAPTURED, EXECUTABLE, STREAM = 11, 22, 33
 
@@ -122,7 +123,52 @@ def test_a_host_that_is_slow_to_capture_cuda_graphs_fewer_graphs(monkeypatch, se
     assert captured(monkeypatch, None) == [print] * number
 
 
-def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontext()):
+class Replayed:
+    """A stand-in for a graph of torch, which replays what a kernel is said to do again with each call that it saw."""
+
+    def __init__(self, again):
+        self.again, self.calls = again, []
+
+    def kernel(self, *tensors):
+        out = attention(*tensors)
+        self.calls.append((tensors, out))
+        return out
+
+    def replay(self):
+        for tensors, out in self.calls[-4:]:
+            self.again(tensors, out)
+
+
+def graph_of(monkeypatch, again):
+    """Return graphs of four calls whose replays do `again` with the tensors and the output of each."""
+    graph = Replayed(again)
+    return captured(monkeypatch, lambda: graph, kernel=graph.kernel, on_device=False), graph
+
+
+def test_each_replay_has_data_of_its_own_and_one_of_its_results_is_looked_at(monkeypatch):
+    (*_, stage), graph = graph_of(monkeypatch, lambda tensors, out: out.copy_(attention(*tensors)))
+    work, seen = stage.__self__._work, set()
+    for _ in range(3):
+        replay = stage()
+        replay()
+        seen |= {float(t.double().sum()) for tensors, _ in graph.calls[-4:] for t in tensors}
+        work.verify_call("replayed", replay, None)
+    assert len(seen) == 3 * 4 * 3
+    replay = stage()
+    with pytest.raises(StaleError, match="replayed"):  # before it is
+        work.verify_call("replayed", replay, None)
+
+
+def test_a_graph_that_replays_other_results_is_refused(monkeypatch):
+    with pytest.raises(StaleError, match="replayed in a graph, without gradients: its result is not"):
+        graph_of(monkeypatch, lambda tensors, out: out.fill_(0.5))
+
+
+def test_a_graph_that_has_captured_nothing_is_none(monkeypatch):
+    assert graph_of(monkeypatch, lambda tensors, out: None)[0] == []
+
+
+def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontext(), kernel=attention, on_device=True):
     """Capture a kernel on a CPU, with stand-ins for what CUDA does."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", make_graph)
@@ -130,5 +176,6 @@ def captured(monkeypatch, make_graph, capturing=lambda graph, stream: nullcontex
     for name, answer in {"Stream": stream, "current_stream": stream, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
     monkeypatch.setattr(cuda_timer, "capturing", capturing)
-    work = timed(attention, SMALL, torch.device("cpu"), "forward")
-    return cuda_timer.graphs_of(work, 4, 6, on_device=True)
+    work = timed(kernel, SMALL, torch.device("cpu"), "forward")
+    work.rotate_over(24)
+    return cuda_timer.graphs_of(work, 4, 6, on_device)
