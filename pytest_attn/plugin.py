@@ -57,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.output import require_report_libraries
 
         require_report_libraries()
+    if settings.isolated is not None:
+        from pytest_attn.ranks.isolated import isolate
+
+        session.registrations.named = isolate(config, settings.timeout)
     session.registrations.require_selected(settings)
     if settings.json:
         from pytest_attn.session.output import open_json_lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Declared, Options, expanded, out_of_resources
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine, installed_version
+from pytest_attn.backends.named import NamedFunction
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.backends.subject import AttentionFn, Subject
@@ -53,6 +55,11 @@ class Backend(Subject):
     def variant(self, name: str) -> Backend | None:
         """Return this backend's own "compile" or "max_autotune" variant; None where compiling its callable will do."""
         return None
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether it is one of this package, which calls an installed library."""
+        return type(self).__module__.startswith("pytest_attn.")
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
@@ -141,6 +148,16 @@ class FunctionBackend(Backend):
         else:
             self.tunable = frozenset(option for options in expanded(configurations) for option in options)
 
+    @property
+    def named(self) -> NamedFunction | None:
+        """The function, where it was given by its name."""
+        return self._function if isinstance(self._function, NamedFunction) else None
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether the function runs in a process of its own."""
+        return self.named is not None and self.named.is_isolated
+
     def version(self) -> str:
         """Functions have none."""
         return "-"
@@ -162,13 +179,15 @@ class FunctionBackend(Backend):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Close over the workload and turn the layout."""
         swap = self._is_bshd and not inputs.workload.is_packed
+        named = self.named
+        function = named.on(inputs) if named else partial(self._function, workload=inputs.workload)
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             __tracebackhide__ = True
             if not swap:
-                return self._function(q, k, v, workload=inputs.workload, **self.configuration)
+                return function(q, k, v, **self.configuration)
             keys = (k, v) if inputs.workload.kv_pages else (k.transpose(1, 2), v.transpose(1, 2))
-            out = self._function(q.transpose(1, 2), *keys, workload=inputs.workload, **self.configuration)
+            out = function(q.transpose(1, 2), *keys, **self.configuration)
             return out.transpose(1, 2) if hasattr(out, "transpose") else out  # the check refuses anything but a tensor
 
         return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from pytest_attn.backends.configured import Declared, Options, joined, options_o
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.library import try_imports
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.named import NamedFunction, is_name
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
@@ -28,9 +29,10 @@ VARIANTS = ("compile", "max_autotune", "graph")
 
 
 class Registry:
-    """Backends by name. `names` lists them without importing any."""
+    """Backends by name. `names` lists them without importing any. named: makes what stands for "module:function"."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: Callable[[str], NamedFunction] = NamedFunction) -> None:
+        self.function_named = cache(named)
         self._loaders: dict[str, Callable[[], Backend]] = {}
         self._loaded: dict[str, Backend] = {}
         for name, (module, cls) in {**BUILTIN, **OVER_RANKS}.items():
@@ -63,7 +65,7 @@ class Registry:
     def add_function(
         self,
         name: str,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | str,
         *,
         layout: str = "bhsd",
         precision: str | Precision = "flash",
@@ -72,12 +74,15 @@ class Registry:
     ) -> None:
         """Register `fn(q, k, v, workload=workload) -> out` under `name`.
 
+        fn: or its name, "module:function", by which it is imported when it is first called.
         layout: "bhsd" or "bshd", in which fn takes and returns tensors. precision: the rounding that it declares.
         unsupported_because: a function of the workload that returns reasons to refuse it, none where fn claims it.
         configurations: what --attn-tune tries, each handed to fn as further keyword arguments. {option: values} stands for
         every combination. A list of {option: value} or triton.Config, and a function of the workload that returns one, also
         do.
         """
+        if isinstance(fn, str) and is_name(fn):
+            fn = self.function_named(fn)
         if not callable(fn):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")
         if layout not in ("bhsd", "bshd"):
@@ -122,22 +127,29 @@ class Registry:
     ) -> Subject:
         """Return what is tested behind its one type: a backend as it is or by its name, or a callable of (q, k, v).
 
+        target: a callable may be named, "module:function".
         name: what reports call a callable. declared: what its test says of it; a backend says it itself. within: the
         qualified name of that test. dequantized: what a callable that quantizes makes of q, k and v.
         Raises ValueError for an unknown backend, TypeError for what is none of the three, and for a name that is none.
         """
         if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
             raise TypeError(f"name must be a text without '|', got {name!r}")
-        if dequantized is not None and isinstance(target, str | Backend):
+        if dequantized is not None and isinstance(target, str | Backend) and not self._names_function(target):
             raise TypeError("dequantized says what a callable makes of q, k and v; a backend says it itself")
         if isinstance(target, str):
-            return self[target]
+            if not self._names_function(target):
+                return self[target]
+            target = self.function_named(target)
         if isinstance(target, Backend):
             return target
         if not callable(target):
             raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
         subject = CallableSubject(target, name, declared, within)
         return subject if dequantized is None else subject.quantizing(dequantized)
+
+    def _names_function(self, target: object) -> bool:
+        """Whether a text is "module:function", and no backend of a family."""
+        return isinstance(target, str) and is_name(target) and target.partition(":")[0] not in FAMILIES
 
     def canonical(self, name: str) -> str:
         """Return the name that an alias stands for; other names as they are."""
@@ -152,7 +164,7 @@ class Registry:
         base, plus, variant = self.canonical(name).partition("+")
         base, label = split(base)
         prefix, colon, rest = base.partition(":")
-        if base not in self._loaders and not (prefix in FAMILIES and rest):
+        if base not in self._loaders and not (prefix in FAMILIES and rest) and not self._names_function(base):
             if colon and prefix in FAMILIES:
                 raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{FAMILIES[prefix][2]}")
             meant = did_you_mean(base, self._loaders)
@@ -190,6 +202,8 @@ class Registry:
             return _configured(self[plain], options_of(label))
         if base in self._loaders:
             return self._loaders[base]()
+        if self._names_function(base):
+            return FunctionBackend(base, self.function_named(base))
         prefix, _, rest = base.partition(":")
         module, cls, *_ = FAMILIES[prefix]
         return _loader(module, cls, rest)()

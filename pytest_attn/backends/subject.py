@@ -16,6 +16,7 @@ from pytest_attn.backends.contexts import judged_code, quiet
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.named import NamedFunction
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.workloads.catalog import is_for_gpu
@@ -86,6 +87,16 @@ class Subject(ABC):
     user_function: Callable[..., Any] | None = None
     #: the name that a test gave its callable, "" where it gave none
     given_name: str = ""
+
+    @property
+    def named(self) -> NamedFunction | None:
+        """The function that it calls where it was given as "module:function"; None for any other."""
+        return self.user_function if isinstance(self.user_function, NamedFunction) else None
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether none of its author's code runs in this process, unless that is this package's, or a library's."""
+        return False
 
     @abstractmethod
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
@@ -250,8 +261,17 @@ class CallableSubject(Subject):
         return *identity_of(self.user_function), self.name, self.declared
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return the callable itself."""
-        return self.user_function
+        """Return the callable itself; one that is named, with what it takes of the inputs."""
+        return self.function_on(inputs)
+
+    def function_on(self, inputs: Inputs) -> Callable[..., Any]:
+        """Return the user's function for some inputs."""
+        return self.named.on(inputs) if self.named else self.user_function
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether it runs in a process of its own."""
+        return self.named is not None and self.named.is_isolated
 
     def calling(self) -> AbstractContextManager[object]:
         """Leave its warnings to its test."""

@@ -33,6 +33,11 @@ class Variant(Backend):
         for said in _OF_THE_INNER:
             setattr(self, said, getattr(inner, said))
 
+    @property
+    def is_contained(self) -> bool:
+        """Whether the inner backend is."""
+        return self.inner.is_contained
+
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse where the inner backend does, or has no such variant."""
         if self.kind not in self.inner.variants:

@@ -12,6 +12,7 @@ import pytest
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.named import is_name
 from pytest_attn.backends.raised import EndsTestError, ending_no_test
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
@@ -21,6 +22,7 @@ from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import new_record
@@ -31,6 +33,7 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
+from pytest_attn.workloads.workload import Workload
 
 
 class CaseRun:
@@ -73,6 +76,7 @@ class CaseRun:
         """
         __tracebackhide__ = True
         self.is_judged = True
+        self._require_contained(evaluator)
         self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
         try:
             with ending_no_test(evaluator.name), self._watched(evaluator):
@@ -99,6 +103,23 @@ class CaseRun:
         kept = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
         with self.session.progress.during(evaluator.doing, evaluator.on), kept:
             yield
+
+    def _require_contained(self, evaluator: Evaluator[Any]) -> None:
+        """Fail under --attn-isolated for anything whose author's code runs in this process."""
+        __tracebackhide__ = True
+        subject = evaluator.subject
+        is_contained = isinstance(evaluator, Refusal) or (isinstance(subject, Subject) and subject.is_contained)
+        if self.session.settings.isolated is None or is_contained:
+            return
+        fn = subject.user_function if isinstance(subject, Subject) else None
+        name = f"{getattr(fn, '__module__', None)}:{getattr(fn, '__qualname__', None)}"
+        name = name if fn and is_name(name) else "MODULE:FUNCTION"
+        shown = subject if isinstance(subject, str) else subject.name
+        pytest.fail(
+            f"--attn-isolated: {shown} computes in the process that judges it; name a function in its place, as in"
+            f' attn.check("{name}"), or leave out --attn-isolated',
+            pytrace=False,
+        )
 
     def _leave_record(self, evaluator: Evaluator[Any], found: Judgment[Any]) -> None:
         subject, backward = evaluator.subject, self.mark.backward
@@ -139,10 +160,12 @@ class CaseRun:
         given = {k: v for k, v in settings.given.items() if k not in ("backends", "workloads")}
         if self.backend is not None:
             given["backends"] = self.backend.name
+        if settings.isolated is not None:
+            given["isolated"] = settings.isolated
         if settings.workloads and self.workload.name:
             given["workloads"] = self.workload.name
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
-        options = [f"--attn-{stem}={shlex.quote(text)}" for stem, text in given.items()]
+        options = [f"--attn-{stem}={shlex.quote(text)}" if text else f"--attn-{stem}" for stem, text in given.items()]
         return " ".join(["pytest", shlex.quote(typed_name(self.item)), *options])
 
     # -- what is judged ------------------------------------------------------------------------------------------------
@@ -179,6 +202,8 @@ class CaseRun:
     def place(self, subject: Subject) -> Subject:
         """Return what computes a subject where the case runs."""
         __tracebackhide__ = True
+        if isolated_of(subject):
+            self.conclude(_Starting(self.workload, subject))
         return self.executor.place(subject, self.conclude)
 
     def _told_apart(self, subject: Subject) -> Subject:
@@ -215,10 +240,25 @@ class CaseRun:
 
     def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[object]]:
         """Return what makes the context of one call, which must end in time."""
-        if self.executor.has_deadline:
+        if self.executor.has_deadline or isolated_of(subject):
             return nullcontext
         return lambda: self.session.deadline.around(f"{subject.name} on {self.workload.id}, {self.item.nodeid}")
 
     def defects_of(self, subject: Subject) -> list[KnownDefect]:
         """List the known defects that have this case in their reach."""
         return subject.defects_on(self.workload, self.machine, self.mark.backward)
+
+
+class _Starting(Evaluator[None]):
+    """Whether a function can be imported in a process of its own."""
+
+    def __init__(self, workload: Workload, subject: Subject) -> None:
+        self.subject: Subject = subject
+        self.workload, self.doing, self.on = workload, f"importing {subject.name} in its process", workload.id
+
+    def judge(self) -> Judgment[None]:
+        """Start it where it does not run."""
+        function = isolated_of(self.subject)
+        assert function is not None
+        function.start()
+        return Judgment(Verdict.PASSED, is_recorded=False)

@@ -289,11 +289,11 @@ class AdaptedCallable(CallableSubject):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return the callable, adapted."""
-        return AdaptedKernel(self.user_function, self.declared, inputs)
+        return AdaptedKernel(self.function_on(inputs), self.declared, inputs)
 
     def prepare_timed(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Return the callable with nothing of ours beside it but views: what is timed is the user's."""
-        return TimedKernel(self.user_function, self.declared, inputs)
+        return TimedKernel(self.function_on(inputs), self.declared, inputs)
 
 
 class TimedKernel:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
-from pytest_attn.processes.worker import CHANNEL_VARIABLE, die_with
+from pytest_attn.processes.lifetime import CHANNEL_VARIABLE, die_with
 
 #: seconds between two looks at whether the one who started the server still lives, besides the end of its channel
 _LOOK_SECONDS = 5.0
@@ -41,7 +41,7 @@ _OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.f
 
 
 class Command(NamedTuple):
-    """A pytest that is to be started.
+    """A pytest that is to be started, or another module that has a `main`.
 
     environment: all of it. folder: in which it works. output: the file for what it prints. told: what its channel says first
     (processes/worker.py).
@@ -52,6 +52,7 @@ class Command(NamedTuple):
     folder: Path
     output: Path
     told: Mapping[str, object]
+    module: str = "pytest"
 
 
 class ServerError(Exception):
@@ -116,6 +117,7 @@ class ForkServer:
         """
         self.wait_until_ready()
         self._channel.send(
+            module=command.module,
             arguments=list(command.arguments),
             environment=dict(command.environment),
             folder=str(command.folder),
@@ -314,7 +316,7 @@ def _open_devices() -> list[str]:
 
 
 def _become(request: Message) -> None:
-    """Be the process that `python -m pytest ARGUMENTS` would start, as far as the outside can tell."""
+    """Be the process that `python -m MODULE ARGUMENTS` would start, as far as the outside can tell."""
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -325,12 +327,15 @@ def _become(request: Message) -> None:
     os.environ.update(request["environment"])
     os.environ[CHANNEL_VARIABLE] = f"{request['channel']} {os.getppid()}"
     sys.argv[1:] = request["arguments"]
-    sys.orig_argv[:] = [sys.executable, "-m", "pytest", *request["arguments"]]
+    sys.orig_argv[:] = [sys.executable, "-m", request["module"], *request["arguments"]]
     for name in [one for one in sys.modules if one.partition(".")[0] in _MARKED]:
         sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"  # or pytest warns that it was imported before its assertions
     if "numpy.random" in sys.modules:  # `random` has seen to itself
         sys.modules["numpy.random"].seed()
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    if request["module"] in sys.modules and request["module"] != "pytest":
+        sys.modules[request["module"]].main()
+    else:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
 from pytest_attn.processes.fork_server import Command, ForkServer, ServerError
-from pytest_attn.processes.worker import CHANNEL_VARIABLE, FINISHED
+from pytest_attn.processes.lifetime import CHANNEL_VARIABLE
+from pytest_attn.processes.worker import FINISHED
 
 #: seconds between two looks at whether a process has ended whose channel others may hold, too; and that an end may take
 _LOOK_SECONDS, _END_SECONDS = 2.0, 5.0
@@ -142,7 +143,7 @@ class StartedProcess(Process):
         try:
             with command.output.open("wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "pytest", *command.arguments],
+                    [sys.executable, "-m", command.module, *command.arguments],
                     cwd=command.folder,
                     env={**command.environment, **variables},
                     stdin=subprocess.DEVNULL,

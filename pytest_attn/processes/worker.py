@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_attn.processes.lifetime import inherited_channel
+
 if TYPE_CHECKING:
     from pytest_attn.processes.channel import Channel
 
-#: set in a worker, which takes it out: the descriptor of its channel, and the process that started it
-CHANNEL_VARIABLE = "PYTEST_ATTN_CHANNEL"
 #: options of pytest and its plugins, by their names in `config.option`, and what they are in a worker
 OVERRIDES: Mapping[str, object] = {
     # no other processes, and no debugger: nobody sees it
@@ -51,7 +51,6 @@ OVERRIDES: Mapping[str, object] = {
 }
 #: its last message
 FINISHED = {"is_finished": True}
-_DIE_WITH_PARENT, _SIGKILL = 1, 9  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Worker:
@@ -69,11 +68,9 @@ class Worker:
     def of_this_process(cls) -> Worker | None:
         """Return this process as a worker, None where it is none."""
         global _this
-        if CHANNEL_VARIABLE in os.environ:
+        if (descriptor := inherited_channel()) is not None:
             from pytest_attn.processes.channel import Channel  # only here: each start of pytest asks
 
-            descriptor, parent = map(int, os.environ.pop(CHANNEL_VARIABLE).split())
-            die_with(parent)
             _this = cls(Channel.of_descriptor(descriptor))
         return _this
 
@@ -109,20 +106,6 @@ def own_processes() -> frozenset[int]:
     worker = Worker.of_this_process()
     waiting = {os.getppid(), *worker.told["waiting"]} if worker else ()  # the first may be a fork server
     return frozenset([os.getpid(), *waiting])
-
-
-def die_with(parent: int) -> None:
-    """Have this process end at once when the thread that started it does, or now if that is over. Linux only.
-
-    parent: the process of that thread, 0 where the thread may end before.
-    """
-    if sys.platform != "linux" or not parent:
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, _SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 @pytest.hookimpl(tryfirst=True)

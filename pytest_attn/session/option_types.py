@@ -46,6 +46,7 @@ class Option(NamedTuple):
     parse: Callable[[str], Any] = str  # its text -> the field's value; a ValueError's text continues "--attn-STEM: "
     in_child: bool = True  # whether the new processes of a run are given it, too
     is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
+    alone: str | None = None  # its text where it is given without a value, None where it needs one
 
     @property
     def flag(self) -> str:
@@ -68,9 +69,19 @@ def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = 
     return field(metadata={"option": {"help": help, "default": default, "metavar": metavar, "parse": parse}})
 
 
-def action(help: str, metavar: str, parse: Callable[[str], Any] = str, in_child: bool = False) -> Any:  # noqa: A002
-    """Declare an option of the command line alone; its field is None where it is not given."""
-    return field(metadata={"option": {"help": help, "metavar": metavar, "parse": parse, "in_child": in_child}})
+def action(
+    help: str,  # noqa: A002
+    metavar: str,
+    parse: Callable[[str], Any] = str,
+    in_child: bool = False,
+    alone: str | None = None,
+) -> Any:
+    """Declare an option of the command line alone; its field is None where it is not given.
+
+    alone: what stands for its value where it is given without one.
+    """
+    told = {"help": help, "metavar": metavar, "parse": parse, "in_child": in_child, "alone": alone}
+    return field(metadata={"option": told})
 
 
 def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
@@ -242,6 +253,17 @@ def one_backend(text: str) -> str:
     return text
 
 
+def functions(text: str) -> str:
+    """Return names of functions, "module:function", or "" for none."""
+    for name in names(text):
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
+            raise ValueError(
+                f"must be MODULE:FUNCTION, got {name!r}; where a path follows, say --attn-isolated=MODULE:FUNCTION,"
+                " or write --attn-isolated behind the path"
+            )
+    return ",".join(names(text))
+
+
 def stem_of_files(text: str) -> str:
     """Return the path of files without their suffix, links followed."""
     path = os.path.realpath(os.path.expanduser(text))
@@ -328,6 +350,7 @@ GROUPS = (
             "timeout": "stop a callable that takes longer",
             "thorough": "all invariants, with more repetitions",
             "profile": "which kernels each right case launches",
+            "isolated": "run named callables in a process of their own",
         },
         ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
     ),

@@ -172,6 +172,14 @@ class Settings:
         option_types.one_backend,
         in_child=True,
     )
+    isolated: str | None = action(
+        "Run each callable that is named, module:function, in a process of its own, which alone imports its module; all others"
+        " are refused. With names, the backends are these unless --attn-backends says others",
+        "MODULE:FUNCTION",
+        option_types.functions,
+        in_child=True,
+        alone="",
+    )
     update_baselines: str | None = action(
         "Record the latencies of all selected cases that are right, in ten new processes, and why",
         "REASON",
@@ -201,6 +209,9 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
+        if values["isolated"] and "backends" not in given:
+            values["backends"] = option_types.names(values["isolated"])
+            given["backends"] = values["isolated"]
         try:
             values |= by_kind(values.get("outputs", ()), values)
         except ValueError as error:
@@ -216,8 +227,8 @@ class Settings:
             value = self.given.get(one.stem) if one.default is not None else getattr(self, one.name)
             if one.is_switch and value:
                 shown.append(one.flag)
-            elif not one.is_switch and value and one.in_child:
-                shown.append(f"{one.flag}={shlex.quote(value)}")
+            elif not one.is_switch and one.in_child and (value or (value == one.alone and value is not None)):
+                shown.append(f"{one.flag}={shlex.quote(value)}" if value else one.flag)
         return " ".join(shown)
 
     @property
@@ -234,6 +245,8 @@ class Settings:
                 raise pytest.UsageError(
                     "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
                 )
+        if self.isolated is not None and self.profile:
+            raise pytest.UsageError("--attn-profile: sees the kernels of this process; leave out --attn-isolated")
         if self.is_ranked:
             flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
             if self.latency == "off":
@@ -259,8 +272,10 @@ def add_options(parser: pytest.Parser) -> None:
             if one.is_switch:
                 shown.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=text)
                 continue
-            how = "append" if one.is_repeatable else "store"
-            shown.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=text, action=how)
+            how: dict[str, Any] = {"action": "append" if one.is_repeatable else "store"}
+            if one.alone is not None:
+                how |= {"nargs": "?", "const": one.alone}
+            shown.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=text, **how)
             if one.default is not None:
                 parser.addini(one.dest, one.help, type="string", default=one.default)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_attn.backends.named import NamedFunction
     from pytest_attn.backends.registry import Registry
     from pytest_attn.backends.subject import Subject
     from pytest_attn.session.options import Settings
@@ -19,6 +22,8 @@ class Registrations:
 
     def __init__(self, config: pytest.Config) -> None:
         self._hook = config.hook
+        #: makes what stands for "module:function"; None where functions run in this process
+        self.named: Callable[[str], NamedFunction] | None = None
         self._versions: dict[str, str] = {}
 
     @cached_property
@@ -26,7 +31,7 @@ class Registrations:
         """The backends, with those of conftests; later conftests add theirs when pytest loads them."""
         from pytest_attn.backends.registry import Registry
 
-        registry = Registry()
+        registry = Registry(self.named) if self.named else Registry()
         _call_conftests(self._hook.pytest_attn_backends, registry=registry)
         return registry
 

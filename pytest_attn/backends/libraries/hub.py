@@ -42,6 +42,7 @@ class HubKernel(LibraryBackend):
     source = Library(("kernels",), "kernels", "pip install kernels")
     variants = ("compile", "max_autotune")
     full_graph = False
+    is_contained = False  # anybody's code
     needs = "what the kernel was built for"
     capabilities = Capabilities(
         masks=frozenset(("bottom-right", "window", "documents")),

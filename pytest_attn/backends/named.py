@@ -1,0 +1,106 @@
+"""A function by its name, "module:function": imported when it is first needed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pytest_attn.workloads.inputs import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+_NAME = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+#: what a function is handed beside q, k and v where it has a parameter of the name
+OFFERED = (*("workload", "bias", "sinks", "alibi_slopes", "cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table", "descales"),)
+
+
+class UnimportableError(ImportError):
+    """A function cannot be imported by its name; the text says why, and what helps."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form "module:function"."""
+    return _NAME.fullmatch(text) is not None
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Import a function by "module:function"; the working folder is looked through last. Raises UnimportableError."""
+    module, _, path = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        advice = (
+            f"; put the folder of {module.partition('.')[0]} on sys.path, by `pythonpath = FOLDER` in pytest's configuration"
+        )
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
+        raise UnimportableError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}{advice if is_missing else ''}"
+        ) from error
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        what = f"{path} of {module} is {type(found).__name__}" if found is not None else f"{module} has no {path}"
+        raise UnimportableError(f"{name} cannot be imported: {what}; expected a callable of (q, k, v)")
+    function: Callable[..., Any] = found
+    return function
+
+
+def offered_to(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return which of `OFFERED` a function has parameters for; a **keywords is handed the workload."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    names = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        names.add("workload")
+    return tuple(name for name in OFFERED if name in names)
+
+
+class NamedFunction:
+    """A function of (q, k, v) and keywords, which stands wherever a callable does."""
+
+    #: whether it runs in a process of its own, and its module is imported there alone
+    is_isolated = False
+
+    def __init__(self, name: str) -> None:
+        """Import nothing yet. Raises ValueError for what is not "module:function"."""
+        if not is_name(name):
+            raise ValueError(f'a function\'s name must be "module:function", got {name!r}')
+        self.name = self.__name__ = name
+        self.__module__, _, self.__qualname__ = name.partition(":")
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return imported(self.name)
+
+    @property
+    def wanted(self) -> Sequence[str]:
+        """Which of `OFFERED` it takes. Raises UnimportableError."""
+        return offered_to(self._function)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
+        """Call it."""
+        return self._function(q, k, v, **given)
+
+    def on(self, inputs: Inputs) -> Callable[..., Any]:
+        """Return it with what it takes of some inputs, beside q, k and v."""
+        offered: list[dict[str, Any]] = []  # until it is first called, nothing is imported
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
+            if not offered:
+                offered.append({name: getattr(inputs, name) for name in self.wanted})
+            return self(q, k, v, **offered[0], **given)
+
+        return call

@@ -1,0 +1,397 @@
+"""A callable in a process of its own, as the process sees it that judges: it hands over copies, and believes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.named import OFFERED, NamedFunction
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.processes.fork_server import Command, ServerError
+from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
+from pytest_attn.processes.last_words import ending, last_words
+from pytest_attn.processes.launcher import Launcher
+from pytest_attn.ranks.rank_group import RankRaisedError
+from pytest_attn.ranks.wire import (
+    GarbageError,
+    Line,
+    pickled,
+    put,
+    read_bytes,
+    released,
+    shared_memory,
+)
+from pytest_attn.session.deadline import DeadlineError
+from pytest_attn.session.worker_pool import worker_environment
+from pytest_attn.workloads.inputs import Inputs
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: seconds that a call may take where --attn-timeout says nothing
+SECONDS = 300.0
+#: those that a process may take to start, to import a module, beyond those of a call, and to end
+_START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
+#: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
+_LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
+#: bytes that a result may have: so many, and so many times those that were given
+_BYTES, _TIMES = 1 << 30, 32
+#: dtypes that a result may have, by their names
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+class IsolatedRaisedError(RankRaisedError):
+    """The callable raised an exception in its process, or cannot be imported there; the text says it."""
+
+
+class IsolatedLostError(DeadlineError):
+    """The process of a callable has ended, does not answer in time, or answers nothing that can be read; the text says it.
+
+    No `except Exception` of a judgment takes it for an answer of the kernel.
+    """
+
+
+class IsolatedProcess:
+    """The process of one function. seconds: how long a call may take.
+
+    wanted: what the function is handed beside q, k and v. Raises IsolatedRaisedError where it cannot be imported,
+    IsolatedLostError.
+    """
+
+    def __init__(self, name: str, seconds: float, launcher: Launcher, is_forked: bool) -> None:
+        self.name, self._seconds, self.is_forked = name, seconds, is_forked
+        self._sent, self._returned = shared_memory(), shared_memory()
+        self._folder = tempfile.TemporaryDirectory(prefix="pytest-attn-")
+        output, told = Path(self._folder.name) / "output", {"path": sys.path}
+        command = Command([], worker_environment(), Path.cwd(), output, told, "pytest_attn.ranks.isolated_worker")
+        self._process = launcher.start(command, is_forked)
+        end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
+        self._line = Line(end)
+        with suppress(OSError):  # it has ended, as is soon heard
+            socket.send_fds(end, [b"m"], [self._sent, self._returned])
+        self._is_closed = False
+        self._heard("while it started", _START_SECONDS)
+        said = self._asked(name.encode(), "while its module was imported", self._seconds + _IMPORT_SECONDS)
+        if "unimportable" in said:
+            self.close()
+            raise IsolatedRaisedError(_text(said["unimportable"]))
+        self.wanted = tuple(one for one in OFFERED if one in _list(said.get("wanted"), len(OFFERED)))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be called."""
+        return not self._is_closed and not self._has_ended()
+
+    def ask(self, text: bytes, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Have it do what `pickled` has written; return its answer, and the storages of the tensors as bytes.
+
+        Raises ContractError, NotImplementedError where the function declines, IsolatedRaisedError, IsolatedLostError.
+        """
+        released(self._sent)
+        parcel, storages = put(self._sent, tensors)
+        said = self._asked(pickle.dumps((parcel, text)), "while it was called")
+        if "contract" in said:
+            raise ContractError(_text(said["contract"]))
+        if "declined" in said:
+            raise NotImplementedError(_text(said["declined"]))
+        if "raised" in said:
+            raise IsolatedRaisedError(f"{self.name} raised {_text(said['raised'])}\n{_text(said.get('text', ''))}".rstrip())
+        return said, storages
+
+    def read(self, lengths: Sequence[int]) -> list[Tensor]:
+        """Return copies of bytes that it has returned."""
+        try:
+            return read_bytes(self._returned, lengths)
+        except (GarbageError, OSError, RuntimeError, MemoryError) as error:
+            self.give_up(f"its process returned {error}")
+
+    def give_up(self, what: str) -> NoReturn:
+        """End it, and raise IsolatedLostError."""
+        self._close()
+        printed = last_words(self._process.command.output.read_text(errors="replace")[-_TEXT:], silence="")
+        self._folder.cleanup()
+        raise IsolatedLostError(f"{self.name}: {what}{printed and f'; its last words: {_text(printed)}'}")
+
+    def close(self) -> None:
+        """End it, with what it has started."""
+        self._close()
+        self._folder.cleanup()
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._line.close()
+        self._process.kill()
+        os.close(self._sent)
+        os.close(self._returned)
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        try:
+            return self._process.returncode(seconds) is not None
+        except ServerError:
+            return True
+
+    def _asked(self, frame: bytes, when: str, seconds: float = 0.0) -> dict[str, Any]:
+        with suppress(OSError):  # it has ended, as is soon heard
+            self._line.send(frame, self._seconds)
+        return self._heard(when, seconds or self._seconds)
+
+    def _heard(self, when: str, seconds: float) -> dict[str, Any]:
+        """Return what it says next."""
+        try:
+            frame = self._line.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
+        except TimeoutError:
+            self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
+        except (GarbageError, OSError) as error:
+            self.give_up(f"its process sent what is no answer, {when}: {error}")
+        except BaseException:
+            self.close()
+            raise
+        if frame is None:
+            self.give_up(f"its process {self._end()} {when}")
+        try:
+            said = json.loads(frame)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            self.give_up(f"its process sent what is no answer, {when}: {len(frame):,} bytes")
+        return said
+
+    def _end(self) -> str:
+        """Say how it has ended."""
+        if not self._has_ended(_END_SECONDS):
+            return "has closed its channel"
+        try:
+            return ending(self._process.returncode())
+        except ServerError:
+            return ending(None)
+
+
+# -- the function ------------------------------------------------------------------------------------------------------------
+
+
+class IsolatedFunction(NamedFunction):
+    """A function whose calls go to a process of its own, which a call that it does not survive replaces by another one."""
+
+    is_isolated = True
+    _numbers = itertools.count(1)
+
+    def __init__(self, name: str, seconds: float, launcher: Launcher) -> None:
+        super().__init__(name)
+        self._seconds, self._launcher = seconds, launcher
+        self._process: IsolatedProcess | None = None
+
+    def start(self) -> IsolatedProcess:
+        """Return its process, a new one where the last has ended.
+
+        Raises IsolatedRaisedError where it cannot be imported, or is in this process as well; IsolatedLostError.
+        """
+        if self._process is None or not self._process.is_usable:
+            _require_absent(self.name)
+            if self._process is not None:
+                self._process.close()
+            self._process = IsolatedProcess(self.name, self._seconds, self._launcher, is_forked=True)
+        return self._process
+
+    def close(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            self._process.close()
+
+    @property
+    def wanted(self) -> Sequence[str]:
+        """What its process says."""
+        return self.start().wanted
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """Hand copies over; return a copy of what it returns, and put what it has changed into what was given."""
+        return self._called((q, k, v), given, None)
+
+    def on(self, inputs: Inputs) -> Callable[..., Any]:
+        """Return it with what it takes of some inputs; where probabilities are dropped, under torch's seed."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+            offered = {name: getattr(inputs, name) for name in self.wanted}
+            return self._called((q, k, v), {**offered, **given}, torch.initial_seed() if inputs.workload.dropout else None)
+
+        return call
+
+    def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
+        grad = torch.is_grad_enabled()
+        threads = torch.get_num_threads()
+        order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
+        call = Call(self.start(), {**order, "number": next(self._numbers)})
+        if grad and any(tensor.requires_grad for tensor in call.tensors):
+            return call.built(_Differentiable.apply(call, *call.tensors))  # type: ignore[no-untyped-call]
+        return call.built(call.forward())
+
+
+class _Differentiable(torch.autograd.Function):
+    """One call, and its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *_: Tensor) -> Any:
+        ctx.call = call
+        results = call.forward()
+        ctx.mark_non_differentiable(*(one for one, needs in zip(results, call.needs_grad, strict=True) if not needs))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+        return None, *ctx.call.backward(douts)
+
+
+class Call:
+    """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient."""
+
+    def __init__(self, process: IsolatedProcess, order: dict[str, Any]) -> None:
+        self._process, self._number = process, order["number"]
+        try:
+            self._text, self.tensors = pickled(order)
+        except Exception as error:
+            raise IsolatedRaisedError(
+                f"{process.name}: its process cannot be told of this workload: {error}; define masks and score_mods at the top"
+                " of a module"
+            ) from None
+        self.needs_grad: list[bool] = []
+        self._storages: list[Tensor] = []
+        self._structure: Any = None
+
+    def forward(self) -> list[Tensor]:
+        """Return the tensors that it returns."""
+        said, self._storages = self._process.ask(self._text, self.tensors)
+        return self._results(said)
+
+    def backward(self, douts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of all that was given, None where there is none."""
+        text, tensors = pickled({"do": "backward", "number": self._number, "douts": list(douts)})
+        said, _ = self._process.ask(text, tensors)
+        gradients: Sequence[Tensor | None] = self.built(self._results(said))
+        if not isinstance(gradients, list) or len(gradients) != len(self.tensors):
+            self._process.give_up("its process returned other gradients than were asked for")
+        return gradients
+
+    def built(self, results: Sequence[Tensor]) -> Any:
+        """Return what the function has returned. results: the tensors in it."""
+        try:
+            return _built(self._structure, results, self.tensors)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            self._process.give_up("its process returned what is no result")
+
+    def _results(self, said: dict[str, Any]) -> list[Tensor]:
+        """Return copies of the tensors of an answer, and put what was changed into what was given."""
+        most = _BYTES + _TIMES * sum(one.numel() for one in self._storages)
+        try:
+            described = [_described(one) for one in _list(said["tensors"], _MOST_TENSORS)]
+            changed = [self._storages[at] for at in dict.fromkeys(_list(said["changed"], len(self._storages)))]
+            lengths = [math.prod(size) * dtype.itemsize for dtype, size, _, _ in described]
+            if sum(lengths) > most:
+                raise ValueError(f"{sum(lengths):,} bytes; at most {most:,} are taken")
+        except (LookupError, TypeError, ValueError) as error:
+            self._process.give_up(f"its process returned what is no result: {_text(error)}")
+        read = self._process.read([*lengths, *(one.numel() for one in changed)])
+        for given, now in zip(changed, read[len(lengths) :], strict=True):
+            given.copy_(now)
+        self._structure, self.needs_grad = said.get("result"), [needs_grad for *_, needs_grad in described]
+        device = self.tensors[0].device
+        results = []
+        for (dtype, size, is_host, _), one in zip(described, read, strict=False):
+            made = one.view(dtype).view(size) if one.numel() else torch.empty(size, dtype=dtype)
+            results.append(made if is_host else made.to(device))
+        return results
+
+
+def _described(one: Any) -> tuple[torch.dtype, tuple[int, ...], bool, bool]:
+    """Return what was said of a tensor: dtype, size, whether it is the host's, and whether it needs a gradient."""
+    size = tuple(_list(one["size"], _MOST_DIMENSIONS))
+    if not all(type(length) is int and 0 <= length < 1 << 48 for length in size):
+        raise ValueError(f"a size of {size}")
+    return _DTYPES[one["dtype"]], size, one["device"] == "cpu", one["needs_grad"] is True
+
+
+def _built(structure: Any, results: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    """Return what a structure of JSON stands for."""
+    ((kind, value),) = [(kind, value) for kind, value in structure.items() if kind != "has_shape"]
+    if kind == "tensor":
+        return results[value]
+    if kind == "given":
+        return given[value]
+    if kind in ("tuple", "list"):
+        parts = [_built(one, results, given) for one in _list(value, _MOST_TENSORS)]
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "plain":
+        return value
+    module, name = map(_text, _list(value, 2))
+    shape = {"shape": ()} if structure["has_shape"] else {}
+    return type(name, (), {"__module__": module, **shape})()  # what stands for a thing that is no tensor, in a message
+
+
+def _list(value: Any, most: int) -> list[Any]:
+    """Return a list of at most so many elements. Raises ValueError for anything else."""
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"no list of at most {most}")
+    return value
+
+
+def _text(value: object) -> str:
+    """Return text that a terminal can show."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(value)[:_TEXT])
+
+
+def _require_absent(name: str) -> None:
+    """Raise IsolatedRaisedError where the module of a function is imported here, and is none that is installed."""
+    module = name.partition(":")[0]
+    path = getattr(sys.modules.get(module), "__file__", None)
+    installed = [Path(sysconfig.get_path(one)) for one in ("stdlib", "purelib", "platlib")]
+    if path and not any(place in Path(path).parents for place in installed):
+        raise IsolatedRaisedError(
+            f"{name}: {module} is imported in the process that judges, too, which --attn-isolated is to keep its code out of:"
+            " import it in no test or conftest"
+        )
+
+
+# -- those of a run ----------------------------------------------------------------------------------------------------------
+
+
+def isolated_of(subject: object) -> IsolatedFunction | None:
+    """Return the function of a subject that runs in a process of its own; None for any other."""
+    found = subject.named if isinstance(subject, Subject) else None
+    return found if isinstance(found, IsolatedFunction) else None
+
+
+def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:
+    """Return what makes functions by their names whose processes end with the run. timeout: of a call, 0 for the usual one."""
+    launcher = Launcher(modules_ahead, keeps_server=True)
+    config.add_cleanup(launcher.close)
+
+    def named(name: str) -> NamedFunction:
+        made = IsolatedFunction(name, timeout or SECONDS, launcher)
+        config.add_cleanup(made.close)
+        return made
+
+    return named
+
+
+def modules_ahead() -> list[str]:
+    """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
+    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.ranks.isolated_worker"]

@@ -1,0 +1,195 @@
+"""The process of an isolated callable: it imports the callable's module, and nothing of the tests; it serves calls.
+
+What it answers is JSON, and bytes in shared memory. It knows no reference, and what it says of itself is believed by nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.contexts import judged_code
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.named import UnimportableError, imported, offered_to
+from pytest_attn.backends.streams import wait
+from pytest_attn.backends.subject import declined_because
+from pytest_attn.correctness.call import is_cuda_error, switches_kept
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.processes.channel import Channel
+from pytest_attn.processes.lifetime import inherited_channel
+from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
+
+#: calls of which a backward pass may still follow
+_KEPT = 4
+#: frames of a traceback that are ours
+_OWN = "pytest_attn"
+
+
+class _Called(NamedTuple):
+    """One call: its tensors, what their storages held, and the tensors that it returned."""
+
+    tensors: list[Tensor]
+    storages: list[Tensor]
+    kept: list[Tensor]
+    results: list[Tensor]
+
+
+class Server:
+    """Serves the calls of one function. sent, returned: memory in which tensors come and go."""
+
+    def __init__(self, line: Line, sent: int, returned: int) -> None:
+        self._line, self._sent, self._returned = line, sent, returned
+        self._calls: OrderedDict[int, _Called] = OrderedDict()
+        self._last: list[tuple[Tensor, Tensor]] = []
+
+    def serve(self) -> None:
+        """Import the function that the judge names, and call it until the judge is gone."""
+        self._answer(ready=True)
+        name = self._line.receive()
+        if name is None:
+            return
+        try:
+            self._function = imported(name.decode())
+        except UnimportableError as error:
+            self._answer(unimportable=str(error))
+            return
+        self._answer(wanted=list(offered_to(self._function)))
+        while (frame := self._line.receive()) is not None:
+            self._answer(**self._answered(frame))
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, **answer: object) -> None:
+        self._line.send(json.dumps(answer).encode())
+
+    def _answered(self, frame: bytes) -> dict[str, Any]:
+        """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
+        try:
+            parcel, text = pickle.loads(frame)
+            tensors, storages = taken(self._sent, parcel)
+            order = unpickled(text, tensors)
+            with judged_code(is_quiet=False):
+                return self._done(order, tensors, storages)
+        except ContractError as error:
+            return {"contract": str(error)}
+        except BaseException as error:
+            if (declined := declined_because(error)) is not None:
+                return {"declined": declined}
+            if isinstance(error, Exception) and is_cuda_error(error):
+                self._answer(**_raised(error))
+                os._exit(1)
+            return _raised(error)
+
+    def _done(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
+        if order["do"] == "call":
+            return self._called(order, tensors, storages)
+        call = self._calls[order["number"]]
+        pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
+        leaves = [t for t in call.tensors if t.requires_grad]
+        found = torch.autograd.grad(
+            [out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True, retain_graph=True
+        )
+        gradients = iter(found)
+        return self._returns([next(gradients) if t.requires_grad else None for t in call.tensors], call)
+
+    def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
+        """Call the function, and return what it returns."""
+        kept = [one.clone() for one in storages]
+        device = tensors[0].device
+        if order["threads"] != torch.get_num_threads():
+            torch.set_num_threads(order["threads"])
+        if order["seed"] is not None:
+            torch.manual_seed(order["seed"])
+        with current(str(device)), torch.set_grad_enabled(order["grad"]), switches_kept(device.type):
+            result = self._function(*order["given"], **order["keywords"])
+        wait(device)
+        for tensor, before in self._last:
+            if not torch.equal(storage_of(tensor.detach()), before):
+                raise ContractError("the callable changed the out of an earlier call, which is in use")
+        call = _Called(tensors, storages, kept, [])
+        answer = self._returns(result, call)
+        self._last = [(one, storage_of(one.detach()).clone()) for one in call.results if one.untyped_storage().nbytes()]
+        if any(one.requires_grad for one in call.results):
+            self._calls[order["number"]] = call
+            while len(self._calls) > _KEPT:
+                self._calls.popitem(last=False)
+        return answer
+
+    def _returns(self, result: object, call: _Called) -> dict[str, Any]:
+        """Write a result, and what was changed of what was given; return how the judge finds them."""
+        found: list[Tensor] = []
+        structure = _structure(result, found, call.tensors)
+        changed = [
+            at for at, (now, kept) in enumerate(zip(call.storages, call.kept, strict=True)) if not torch.equal(now, kept)
+        ]
+        for at in changed:
+            call.kept[at].copy_(call.storages[at])
+        dense = [one.detach().resolve_conj().resolve_neg().contiguous() for one in found]
+        bytes_of = [one.view(-1).view(torch.uint8) if one.numel() else one.new_empty(0, dtype=torch.uint8) for one in dense]
+        released(self._returned)
+        write(self._returned, [*bytes_of, *(call.storages[at] for at in changed)])
+        if not call.results:
+            call.results[:] = found
+        return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
+
+
+def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:
+    """Return how a result is made up, for JSON. found: gets its tensors."""
+    if type(result) in (Tensor, torch.nn.Parameter) and result.layout == torch.strided and not result.is_nested:  # type: ignore[attr-defined]
+        for number, one in enumerate(given):
+            if one is result and not one.requires_grad:
+                return {"given": number}
+        found.append(result)  # type: ignore[arg-type]
+        return {"tensor": len(found) - 1}
+    if type(result) in (tuple, list):
+        return {"tuple" if type(result) is tuple else "list": [_structure(one, found, given) for one in result]}  # type: ignore[attr-defined]
+    if result is None or type(result) in (bool, int, float, str):
+        return {"plain": result}
+    shape = getattr(result, "shape", None)
+    return {"other": [type(result).__module__, type(result).__name__], "has_shape": shape is not None}
+
+
+def _described(one: Tensor) -> dict[str, Any]:
+    dtype = str(one.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "size": list(one.shape), "device": str(one.device), "needs_grad": one.requires_grad}
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    """Return what a function has raised, with its own frames."""
+    named = traceback.format_exception_only(type(error), error)[0].splitlines()[0].rstrip(":")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if f"{_OWN}{os.sep}" not in one.filename]
+    return {
+        "raised": named,
+        "text": "".join(traceback.format_list(own or frames)) + "".join(traceback.format_exception_only(type(error), error)),
+    }
+
+
+def main() -> None:
+    """Serve as long as the process lives that has started this one."""
+    descriptor = inherited_channel()
+    if descriptor is None:
+        raise SystemExit("is started by pytest --attn-isolated")
+    told = Channel.of_descriptor(os.dup(descriptor)).recv()
+    if told is None:
+        return
+    sys.path[:] = told["path"]
+    end = socket.socket(fileno=descriptor)
+    _, memory, _, _ = socket.recv_fds(end, 1, 2)
+    for one in (descriptor, *memory):
+        os.set_inheritable(one, False)
+    Server(Line(end), *memory).serve()
+
+
+if __name__ == "__main__":
+    main()

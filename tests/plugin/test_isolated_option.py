@@ -1,0 +1,291 @@
+"""--attn-isolated: named functions run in a process of their own, whatever they do there; others are refused."""
+
+import sys
+
+import pytest
+
+from pytest_attn.ranks import isolated
+
+HONEST = """
+import gc, os, signal, socket, sys, time
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def attention(q, k, v):
+    assert "pytest" not in sys.modules
+    return sdpa(q, k, v)
+
+def causal(q, k, v, workload, kv_lens=None):
+    assert kv_lens is None
+    return sdpa(q, k, v, is_causal=workload.mask is not None, enable_gqa=True)
+
+def biased(q, k, v, bias):
+    return sdpa(q, k, v, bias)
+
+def rows_first(q, k, v):
+    return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+def into(q, k, v, out):
+    out.copy_(sdpa(q, k, v))
+
+def declines(q, k, v):
+    raise NotImplementedError("not today")
+"""
+CHEATS = """
+def patches(q, k, v):
+    torch.equal = lambda *tensors: True
+    return v * 0.5
+
+def patches_the_judge(q, k, v):
+    from pytest_attn.correctness import comparison
+    comparison.limits_named = lambda name: None
+    return v * 0.5
+
+def finds_the_reference(q, k, v):
+    found = [one for one in gc.get_objects() if type(one).__name__ == "Reference"]
+    return found[0].tensors["out"].value.to(q.dtype) if found else v * 0.5
+
+def leaves(q, k, v):
+    os._exit(0)
+
+def exits(q, k, v):
+    sys.exit(0)
+
+def skips(q, k, v):
+    import pytest
+    pytest.skip("not today")
+
+def kills_itself(q, k, v):
+    print("these are my last words")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hangs(q, k, v):
+    time.sleep(1000)
+
+def changes_its_input(q, k, v):
+    out = sdpa(q, k, v)
+    v += 1
+    return out
+
+kept = []
+def reuses_its_output(q, k, v):
+    kept[:] = kept or [torch.empty_like(q)]
+    return kept[0].copy_(sdpa(q, k, v))
+
+class Lazy(torch.Tensor):
+    pass
+
+def lazy(q, k, v):
+    return sdpa(q, k, v).as_subclass(Lazy)
+
+def answers(**answer):
+    from pytest_attn.ranks import isolated_worker
+    isolated_worker.Server._answered = lambda self, frame: answer
+
+def says_garbage(q, k, v):
+    from pytest_attn.ranks import isolated_worker
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"garbage" * 9)
+        except OSError:
+            pass
+    time.sleep(1000)
+
+def says_a_pickle(q, k, v):
+    import pickle
+    from pytest_attn.ranks import wire
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, ("bomb",)
+    send = wire.Line.send
+    wire.Line.send = lambda self, frame, seconds=None: send(self, pickle.dumps(Bomb()), seconds)
+    return v
+
+def claims(q, k, v, tensors, result={"tensor": 0}, changed=()):
+    from pytest_attn.ranks import isolated_worker
+    isolated_worker.Server._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
+
+def claims_much(q, k, v):
+    claims(q, k, v, [{"dtype": "float32", "size": [1 << 20, 1 << 20], "device": "cpu", "needs_grad": False}])
+
+def claims_more_than_it_wrote(q, k, v):
+    claims(q, k, v, [{"dtype": "float32", "size": [1 << 20], "device": "cpu", "needs_grad": False}])
+
+def claims_no_size(q, k, v):
+    claims(q, k, v, [{"dtype": "float32", "size": [-1], "device": "cpu", "needs_grad": False}])
+
+def claims_a_depth(q, k, v):
+    deep = {"tensor": 0}
+    for _ in range(300):
+        deep = {"tuple": [deep]}
+    claims(q, k, v, [], deep)
+
+def claims_changes(q, k, v):
+    claims(q, k, v, [], {"plain": None}, [17])
+"""
+TESTS = """
+import pytest
+from pytest_attn import Workload
+
+W = Workload(24, heads=2, head_dim=32, dtype="float32")
+
+@pytest.mark.attention(W)
+@pytest.mark.parametrize("name", {names})
+def test_it(attn, name):
+    attn.check("kernels:" + name)
+"""
+#: what each is refused by
+REFUSED = {
+    "patches": "kernels:patches on h2-s24-d32-fp32: ",
+    "patches_the_judge": "",
+    "finds_the_reference": "",
+    "leaves": "its process has left the interpreter with exit code 0 while it was called",
+    "exits": "kernels:exits raised SystemExit: 0",
+    "skips": "kernels:skips raised Skipped: not today",
+    "kills_itself": "its process was killed by SIGKILL while it was called; its last words: these are my last words",
+    "hangs": "no result after 3 s (--attn-timeout)",
+    "changes_its_input": "the callable changed its input v in place",
+    "reuses_its_output": "the callable changed the out of an earlier call",
+    "lazy": "out is a kernels.Lazy; expected a torch.Tensor",
+    "says_garbage": "its process sent what is no answer",
+    "says_a_pickle": "its process sent what is no answer",
+    "claims_much": "its process returned what is no result: 4,398,046,511,104 bytes",
+    "claims_more_than_it_wrote": "bytes too few",
+    "claims_no_size": "its process returned what is no result",
+    "claims_a_depth": "",
+    "claims_changes": "its process returned what is no result",
+    "nowhere": "kernels:nowhere cannot be imported: kernels has no nowhere; expected a callable of (q, k, v)",
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels(pytester, monkeypatch):
+    """Have the kernels in a module that nothing imports but by its name."""
+    pytester.makepyfile(kernels=HONEST + CHEATS)
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    monkeypatch.setattr(isolated, "modules_ahead", lambda: ["torch", "pytest_attn.ranks.isolated_worker"])
+
+
+def run(pytester, *options):
+    return pytester.runpytest("-p", "no:cacheprovider", "-rs", *options)
+
+
+def test_cheats_are_refused_each_by_itself(pytester):
+    pytester.makepyfile(test_it=TESTS.format(names=["attention", *REFUSED, "causal"]))
+    result = run(pytester, "--attn-isolated", "--attn-timeout=3", "-v")
+    result.assert_outcomes(passed=2, failed=len(REFUSED))
+    text = result.stdout.str()
+    assert {name: words for name, words in REFUSED.items() if words not in text} == {}
+    assert not (pytester.path / "bomb").exists()
+    assert "kernels" not in sys.modules
+
+
+ALL_KINDS = """
+import pytest
+from pytest_attn import Workload
+
+W = Workload(24, heads=2, head_dim=32, dtype="float32")
+
+@pytest.mark.attention(W, W.replace(mask="causal", kv_heads=1), backward=True)
+def test_causal(attn):
+    attn.check("kernels:causal")
+
+@pytest.mark.attention(W.replace(bias="hqk"))
+def test_bias(attn):
+    attn.check("kernels:biased")
+
+@pytest.mark.attention(W, layout="bshd", backward=True)
+def test_layout(attn):
+    attn.check("kernels:rows_first", name="mine")
+
+@pytest.mark.attention(W, takes_out=True)
+def test_out(attn):
+    attn.check("kernels:into")
+
+@pytest.mark.attention(W)
+def test_declines(attn):
+    attn.check("kernels:declines")
+
+@pytest.mark.attention(W, backward=True)
+def test_invariants(attn):
+    attn.check_invariants("kernels:attention", only=("rerun", "layout", "poison", "state", "gradients"))
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--attn-isolated",)], ids=["here", "isolated"])
+def test_a_named_function_stands_wherever_a_callable_does(pytester, options):
+    pytester.makepyfile(test_it=ALL_KINDS)
+    pytester.makepyfile(kernels=HONEST.replace("not in sys.modules", "in sys.modules" if not options else "not in sys.modules"))
+    run(pytester, *options).assert_outcomes(passed=6, skipped=1)
+
+
+def test_what_has_no_name_is_refused_in_one_line(pytester):
+    pytester.makepyfile(
+        test_it="""
+import pytest, torch
+from pytest_attn import Workload
+W = Workload(24, heads=2, head_dim=32, dtype="float32")
+
+def mine(q, k, v):
+    raise SystemExit("ran")
+
+@pytest.mark.attention(W)
+def test_object(attn):
+    attn.check(mine)
+
+@pytest.mark.attention(W)
+def test_library(attn):
+    attn.check("math")
+
+@pytest.mark.attention(W)
+def test_output(attn):
+    attn.assert_close(attn.q)
+"""
+    )
+    result = run(pytester, "--attn-isolated")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "--attn-isolated: mine computes in the process that judges it; *attn.check(\"test_it:mine\"), or leave out*",
+            "--attn-isolated: out computes in the process that judges it; *",
+        ]
+    )
+
+
+def test_a_module_that_the_judge_imports_too_is_refused(pytester):
+    pytester.makepyfile(test_it="import kernels\n" + TESTS.format(names=["attention"]))
+    result = run(pytester, "--attn-isolated")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *kernels is imported in the process that judges, too, *"])
+
+
+REGISTERED = """
+def pytest_attn_backends(registry):
+    registry.add_function("mine", "kernels:causal", layout="{layout}", precision="torch_cpu")
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [("--attn-backends=mine",), ("--attn-backends=mine", "--attn-isolated"), ("--attn-isolated=kernels:causal",)]
+)
+def test_backends_may_be_named_functions(pytester, options):
+    pytester.makeconftest(REGISTERED.format(layout="bhsd"))
+    suite = "pytest_attn.suite.test_correctness"
+    result = run(pytester, *options, "--pyargs", suite, "--attn-workloads=smoke-full,smoke-causal-gqa", "-k", "forward")
+    result.assert_outcomes(passed=2)
+    named = "kernels:causal" if len(options) == 1 and "isolated" in options[0] else "mine"
+    assert f"({named}, " in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--attn-isolated", "tests"), "--attn-isolated: must be MODULE:FUNCTION, got 'tests'; where a path follows, *"),
+        (("--attn-isolated", "--attn-profile"), "--attn-profile: sees the kernels of this process; leave out --attn-isolated"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said(pytester, option, words):
+    (pytester.path / "tests").mkdir()
+    result = run(pytester, *option)
+    result.stderr.fnmatch_lines([f"ERROR: {words}"])
