@@ -19,6 +19,7 @@ def pytest_attn_backends(registry: Registry) -> None:
 
         def pytest_attn_backends(registry):
             registry.add_function("mine", my_attention)          # fn(q, k, v, workload=workload) -> out
+            registry.add_function("ours", "kernels:attention")   # imported when it is first called
             registry.add(MyBackend())                            # a pytest_attn.Backend
     """
 
