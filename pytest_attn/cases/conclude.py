@@ -160,11 +160,11 @@ class CaseRun:
         given = {k: v for k, v in settings.given.items() if k not in ("backends", "workloads")}
         if self.backend is not None:
             given["backends"] = self.backend.name
-        if settings.isolated is not None:
-            given["isolated"] = settings.isolated
         if settings.workloads and self.workload.name:
             given["workloads"] = self.workload.name
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
+        if settings.isolated is not None:
+            given["isolated"] = settings.isolated
         options = [f"--attn-{stem}={shlex.quote(text)}" if text else f"--attn-{stem}" for stem, text in given.items()]
         return " ".join(["pytest", shlex.quote(typed_name(self.item)), *options])
 

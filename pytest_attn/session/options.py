@@ -209,7 +209,7 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
-        if values["isolated"] and "backends" not in given:
+        if values.get("isolated") and "backends" not in given:
             values["backends"] = option_types.names(values["isolated"])
             given["backends"] = values["isolated"]
         try:
