@@ -261,7 +261,7 @@ class CallableSubject(Subject):
         return *identity_of(self.user_function), self.name, self.declared
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return the callable itself; one that is named, with what it takes of the inputs."""
+        """Return the callable itself; a named one with what it takes of the inputs."""
         return self.function_on(inputs)
 
     def function_on(self, inputs: Inputs) -> Callable[..., Any]:

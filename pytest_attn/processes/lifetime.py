@@ -11,7 +11,7 @@ _DIE_WITH_PARENT, _SIGKILL = 1, 9  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def inherited_channel() -> int | None:
-    """Return the descriptor of this process's channel, and let it end with its starter; None where it is no worker."""
+    """Return the descriptor of this process's channel, and let it end with its starter; None for any other process."""
     if CHANNEL_VARIABLE not in os.environ:
         return None
     descriptor, parent = map(int, os.environ.pop(CHANNEL_VARIABLE).split())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.named import OFFERED, NamedFunction
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -101,13 +102,16 @@ class IsolatedProcess:
     def ask(self, text: bytes, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """Have it do what `pickled` has written; return its answer, and the storages of the tensors as bytes.
 
-        Raises ContractError, NotImplementedError where the function declines, IsolatedRaisedError, IsolatedLostError.
+        Raises ContractError, EndsTestError, NotImplementedError where the function declines, IsolatedRaisedError,
+        IsolatedLostError.
         """
         released(self._sent)
         parcel, storages = put(self._sent, tensors)
         said = self._asked(pickle.dumps((parcel, text)), "while it was called")
         if "contract" in said:
             raise ContractError(_text(said["contract"]))
+        if "ends" in said:
+            raise EndsTestError(_text(said["ends"]), _text(said.get("where", "")))
         if "declined" in said:
             raise NotImplementedError(_text(said["declined"]))
         if "raised" in said:
@@ -162,7 +166,7 @@ class IsolatedProcess:
         except TimeoutError:
             self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
         except (GarbageError, OSError) as error:
-            self.give_up(f"its process sent what is no answer, {when}: {error}")
+            self.give_up(f"its process sent garbage, {when}: {error}")
         except BaseException:
             self.close()
             raise
@@ -173,7 +177,7 @@ class IsolatedProcess:
         except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
-            self.give_up(f"its process sent what is no answer, {when}: {len(frame):,} bytes")
+            self.give_up(f"its process sent garbage, {when}: {len(frame):,} bytes")
         return said
 
     def _end(self) -> str:
@@ -296,7 +300,7 @@ class Call:
         try:
             return _built(self._structure, results, self.tensors)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
-            self._process.give_up("its process returned what is no result")
+            self._process.give_up("its process returned garbage")
 
     def _results(self, said: dict[str, Any]) -> list[Tensor]:
         """Return copies of the tensors of an answer, and put what was changed into what was given."""
@@ -308,7 +312,7 @@ class Call:
             if sum(lengths) > most:
                 raise ValueError(f"{sum(lengths):,} bytes; at most {most:,} are taken")
         except (LookupError, TypeError, ValueError) as error:
-            self._process.give_up(f"its process returned what is no result: {_text(error)}")
+            self._process.give_up(f"its process returned garbage: {_text(error)}")
         read = self._process.read([*lengths, *(one.numel() for one in changed)])
         for given, now in zip(changed, read[len(lengths) :], strict=True):
             given.copy_(now)
@@ -343,7 +347,7 @@ def _built(structure: Any, results: Sequence[Tensor], given: Sequence[Tensor]) -
         return value
     module, name = map(_text, _list(value, 2))
     shape = {"shape": ()} if structure["has_shape"] else {}
-    return type(name, (), {"__module__": module, **shape})()  # what stands for a thing that is no tensor, in a message
+    return type(name, (), {"__module__": module, **shape})()  # what messages describe in its place
 
 
 def _list(value: Any, most: int) -> list[Any]:

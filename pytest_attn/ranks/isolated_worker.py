@@ -21,10 +21,10 @@ from torch import Tensor
 from pytest_attn.backends.contexts import judged_code
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.named import UnimportableError, imported, offered_to
+from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.streams import wait
-from pytest_attn.backends.subject import declined_because
 from pytest_attn.correctness.call import is_cuda_error, switches_kept
-from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
@@ -58,8 +58,9 @@ class Server:
         name = self._line.receive()
         if name is None:
             return
+        self._name = name.decode()
         try:
-            self._function = imported(name.decode())
+            self._function = imported(self._name)
         except UnimportableError as error:
             self._answer(unimportable=str(error))
             return
@@ -78,10 +79,12 @@ class Server:
             parcel, text = pickle.loads(frame)
             tensors, storages = taken(self._sent, parcel)
             order = unpickled(text, tensors)
-            with judged_code(is_quiet=False):
+            with judged_code(self._name, is_quiet=False):
                 return self._done(order, tensors, storages)
         except ContractError as error:
             return {"contract": str(error)}
+        except EndsTestError as error:
+            return {"ends": str(error), "where": error.where}
         except BaseException as error:
             if (declined := declined_because(error)) is not None:
                 return {"declined": declined}
@@ -145,14 +148,15 @@ class Server:
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:
     """Return how a result is made up, for JSON. found: gets its tensors."""
+    if (several := elements(result)) is not None:
+        return {"tuple" if isinstance(result, tuple) else "list": [_structure(one, found, given) for one in several]}
+    result = plain("out", result)
     if type(result) in (Tensor, torch.nn.Parameter) and result.layout == torch.strided and not result.is_nested:  # type: ignore[attr-defined]
         for number, one in enumerate(given):
             if one is result and not one.requires_grad:
                 return {"given": number}
         found.append(result)  # type: ignore[arg-type]
         return {"tensor": len(found) - 1}
-    if type(result) in (tuple, list):
-        return {"tuple" if type(result) is tuple else "list": [_structure(one, found, given) for one in result]}  # type: ignore[attr-defined]
     if result is None or type(result) in (bool, int, float, str):
         return {"plain": result}
     shape = getattr(result, "shape", None)

@@ -48,6 +48,10 @@ def finds_the_reference(q, k, v):
 def leaves(q, k, v):
     os._exit(0)
 
+def leaves_by_c(q, k, v):
+    import ctypes
+    ctypes.CDLL(None)._exit(0)
+
 def exits(q, k, v):
     sys.exit(0)
 
@@ -140,21 +144,22 @@ REFUSED = {
     "patches": "kernels:patches on h2-s24-d32-fp32: ",
     "patches_the_judge": "",
     "finds_the_reference": "",
-    "leaves": "its process has left the interpreter with exit code 0 while it was called",
-    "exits": "kernels:exits raised SystemExit: 0",
-    "skips": "kernels:skips raised Skipped: not today",
+    "leaves": "kernels:leaves called os._exit(0): a kernel cannot end",
+    "leaves_by_c": "its process has left the interpreter with exit code 0 while it was called",
+    "exits": "kernels:exits raised SystemExit (0): a kernel cannot end",
+    "skips": "kernels:skips raised pytest.skip (not today): a kernel cannot end",
     "kills_itself": "its process was killed by SIGKILL while it was called; its last words: these are my last words",
     "hangs": "no result after 3 s (--attn-timeout)",
     "changes_its_input": "the callable changed its input v in place",
     "reuses_its_output": "the callable changed the out of an earlier call",
-    "lazy": "out is a kernels.Lazy; expected a torch.Tensor",
-    "says_garbage": "its process sent what is no answer",
-    "says_a_pickle": "its process sent what is no answer",
-    "claims_much": "its process returned what is no result: 4,398,046,511,104 bytes",
+    "lazy": "out is of type Lazy, a subclass of torch.Tensor",
+    "says_garbage": "its process sent garbage",
+    "says_a_pickle": "its process sent garbage",
+    "claims_much": "its process returned garbage: 4,398,046,511,104 bytes",
     "claims_more_than_it_wrote": "bytes too few",
-    "claims_no_size": "its process returned what is no result",
+    "claims_no_size": "its process returned garbage",
     "claims_a_depth": "",
-    "claims_changes": "its process returned what is no result",
+    "claims_changes": "its process returned garbage",
     "nowhere": "kernels:nowhere cannot be imported: kernels has no nowhere; expected a callable of (q, k, v)",
 }
 
