@@ -23,8 +23,9 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.named import UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.streams import wait
-from pytest_attn.correctness.call import is_cuda_error, switches_kept
+from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
+from pytest_attn.correctness.tripwire import switches_kept
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
