@@ -197,9 +197,17 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Count a listing without tests as a success."""
-    if _session(session.config).settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
+    attention = _session(session.config)
+    if attention.settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
+    is_asked = attention.settings.unjudged != "ignore" and not hasattr(session.config, "workerinput")
+    if attention.results.records and is_asked and session.exitstatus == pytest.ExitCode.OK:
+        from pytest_attn.session.output import unjudged_because
+
+        attention.unjudged_because = unjudged_because(attention, session.config)
+        if attention.unjudged_because and attention.settings.unjudged == "error":
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -262,6 +270,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.output import print_summary
 
         print_summary(session, terminalreporter, config.get_verbosity())
+    if session.unjudged_because:
+        is_error = session.settings.unjudged == "error"
+        allow = "; --attn-unjudged=warn lets it pass" if is_error else ""
+        terminalreporter.write_line(f"{session.unjudged_because}{allow}", red=is_error, yellow=not is_error)
     if session.settings.is_ranked and not session.settings.list_only:
         from pytest_attn.session.output import report_ranking
 

@@ -76,16 +76,18 @@ _NOT_WHERE = ("pytest_attn", "_pytest", *_BETWEEN)
 
 
 @contextmanager
-def ending_no_test(name: str) -> Iterator[None]:
+def ending_no_test(name: str, calls: bool = True) -> Iterator[None]:
     """Surround what is judged: what would end, skip or excuse its test becomes an EndsTestError that names it.
 
     So does `os._exit` in the thread that calls it. What a signal raises passes: Ctrl-C, and the time limits.
+
+    calls: only what is judged is called inside, and exceptions of ours are not for it to raise.
     """
     try:
         with _staying(name):
             yield
     except BaseException as error:
-        if (what := _ending(error)) is None:
+        if (what := _ending(error, calls)) is None:
             raise
         said = str(error).strip().splitlines()
         fault = EndsTestError(_fault(name, f"raised {what}{f' ({said[0]})' if said else ''}"), _where(error))
@@ -96,13 +98,13 @@ def _fault(name: str, did: str) -> str:
     return f"{name} {did}: a kernel cannot end, skip or excuse its test"
 
 
-def _ending(error: BaseException) -> str | None:
+def _ending(error: BaseException, calls: bool) -> str | None:
     """Return what an exception is called that would end, skip or excuse a test and is of what is judged; None for others."""
     kind = type(error)
     if kind is EndsTestError:
         return None
     if kind.__module__.startswith("pytest_attn."):
-        return f"pytest-attn's own {kind.__name__}" if _is_foreign(error) else None
+        return f"pytest-attn's own {kind.__name__}" if calls and _is_foreign(error) else None
     known = (_ENDING.get((one.__module__, one.__name__)) for one in kind.__mro__)
     what = next(filter(None, known), None if isinstance(error, Exception) else kind.__name__)
     if what is None or what == "hypothesis.assume":

@@ -159,14 +159,19 @@ class Subject(ABC):
         """Say why a case cannot run: no gradient, unavailable, device too small, workload refused; None if it is claimed."""
         if reason := _no_gradient(workload, backward) or self.unavailable_because(machine):
             return reason
-        if workload.dropout and self.is_backend:
-            return f"cannot say which probabilities it dropped (dropout={workload.dropout:g})"
         if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
             return reason
         with quiet(), current(machine.device):
+            reason = self.broken_because()
+        return reason or self.declines(workload, machine, backward)
+
+    def declines(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
+        """Say why it refuses a workload where it can run at all; None if it claims it."""
+        if workload.dropout and self.is_backend:
+            return f"cannot say which probabilities it dropped (dropout={workload.dropout:g})"
+        with quiet(), current(machine.device):
             reasons = (
-                self.broken_because()
-                or (self.capabilities or Capabilities()).quantized_refusals(workload)  # nobody else reads descales
+                (self.capabilities or Capabilities()).quantized_refusals(workload)  # nobody else reads descales
                 or self.unsupported_because(workload, machine, backward)
                 or ()
             )
@@ -237,7 +242,8 @@ class CallableSubject(Subject):
             return inputs
         w, declared = inputs.workload, self.declared
         given = [declared.given(self._swapped(getattr(inputs, name), name, w).contiguous(), w, name != "q") for name in "qkv"]
-        made = self._dequantizer(*given)
+        with self.calling():
+            made = self._dequantizer(*given)
         if not isinstance(made, tuple | list) or [hasattr(t, "shape") for t in made] != [True] * 3:
             raise ValueError(f"dequantized must return three tensors (q, k, v), it returned {describe(made)}")
         whole = (declared.taken(t.detach(), w, name != "q") for name, t in zip("qkv", made, strict=True))

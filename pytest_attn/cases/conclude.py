@@ -79,10 +79,12 @@ class CaseRun:
         self._require_contained(evaluator)
         self.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else self.asked
         try:
-            with ending_no_test(evaluator.name), self._watched(evaluator):
+            with ending_no_test(evaluator.name, calls=False), self._watched(evaluator):
                 found = evaluator.judge()
         except (ContractError, DeadlineError, EndsTestError, RefusedError, RankRaisedError) as error:
             found = evaluator.ended(error)
+        if self.session.settings.declines == "fail" and self.session.kernels.are_tested:
+            found = found.failing_if_declined()
         if found.is_recorded:
             self._leave_record(evaluator, found)
         if found.passed:
@@ -226,11 +228,14 @@ class CaseRun:
         parameters = parameters_of(self.workload, self.mark.parameters)
         if subject is not None and subject.is_backend and parameters:
             named = ", ".join(parameters)
-            self.skip(subject, f"the marker asks for a gradient of {named}, which a callable has, and no backend")
+            reason = f"the marker asks for a gradient of {named}, which a callable has, and no backend"
+            self.skip(subject, reason, cause=Cause.DECLINED)
         obstacle = subject.obstacle if subject else obstacle_of_any
-        if reason := obstacle(self.workload, self.machine, backward or self.mark.backward):
-            is_missing = subject is not None and subject.unavailable_because(self.machine) == reason
-            self.skip(subject, reason, cause=Cause.NOT_HERE.value if is_missing else "")
+        asked = self.workload, self.machine, backward or self.mark.backward
+        if obstruction := obstacle(*asked):
+            is_missing = subject is not None and subject.unavailable_because(self.machine) == obstruction
+            is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
+            self.skip(subject, obstruction, cause=Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
 
     def skip(self, subject: Subject | None, reason: str, **fields: Any) -> NoReturn:
         """Skip the test, with a record. subject: None where the reason is none of its own. fields: more of the record."""

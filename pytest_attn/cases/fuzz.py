@@ -31,7 +31,7 @@ from pytest_attn.cases.records import RECORDS
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.latency.result import Latency
 from pytest_attn.reports.records import Record, changed, new_record
-from pytest_attn.reports.verdict import Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
@@ -525,7 +525,11 @@ class Fuzzing:
     def _leave_record(self) -> None:
         if self._checked == 0:
             reason = f"every draw was refused, most often because: {self._refusals.most_common(1)[0][0]}"
-            self._item.stash[RECORDS] = [self._record(Verdict.SKIPPED, reason)]
+            is_failure = session_of(self._item.config).settings.declines == "fail"
+            verdict = Verdict.NO_RESULT if is_failure else Verdict.SKIPPED
+            self._item.stash[RECORDS] = [self._record(verdict, reason, Cause.DECLINED.value)]
+            if is_failure:
+                pytest.fail(f"declined: {reason}", pytrace=False)
             pytest.skip(f"not fuzzed: {reason}")
         if self._unjudged == self._checked:
             pytest.skip("not fuzzed: the test judges nothing; it never calls attn.check")
@@ -536,7 +540,7 @@ class Fuzzing:
             left = changed(self._worst, **fuzz)
             self._item.stash[RECORDS] = [left]
 
-    def _record(self, verdict: Verdict, reason: str) -> Record:
+    def _record(self, verdict: Verdict, reason: str, cause: str = "") -> Record:
         backend = self._case.backend
         return new_record(
             test=self._item.nodeid,
@@ -548,6 +552,7 @@ class Fuzzing:
             verdict=verdict.value,
             backward=self._case.mark.backward,
             reason=reason,
+            cause=cause,
         )
 
     def _leave_failure(self, failure: FailingDraw) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from pytest_attn.backends.raised import EndsTestError
@@ -15,7 +15,7 @@ from pytest_attn.correctness.mismatch_text import describe_contract
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
-from pytest_attn.reports.verdict import Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.workloads.workload import Workload
 
@@ -82,13 +82,21 @@ class Judgment(Generic[Result]):
         return not (self.text or self.skip or self.error)
 
     @classmethod
-    def refused(cls, subject: Subject | str | None, reason: str, **more: Any) -> Judgment[Result]:
+    def refused(cls, subject: Subject | str | None, reason: str, cause: Cause | None = None, **more: Any) -> Judgment[Result]:
         """Return that a subject, or what it runs on, cannot take the case.
 
-        subject: None where the reason is none of its own.
+        subject: None where the reason is none of its own. cause: `Cause.DECLINED` where it says so itself.
         """
         name = subject if isinstance(subject, str) else subject.name if subject else ""
-        return cls(Verdict.SKIPPED, reason=reason, skip=f"{name}: {reason}" if name else reason, **more)
+        fields = {**more.pop("fields", {}), "cause": cause.value if cause else ""}
+        return cls(Verdict.SKIPPED, reason=reason, skip=f"{name}: {reason}" if name else reason, fields=fields, **more)
+
+    def failing_if_declined(self) -> Judgment[Result]:
+        """Return the failure that --attn-declines=fail makes of what was declined; anything else as it is."""
+        if not self.skip or self.fields.get("cause") != Cause.DECLINED:
+            return self
+        text = f"declined: {self.skip}\n{labeled('allow', '--attn-declines=skip, which skips what a kernel declines')}"
+        return replace(self, verdict=Verdict.NO_RESULT, reason=f"declined: {self.reason}", skip="", text=text)
 
 
 class Evaluator(ABC, Generic[Result]):
@@ -132,7 +140,7 @@ class Evaluator(ABC, Generic[Result]):
     def ended(self, error: BaseException) -> Judgment[Result]:
         """Return what an error that ended the judgment says of the subject."""
         if isinstance(error, RefusedError):
-            return Judgment.refused(self.subject, str(error))
+            return Judgment.refused(self.subject, str(error), Cause.DECLINED)
         reason = str(error).splitlines()[0].rstrip(":")
         if isinstance(error, ContractError):
             fields = {"faults": (error.fault,)} if error.fault else {}
@@ -155,7 +163,7 @@ class Refusal(Evaluator[Any]):
 
     def __init__(self, workload: Workload, subject: Subject | None, reason: str, **fields: Any) -> None:
         self.workload, self.subject, self._refused, self._reason = workload, subject or "-", subject, reason
-        self.question = fields.pop("question", "check")
+        self.question, self._cause = fields.pop("question", "check"), fields.pop("cause", None)
         self._fields = fields
 
     @property
@@ -165,4 +173,4 @@ class Refusal(Evaluator[Any]):
 
     def judge(self) -> Judgment[Any]:
         """Return the refusal."""
-        return Judgment.refused(self._refused, self._reason)
+        return Judgment.refused(self._refused, self._reason, self._cause)

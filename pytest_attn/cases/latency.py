@@ -41,7 +41,7 @@ from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
-from pytest_attn.reports.verdict import Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
 from pytest_attn.session.session import AttentionSession, WorkerContext, session_of
@@ -478,7 +478,10 @@ class LatencyEvaluator(Evaluator[Latency]):
             return self._found(verdict, str(error).splitlines()[0].rstrip(":"), text=text)
         except Exception as error:
             if refusal := measurement.subject.refusal_in(error):
-                return Judgment.refused(self.subject, f"right, but not timed: {refusal}", fields={"question": "check"})
+                if self._requires_decision:
+                    return self._untimed(f"it declines what it has taken in its check: {refusal}")
+                reason = f"right, but not timed: {refusal}"
+                return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
             raised: Any = {"text": str(error)} if isinstance(error, RankRaisedError) else {"error": error}
             return self._found(Verdict.RAISED, f"{type(error).__name__}: {error}".splitlines()[0], **raised)
         decision = latency.decision

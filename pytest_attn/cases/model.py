@@ -40,7 +40,7 @@ from pytest_attn.models.substitution import (
     substitutes_of,
 )
 from pytest_attn.models.token_invariants import Names, judge_model_invariants
-from pytest_attn.reports.verdict import Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, id_from_root
 from pytest_attn.workloads.workload import Workload
 
@@ -272,7 +272,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         workload = _workload_of(self._name, found)
         if subject is not None and found.refused and self._is_refused(found):
             reasons = "; ".join(dict.fromkeys(refused.reason for refused in found.refused))
-            return Judgment.refused(subject, reasons, workload=workload)
+            return Judgment.refused(subject, reasons, Cause.DECLINED, workload=workload)
         comparison = found.worst.comparison if found.worst else None
         fields = {
             **figures_of(comparison),

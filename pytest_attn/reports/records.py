@@ -45,8 +45,8 @@ class Record(TypedDict):
     cause: Annotated[
         str,
         "the reason in a word that programs may go by, empty where there is none; of no baseline: none recorded, recorded"
-        " otherwise, another protocol, another shape, unusable file; of a check that passed: defect not shown; of a skip: not"
-        " here",
+        " otherwise, another protocol, another shape, unusable file; of a check that passed: defect not shown; of a skip:"
+        " declined, not here",
     ]
     remedy: Annotated[str, "the options that mend it, to be added to the command; empty where none do"]
     source: Annotated[str, "where the workload is from: fuzz, where --attn-fuzz drew it, else empty"]

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, duration
 from pytest_attn.reports.records import Record, verdict_of
-from pytest_attn.reports.verdict import Tone, Verdict
+from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
@@ -47,7 +47,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     for why in dict.fromkeys(r["reason"].partition(RAN_EAGERLY)[2] for r in records if RAN_EAGERLY in r["reason"]):
         yield f"note          {RAN_EAGERLY}{why}", {"yellow": True}
     text, markup = closing(records)
-    yield text + _next(records, are_saved), markup
+    yield f"{text}{counted_cases(records)}{_next(records, are_saved)}", markup
 
 
 def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
@@ -191,6 +191,18 @@ def closing(records: Sequence[Record]) -> Line:
     found = {v for v in counts if v is not None}
     tone = Tone.BAD if any(v.is_wrong for v in found) else Tone.GOOD if any(v.tone is Tone.GOOD for v in found) else Tone.NONE
     return text, _MARKUP[tone]
+
+
+def counted_cases(records: Sequence[Record]) -> str:
+    """Say how many cases were judged, of which some have several judgments, and how many were declined or skipped."""
+    cases: dict[str, set[str]] = {}
+    for r in records:
+        cases.setdefault(r["test"], set()).add("judged" if r["verdict"] != Verdict.SKIPPED else r["cause"])
+    judged = sum("judged" in found for found in cases.values())
+    declined = sum(Cause.DECLINED in found and "judged" not in found for found in cases.values())
+    others = {"declined": declined, "skipped": len(cases) - judged - declined}
+    said = f"; {count(judged, 'case')} judged" if judged else ""
+    return said + "".join(f", {number} {how}" for how, number in others.items() if number)
 
 
 def _as_counted(record: Record) -> Verdict | None:

@@ -24,6 +24,7 @@ class Cause(str, Enum):
     ANOTHER_SHAPE = "another shape"
     UNUSABLE_FILE = "unusable file"
     DEFECT_NOT_SHOWN = "defect not shown"
+    DECLINED = "declined"  # by the kernel itself, in its own words or in those of its capabilities
     NOT_HERE = "not here"  # the machine lacks the library or the device: one skip stands for all cases of the backend
 
 

@@ -352,7 +352,7 @@ GROUPS = (
             "profile": "which kernels each right case launches",
             "isolated": "run named callables in a process of their own",
         },
-        ("limits", "unjudged", "rank_timeout", "diagnosis_timeout"),
+        ("limits", "declines", "unjudged", "rank_timeout", "diagnosis_timeout"),
     ),
     OptionGroup(
         "latency",

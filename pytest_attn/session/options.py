@@ -100,8 +100,16 @@ class Settings:
         "MODE",
         option_types.one_of("off", "auto", "require"),
     )
+    declines: str = option(
+        "A case that the kernel under test declines, by a NotImplementedError or by its capabilities: skip or fail"
+        " (default: skip)",
+        "skip",
+        "ACTION",
+        option_types.one_of("skip", "fail"),
+    )
     unjudged: str = option(
-        "A marked test that passes and has judged nothing: error, warn or ignore (default: error)",
+        "A marked test that passes and has judged nothing, and a run of whose cases none was judged because kernels declined"
+        " them, or a backend that --attn-backends names is not here: error, warn or ignore (default: error)",
         "error",
         "ACTION",
         option_types.one_of("error", "warn", "ignore"),

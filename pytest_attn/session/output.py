@@ -20,7 +20,7 @@ from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, summary
-from pytest_attn.reports.verdict import Verdict
+from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
@@ -130,6 +130,26 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if timed and (verbosity >= 0 or any(map(is_notable, timed))):
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
+
+
+def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
+    """Say why a run that was to judge, and has judged nothing, must not look like a pass; "" where it may.
+
+    It may where one case was judged, where nobody was to judge, and where what is missing is the machine's: a GPU, or a
+    library that nobody has named. A part of a run that was divided says nothing of the whole.
+    """
+    records, settings = session.results.records, session.settings
+    is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
+    are_asked = session.kernels.are_tested and session.worker is None and not settings.tune
+    if is_part or not are_asked or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
+        return ""
+    if any(one["cause"] == Cause.DECLINED for one in records):
+        return "nothing was judged: what ran was declined by the kernels themselves"
+    is_named = config.getoption("attn_backends") is not None and {"all", "available"}.isdisjoint(settings.backends)
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if is_named and all(one["cause"] == Cause.NOT_HERE for one in records) and not (reporter and reporter.stats.get("passed")):
+        return "nothing was judged: the backends that --attn-backends names are not here"
+    return ""
 
 
 def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:

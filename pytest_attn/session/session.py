@@ -185,6 +185,8 @@ class AttentionSession:
         self.cuda = CudaContext()
         #: what the process that waits for a new one has sent to it, None in all others
         self.worker = WorkerContext.of_this_process()
+        #: why a run that has judged nothing must not look like a pass, "" where it may
+        self.unjudged_because = ""
         #: what becomes of each test, None where no .jsonl file asks
         self.manifest: Manifest | None = None
         if self.settings.timeout:
@@ -230,7 +232,7 @@ class AttentionSession:
         """Return the session as draws of --attn-fuzz see it: with references of their own, and without profiles."""
         own = copy.copy(self)
         own.references = references
-        own.settings = dataclasses.replace(self.settings, profile=False)
+        own.settings = dataclasses.replace(self.settings, profile=False, declines="skip")
         return own
 
     @property

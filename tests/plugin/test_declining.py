@@ -126,3 +126,135 @@ def test_a_group_that_has_dropout_skips_callables_that_say_not_what_they_dropped
     result.assert_outcomes(passed=1, skipped=1, failed=1)
     result.stdout.fnmatch_lines(["*drops probabilities: for callables that return which they kept*"])
     result.stdout.fnmatch_lines(["*ValueError*drops probabilities: let the callable return which it kept*"])
+
+
+# -- a run may ask that nothing is declined -------------------------------------------------------------------------------
+
+BACKENDS = """
+import pytest
+from pytest_attn import Backend
+
+class Refusing(Backend):
+    name = "refusing"
+
+    def unsupported_because(self, workload, machine, backward=False):
+        return ["has no such mask"]
+
+    def prepare(self, inputs, backward=False):
+        raise AssertionError("nobody calls it")
+
+class Missing(Refusing):
+    name = "missing"
+
+    def unavailable_because(self, machine):
+        return "is not installed"
+
+def registered(q, k, v, workload):
+    raise NotImplementedError("no window")
+
+def pytest_attn_backends(registry):
+    registry.add(Refusing())
+    registry.add(Missing())
+    registry.add_function("registered", registered)
+"""
+TIMED = """
+def in_inference(q, k, v, calls=[]):
+    calls.append(1)
+    if len(calls) > 8:
+        raise NotImplementedError("not again")
+    return sdpa(q, k, v)
+"""
+
+
+@pytest.fixture
+def in_process(pytester):
+    """Run pytest on the files of `pytester` in this process."""
+    return lambda *args: pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+
+
+@pytest.mark.parametrize("judgment", ["check", "check_invariants", "measure"])
+def test_what_is_declined_fails_where_that_is_asked_for(in_process, kernel_test, judgment):
+    kernel_test(f"attn.{judgment}(declines)", before=DECLINES)
+    result = in_process("--attn-declines=fail")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E * declined: declines: no softcap", "E * allow *--attn-declines=skip*", "no result * declined: no softcap"]
+    )
+
+
+def test_a_backend_declines_and_what_is_not_here_does_not(in_process, kernel_test, pytester):
+    pytester.makeconftest(BACKENDS)
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
+    result = in_process("--attn-declines=fail", "--attn-backends=refusing,missing,registered")
+    result.assert_outcomes(failed=1, errors=1, skipped=1)
+    result.stdout.fnmatch_lines_random(["*declined: refusing: has no such mask", "*declined: registered: no window"])
+
+
+def test_draws_of_fuzz_are_refused_one_by_one(in_process, kernel_test):
+    short = (
+        "def short(q, k, v):\n    if q.shape[2] > 8:\n        raise NotImplementedError('long')\n    return sdpa(q, k, v)\n"
+    )
+    kernel_test(f"{short}attn.check(short)", marker='Workload(8, heads=1, head_dim=16), device="cpu"')
+    in_process("--attn-declines=fail", "--attn-fuzz=3", "-p", "hypothesispytest").assert_outcomes(passed=2)
+    kernel_test("attn.check(declines)", before=DECLINES)
+    in_process("--attn-declines=fail", "--attn-fuzz=3", "-p", "hypothesispytest").assert_outcomes(failed=2)
+
+
+@pytest.mark.parametrize(("latency", "outcome"), [("auto", "skipped"), ("require", "failed")])
+def test_what_is_declined_only_when_timed(in_process, kernel_test, latency, outcome):
+    kernel_test('attn.measure(in_inference, name="mine")', before=TIMED)
+    result = in_process(f"--attn-latency={latency}", "-rs")
+    result.assert_outcomes(**{outcome: 1})
+    said = {
+        "auto": "mine: right, but not timed: not again",
+        "require": "it declines what it has taken in its check: not again",
+    }
+    result.stdout.fnmatch_lines_random([f"*{said[latency]}*", "*1 case judged*"])
+
+
+# -- nothing judged is no pass ---------------------------------------------------------------------------------------------
+
+OTHERS = "\ndef test_of_something_else():\n    pass\n"
+
+
+def test_a_run_in_which_all_is_declined_is_not_green(run, kernel_test):
+    kernel_test("attn.check(declines)", before=DECLINES + OTHERS)
+    result = run()
+    result.assert_outcomes(skipped=1, passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["nothing was judged, 1 declined; *", "nothing was judged: what ran was declined *; --attn-unjudged=warn lets it pass"]
+    )
+    for allowed in ("--attn-unjudged=warn", "--attn-unjudged=ignore", "--splits=2"):
+        assert run(allowed, *(["--group=1", "-k", "kernel"] if "splits" in allowed else [])).ret in (0, 5), allowed
+
+
+def test_a_run_that_has_judged_something_is(in_process, kernel_test, pytester):
+    pytester.makeconftest(BACKENDS)
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
+    result = in_process("--attn-backends=math,refusing,missing")
+    result.assert_outcomes(passed=1, skipped=2)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["1 right; * 1 case judged, 1 declined, 1 skipped; -rs lists the reasons of skips"])
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "status"),
+    [
+        (["--attn-backends=missing"], "", pytest.ExitCode.TESTS_FAILED),
+        (["--attn-backends=missing"], OTHERS, pytest.ExitCode.OK),
+        (["-o", "attn_backends=missing"], "", pytest.ExitCode.OK),
+        (["--attn-backends=available"], "", pytest.ExitCode.OK),
+    ],
+    ids=["named", "beside others", "in an ini file", "available"],
+)
+def test_backends_that_are_not_here(in_process, kernel_test, pytester, options, others, status):
+    pytester.makeconftest(BACKENDS)
+    marker = 'Workload(32, heads=2, head_dim=32), device="cpu", backends=("missing", "math")'
+    kernel_test("attn.check(attn_backend)", marker, fixtures="attn, attn_backend", before=others)
+    assert in_process(*options).ret == status
+
+
+def test_hardware_that_is_not_here_is_no_fault(in_process, kernel_test):
+    kernel_test("attn.check(sdpa)", before='@pytest.mark.attention_requires(arch=">=9.0")')
+    assert in_process("-q").ret == pytest.ExitCode.OK

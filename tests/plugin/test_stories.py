@@ -14,7 +14,7 @@ def test_a_right_kernel_passes_and_the_summary_says_so(run, kernel_test):
     result.stdout.re_match_lines(
         [
             r"=+ attention =+",
-            r"1 right; 1 kernel on 1 workload, largest passing z \d\.\d \(lambda\[sdpa\], out, h2-s32-d32\)",
+            r"1 right; 1 kernel on 1 workload, largest passing z \d\.\d \(lambda\[sdpa\], out, h2-s32-d32\); 1 case judged",
         ]
     )
 
@@ -35,7 +35,7 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
             "E*  suggests   it equals attention with a causal mask that nobody asked for (z * there)",
             "E*  reproduce  pytest '*.py::test_kernel[[]h2-s32-d32[]]' --attn-device=cpu",
             "mismatch      *lambda* on h2-s32-d32: out z * over an element, limit 8 (inputs structured)",
-            "1 wrong; 1 kernel on 1 workload; --lf --attn-save-failures=failures keeps the tensors",
+            "1 wrong; 1 kernel on 1 workload; 1 case judged; --lf --attn-save-failures=failures keeps the tensors",
         ]
     )
     assert "judge(" not in result.stdout.str(), "the plugin's own frames show"
