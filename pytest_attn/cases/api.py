@@ -18,7 +18,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.correctness.tripwire import functions_kept, switches_kept
+from pytest_attn.correctness.tripwire import functions_kept, require_clocks, switches_kept
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -210,6 +210,7 @@ def measure(
     Raises:
         AssertionError: as for `check`.
         StaleError: when called again, fn left results that are not those of its data.
+        RuntimeError: a clock of Python has been replaced.
         ContractError: as for `check`.
         NotImplementedError: as for `check`.
         ValueError: as for `check`.
@@ -221,10 +222,8 @@ def measure(
     spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
-    kept, limited = (
-        functions_kept(f"{subject.name} on {spec.workload.id}"),
-        threads(cpu_threads if where.type == "cpu" else None),
-    )
+    require_clocks()
+    kept, limited = functions_kept(_named_on(subject, spec)), threads(cpu_threads if where.type == "cpu" else None)
     with kept, current(where), subject.calling(), limited, switches_kept(where.type):
         return stopwatch_of(where, cold).measure(work_of(subject, spec, direction), spec.workload.id, subject.name)
 
@@ -251,7 +250,7 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
         refused = subject.obstacle(spec.workload, machine_of(spec.device), spec.backward)
     if refused is None:
         try:
-            with functions_kept(f"{subject.name} on {spec.workload.id}"):
+            with functions_kept(_named_on(subject, spec)):
                 return judged()
         except RefusedError as error:
             refused = error
@@ -262,6 +261,10 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
     if not subject.is_backend:
         raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
+
+
+def _named_on(subject: Subject, spec: CheckSpec) -> str:
+    return f"{subject.name} on {spec.workload.id}"
 
 
 def _named(workload: Workload | str) -> Workload:

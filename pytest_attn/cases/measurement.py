@@ -14,7 +14,7 @@ from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.correctness.tripwire import require_clocks, switches_kept
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import work_of
@@ -243,8 +243,10 @@ class Measurement:
         """Time the subject. mode: what its baseline was recorded with, None for the best there is.
 
         Raises StaleError for a subject whose results are not those of its data, DeadlineError for one that takes too long,
-        pytest.UsageError for clocks that cannot be locked. Exceptions of the subject pass through.
+        pytest.UsageError for clocks that cannot be locked, RuntimeError for one of Python's that has been replaced. Exceptions
+        of the subject pass through.
         """
+        require_clocks()
         with ExitStack() as stack:
             for context in self.place.contexts(self):
                 stack.enter_context(context)

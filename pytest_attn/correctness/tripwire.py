@@ -10,13 +10,15 @@ import functools
 import gc
 import operator
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -182,9 +184,12 @@ class _Watched:
         self._names = set(_LEFT_OUT)
         self.spaces = [_Space(name, _found(name)) for name in _OTHERS]
         self.functions: list[FunctionType] = []
+        self.operators: frozenset[str] = frozenset()
 
     def grow(self) -> None:
         """Look for modules of this package that were imported since the last time."""
+        if len(self.operators) != len(torch.library._impls):
+            self.operators = frozenset(torch.library._impls)
         if len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
@@ -206,7 +211,7 @@ def _found(name: str) -> Any:
 
 
 def _is_own(name: str) -> bool:
-    return name.startswith(f"{_PACKAGE}.")
+    return name == _PACKAGE or name.startswith(f"{_PACKAGE}.")
 
 
 _watched = functools.cache(_Watched)
@@ -214,7 +219,7 @@ _watched = functools.cache(_Watched)
 
 @contextmanager
 def functions_kept(where: str = "") -> Iterator[None]:
-    """Put functions back that a callable has replaced: clocks, and those of Python, torch and this package.
+    """Put functions back that a callable has replaced: clocks, those of Python, torch and this package, torch's operators.
 
     Raises ContractError that names them. What was replaced before is not laid to the callable. where: the callable, and on
     what it is judged.
@@ -222,6 +227,7 @@ def functions_kept(where: str = "") -> Iterator[None]:
     watched = _watched()
     watched.grow()
     spaces, views, functions, codes = list(watched.spaces), watched.views, list(watched.functions), watched.codes
+    operators = watched.operators
     before, modules = [dict(vars(one.owner)) for one in spaces], len(sys.modules)
     try:
         yield
@@ -229,9 +235,11 @@ def functions_kept(where: str = "") -> Iterator[None]:
         replaced: list[str] = []
         now, was = (chain.from_iterable((*some, (_NOTHING,))) for some in (views, (one.values() for one in before)))
         if not all(map(operator.is_, now, was)):
-            imported = frozenset(islice(sys.modules, modules, None))
+            files = _libraries_since(modules)
             for space, names in zip(spaces, before, strict=True):
-                replaced += _put_back(space, names, imported)
+                replaced += _put_back(space, names, files)
+        if len(operators) != len(torch.library._impls):
+            replaced += _withdraw(torch.library._impls - operators, _libraries_since(modules))
         if not all(map(operator.is_, map(_code_of, functions), codes)):
             for function, code in zip(functions, codes, strict=True):
                 if function.__code__ is not code:
@@ -247,26 +255,65 @@ def functions_kept(where: str = "") -> Iterator[None]:
             )
 
 
-def _put_back(space: _Space, was: Mapping[str, Any], imported: frozenset[str]) -> Iterator[str]:
-    """Put back the functions of a space; yield what was replaced, and by what. imported: modules that came meanwhile."""
+#: what times are taken by
+_CLOCKS = ("perf_counter", "perf_counter_ns", "process_time", "monotonic", "sleep")
+
+
+def require_clocks() -> None:
+    """Raise RuntimeError where a clock was replaced before a callable is timed, as in a test whose time stands still."""
+    for name in _CLOCKS:
+        clock = getattr(time, name, None)
+        if type(clock) is not BuiltinFunctionType or (clock.__self__, clock.__name__) != (time, name):
+            raise RuntimeError(
+                f"time.{name} is {_described(clock)} and not Python's own, so nothing can be timed; leave clocks as they are"
+                " where a kernel is measured"
+            )
+
+
+def _described(value: object) -> str:
+    """Say what stands in the place of a function, without asking it."""
+    code = getattr(value, "__code__", None) if type(value) is FunctionType else None
+    return f"{code.co_name} of {Path(code.co_filename).name}" if code else f"an object of type {type(value).__name__}"
+
+
+def _libraries_since(modules: int) -> set[str]:
+    """Return the files of installed modules that were imported after so many were."""
+    files = (str(getattr(one, "__file__", "")) for one in islice(list(sys.modules.values()), modules, None))
+    return {file for file in files if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)}
+
+
+def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Iterator[str]:
+    """Put back the functions of a space; yield what was replaced, and by what. libraries: that were imported meanwhile."""
     kept = {name: value for name, value in was.items() if callable(value) or hasattr(type(value), "__get__")}
     for name, value in (kept | dict.fromkeys(space.added(was), _NOTHING)).items():
         now = vars(space.owner).get(name, _NOTHING)
-        if now is value or (space.name.startswith("torch") and _may_stay(now, value, imported)):
+        if now is value or (space.name.startswith("torch") and _may_stay(now, value, libraries)):
             continue
         space.put_back(name, value)
-        code = getattr(now, "__code__", None)
-        by = f" by {now.__qualname__} of {Path(code.co_filename).name}" if isinstance(code, CodeType) else ""
-        yield f"{space.name}.{name}{by}"
+        yield f"{space.name}.{name}" if now is _NOTHING else f"{space.name}.{name} by {_described(now)}"
 
 
-def _may_stay(now: Any, was: Any, imported: frozenset[str]) -> bool:
+def _may_stay(now: Any, was: Any, libraries: set[str]) -> bool:
     """Whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
     if type(now) is not FunctionType:
         return False
     file = now.__code__.co_filename
-    is_torchs = file.startswith(f"{Path(torch.__file__).parent}{os.sep}") and getattr(now, "__wrapped__", None) is was
-    is_librarys = now.__globals__.get("__name__") in imported and not {"site-packages", "dist-packages"}.isdisjoint(
-        Path(file).parts
-    )
-    return is_torchs or is_librarys
+    return file in libraries or (file.startswith(_TORCH) and getattr(now, "__wrapped__", None) is was)
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+
+
+def _withdraw(added: set[str], libraries: set[str]) -> Iterator[str]:
+    """Take kernels back that were registered for operators of torch; yield which were, and where.
+
+    added: as torch.library names them, "aten/equal/CPU". Those of torch itself may stay, as FlashAttention 3 once activated.
+    """
+    for key in sorted(one for one in added if one.startswith("aten/")):
+        name = key.split("/")[1]
+        files = re.findall(r"registered at (.*\.py):\d+", torch._C._dispatch_dump(f"aten::{name}"))
+        if file := next((one for one in files if not one.startswith(_TORCH) and one not in libraries), ""):
+            for one in gc.get_objects():
+                if type(one) is torch.library.Library and key in one._op_impls:
+                    one._destroy()  # type: ignore[no-untyped-call]
+            yield f"the operator aten::{name} by {Path(file).name}"

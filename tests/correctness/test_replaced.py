@@ -3,6 +3,7 @@
 import builtins
 import sys
 import time
+import warnings
 from unittest import mock
 
 import pytest
@@ -41,7 +42,7 @@ PLACES = [
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda, "synchronize")),
     *((torch.cuda.Event, "elapsed_time"), (torch.linalg, "vecdot"), (builtins, "abs")),
     *((judge, "compare_tensor"), (judge, "float"), (comparison.TensorComparison, "__init__"), (work.Work, "verify")),
-    *((comparison.Comparison, "passed"), (Workload, "softmax_scale")),
+    *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed"), (Workload, "softmax_scale")),
 ]
 
 
@@ -88,6 +89,40 @@ def test_code_that_is_replaced_within_a_function_is_put_back():
         assert judge.compare_tensor.__code__ is code
     finally:
         judge.compare_tensor.__code__ = code
+
+
+def test_a_kernel_that_is_registered_for_an_operator_of_torch_is_taken_back():
+    libraries = []
+
+    def kernel(q, k, v):
+        out = attention(q, k, v)
+        if not libraries:
+            libraries.append(torch.library.Library("aten", "IMPL"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                libraries[0].impl("equal", evil, "CPU")
+        return out
+
+    try:
+        assert "the callable replaced the operator aten::equal by test_replaced.py" in failure(kernel, SMALL)
+        assert not torch.equal(torch.zeros(1), torch.ones(1))
+    finally:
+        libraries.clear()
+
+
+def test_an_operator_of_ones_own_may_be_registered_meanwhile():
+    made = []
+
+    def kernel(q, k, v):
+        if not made:
+            made.append(torch.library.custom_op("test_replaced::attention", attend, mutates_args=()))
+        return made[0](q, k, v)
+
+    assert pytest_attn.check(kernel, SMALL, device="cpu").passed
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, v)
 
 
 def test_what_is_deleted_comes_back():
@@ -153,6 +188,16 @@ def test_what_a_test_has_replaced_before_is_no_fault_and_stays(monkeypatch):
         monkeypatch.setattr(owner, name, frozen)
     assert pytest_attn.check(attention, SMALL, device="cpu").passed
     assert time.time is torch.allclose is frozen
+
+
+def test_nothing_is_timed_by_a_clock_that_stands_still(monkeypatch):
+    def frozen():
+        return 0.0
+
+    for by, words in ((frozen, "frozen of test_replaced.py"), (time.monotonic, "an object of type builtin")):
+        monkeypatch.setattr(time, "perf_counter", by)
+        with pytest.raises(RuntimeError, match=f"^time.perf_counter is {words}"):
+            pytest_attn.measure(attention, SMALL, device="cpu")
 
 
 def test_a_kernel_may_replace_what_it_puts_back_and_add_what_is_new(monkeypatch):
