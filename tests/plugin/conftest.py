@@ -110,6 +110,13 @@ def real_processes(monkeypatch):
         monkeypatch.setattr(launcher, "StartedProcess", wholly_fresh)
 
 
+#: what the conftest of a story changes in the package
+CHANGED = (
+    *((protocol.Stopwatch, name) for name in ("measure", "__init__")),
+    *((recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "TUNE_SILENT_SECONDS")),
+)
+
+
 @pytest.fixture
 def _fresh_processes(request, pytester, monkeypatch):
     """Let the new processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
@@ -130,6 +137,8 @@ def _fresh_processes(request, pytester, monkeypatch):
         mine.send(**command.told)
         with monkeypatch.context() as patch:
             patch.setattr(this_process, "_this", this_process.Worker(theirs))
+            for owner, name in CHANGED:  # which a conftest changes there, and not in the process that waits
+                patch.setattr(owner, name, getattr(owner, name))
             for name in own:
                 patch.delitem(sys.modules, name)
             for name in os.environ.keys() - command.environment.keys():
@@ -148,8 +157,7 @@ def _fresh_processes(request, pytester, monkeypatch):
 def clock_of_a_conftest(monkeypatch, _fresh_processes):
     """Put back what a story's conftest changes in the package, so that times are what it says."""
     policies = dict(gate.POLICIES)
-    stopwatch = ((protocol.Stopwatch, "measure"), (protocol.Stopwatch, "__init__"))
-    for owner, name in (*stopwatch, (recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "TUNE_SILENT_SECONDS")):
+    for owner, name in CHANGED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     protocol.stopwatch_of.cache_clear()
     yield
