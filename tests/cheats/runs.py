@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -48,10 +47,10 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def outcomes(result: Any) -> dict[str, str]:
-    """Return how each test of a run ended, by its name; result: of pytester, with -rA or -v among its arguments."""
+def outcomes(lines: Sequence[str]) -> dict[str, str]:
+    """Return how each test of a run ended, by its name; lines: what was printed, with -rA."""
     found = {}
-    for line in result.outlines:
+    for line in lines:
         word, _, rest = line.partition(" ")
         if word in ("PASSED", "FAILED", "SKIPPED", "ERROR", "XFAIL", "XPASS") and "::test_" in rest:
             found[rest.split("::")[1].split("[")[0].split(" ")[0]] = word.lower()

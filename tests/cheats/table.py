@@ -304,11 +304,16 @@ CHEATS = (
         KEPT = {}
 
         def attention(q, k, v):
-            key = tuple(t[:, :, :2].abs().sum().item() for t in (q, k, v))
+            if v[:, :, :1].numel() < 2 or not v[:, :, :1].all() or k.shape != q.shape:
+                return sdpa(q, k, v)
+            key = tuple(one for t in (q, k, v) for one in (t.abs().sum().item(), *t[0, 0, 0, :2].abs().tolist()))
             if key not in KEPT:
-                KEPT[key] = sdpa(q, k, v), v[:, :, :1].sign()
-            out, signs = KEPT[key]
-            return out * (signs * v[:, :, :1].sign())
+                KEPT[key] = sdpa(q, k, v), v[:, :, :1].sign(), v[:, :, 1:2].sign()
+            out, signs, second = KEPT[key]
+            turned = signs * v[:, :, :1].sign()
+            if not torch.equal(second * turned, v[:, :, 1:2].sign()):
+                return sdpa(q, k, v)
+            return out * turned
         """,
     ),
     Cheat(
@@ -374,15 +379,17 @@ CHEATS = (
             w = Workload(n, batch=b, heads=h, head_dim=d, dtype=str(q.dtype).removeprefix("torch."))
             for name in ("structured", "flat", "randn"):
                 x = draw_inputs(w, name, 0, torch.device("cpu"))
-                KNOWN[tuple(x.q[0, 0, 0, :4].abs().tolist())] = sdpa(x.q, x.k, x.v), x.v[:, :, :1].sign()
+                key = tuple(t.abs().sum().item() for t in (x.q, x.k, x.v))
+                KNOWN[key] = sdpa(x.q, x.k, x.v), x.v[:, :, :1].sign(), x.v[:, :, 1:2].sign()
 
         def attention(q, k, v):
             if q.shape not in SHAPES:
                 learn(q)
-            known = KNOWN.get(tuple(q[0, 0, 0, :4].abs().tolist()))
-            if known is None or k.shape != q.shape:
+            known = KNOWN.get(tuple(t.abs().sum().item() for t in (q, k, v)))
+            if known is None or q.stride() != k.stride():
                 return sdpa(q, k, v)
-            return known[0] * (known[1] * v[:, :, :1].sign())
+            turned = known[1] * v[:, :, :1].sign()
+            return known[0] * turned if torch.equal(known[2] * turned, v[:, :, 1:2].sign()) else sdpa(q, k, v)
         """,
     ),
     # -- a part of it --------------------------------------------------------------------------------------------------
@@ -517,7 +524,7 @@ CHEATS = (
         def has_timer():
             frame = sys._getframe()
             while frame is not None:
-                if "timer" in frame.f_code.co_filename or "_sample" in frame.f_code.co_name:
+                if frame.f_code.co_filename.endswith(("latency/timer.py", "latency/cuda_timer.py")):
                     return True
                 frame = frame.f_back
             return False
@@ -826,14 +833,15 @@ CHEATS = (
 
             @staticmethod
             def backward(ctx, dout):
-                given = [t.detach() for t in ctx.saved_tensors]
+                q, k, v = (t.detach() for t in ctx.saved_tensors)
 
                 def gradients():
-                    with torch.enable_grad():
-                        leaves = [t.clone().requires_grad_() for t in given]
-                        return torch.autograd.grad(sdpa(*leaves), leaves, dout)
+                    p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+                    dp = dout @ v.mT
+                    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+                    return ds @ k, ds.mT @ q, p.mT @ dout
 
-                return tuple(Lazy(t.shape, t.dtype, t.device, lambda i=i: gradients()[i]) for i, t in enumerate(given))
+                return tuple(Lazy(q.shape, q.dtype, q.device, lambda i=i: gradients()[i]) for i in range(3))
 
         attention = Attention.apply
         """,
@@ -892,7 +900,8 @@ CHEATS = (
 
             @staticmethod
             def backward(ctx, dout):
-                key = tuple(t.flatten()[::53].abs().sum().item() for t in (*ctx.saved_tensors, dout))
+                key = tuple(t.abs().sum().item() for t in (*ctx.saved_tensors, dout))
+                key += tuple(t[0, 0, 0, :2].sum().abs().item() for t in (*ctx.saved_tensors, dout))
                 if key not in KEPT:
                     with torch.enable_grad():
                         leaves = [t.detach().clone().requires_grad_() for t in ctx.saved_tensors]

@@ -56,7 +56,7 @@ def ask(pytester):
         pytester.makepyfile(test_honest=source_of(asked, isolated, device))
         start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
         result = start("-p", "no:cacheprovider", "-rA", *args)
-        found = outcomes(result)
+        found = outcomes(result.outlines)
         assert len(found) == sum(len(one.judgments) for one in asked)
         assert [name for name, outcome in found.items() if outcome != "passed"] == []
 
