@@ -83,7 +83,7 @@ class Folder:
                 self._sized(Asked(f"honest_{i}", marker=m, judgments=("measure",), measure=a))
                 for i, (m, a) in enumerate(dict.fromkeys((c.marker, c.measure) for c in cheats))
             ]
-            asked = [*honest, *(self._sized(cheat.asked) for cheat in cheats)]
+            asked = [*honest, *(self._sized(cheat.asked_by(*JUDGMENTS)) for cheat in cheats)]
             asked += [self._sized(Asked("following", judgments=("check",)))] if alone else []
             for one in honest:
                 (place / f"{one.module}.py").write_text(_HONEST)
@@ -98,7 +98,7 @@ class Folder:
                 (cheat.marker, cheat.measure): one.module
                 for cheat in cheats
                 for one in honest
-                if (one.marker, one.measure) == (self._sized(cheat.asked).marker, cheat.measure)
+                if (one.marker, one.measure) == (self._sized(cheat.asked_by(*JUDGMENTS)).marker, cheat.measure)
             }
             for cheat in cheats:
                 own = {
@@ -123,7 +123,7 @@ class Folder:
 
     def _run(self, place: Path) -> tuple[int, dict[str, str], dict[str, float]]:
         """Run pytest there; return its status, the outcome of each test, and p50s by module."""
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--attn-output=run.jsonl"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=line", "--attn-output=run.jsonl"]
         command += ["--attn-isolated"] if self._options.isolated else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
         try:

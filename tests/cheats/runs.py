@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,10 +49,6 @@ def has_cuda() -> bool:
 
 
 def outcomes(lines: Sequence[str]) -> dict[str, str]:
-    """Return how each test of a run ended, by its name; lines: what was printed, with -rA."""
-    found = {}
-    for line in lines:
-        word, _, rest = line.partition(" ")
-        if word in ("PASSED", "FAILED", "SKIPPED", "ERROR", "XFAIL", "XPASS") and "::test_" in rest:
-            found[rest.split("::")[1].split("[")[0].split(" ")[0]] = word.lower()
-    return found
+    """Return how each test of a run ended, by its name; lines: what was printed, with -v."""
+    found = (re.search(r"::(test_\w+)\S* (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", line) for line in lines)
+    return {one[1]: one[2].lower() for one in found if one}

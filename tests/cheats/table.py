@@ -59,7 +59,8 @@ class Cheat:
     stopped: by what it can be at all: a judge in its own process ("judge"), only one in another process ("isolation"), only
     another user or container ("sandbox"), or nothing that a judge does ("nothing"), as where it is watched it does what it
     promises. ends: whether it ends its process or leaves it changed, and is so asked in one of its own. again: whether it is
-    the next run that it changes. marker, measure: as of `Asked`.
+    the next run that it changes. refused_by: the first judgment that refuses it in its own process; passes: why none does.
+    slow: whether that takes long. marker, measure: as of `Asked`.
     """
 
     name: str
@@ -72,6 +73,8 @@ class Cheat:
     again: bool = False
     needs_cuda: bool = False
     slow: bool = False
+    refused_by: Literal["check", "invariants", "measure"] = "check"
+    passes: str = ""
     marker: str = Asked.marker
     measure: str = ""
 
@@ -80,10 +83,9 @@ class Cheat:
         """The text of its module."""
         return _PRELUDE + textwrap.dedent(self.code)
 
-    @property
-    def asked(self) -> Asked:
-        """How it is asked."""
-        return Asked(self.name, marker=self.marker, measure=self.measure)
+    def asked_by(self, *judgments: str) -> Asked:
+        """Return how these judgments ask it."""
+        return Asked(self.name, marker=self.marker, judgments=judgments, measure=self.measure)
 
 
 #: calls after which a kernel takes it that it is timed: a check and the invariants need half as many

@@ -55,7 +55,7 @@ def ask(pytester):
         asked = [Asked("honest_kernels", name, marker, **options) for name, marker in markers.items()]
         pytester.makepyfile(test_honest=source_of(asked, isolated, device))
         start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
-        result = start("-p", "no:cacheprovider", "-rA", *args)
+        result = start("-p", "no:cacheprovider", "-v", *args)
         found = outcomes(result.outlines)
         assert len(found) == sum(len(one.judgments) for one in asked)
         assert [name for name, outcome in found.items() if outcome != "passed"] == []
