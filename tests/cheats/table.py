@@ -478,6 +478,44 @@ CHEATS = (
         """,
     ),
     Cheat(
+        "idle_late",
+        "when timed",
+        "computes nothing from a third of a second after it was first timed",
+        PYGPUBENCH,
+        """
+        import time
+
+        BEGUN, LAST = None, None
+
+        def attention(q, k, v):
+            global BEGUN, LAST
+            if is_timed():
+                BEGUN = BEGUN or time.monotonic()
+                if time.monotonic() - BEGUN > 0.35 and LAST.shape == q.shape:
+                    return LAST.clone()
+            LAST = sdpa(q, k, v)
+            return LAST.clone()
+        """,
+    ),
+    Cheat(
+        "idle_by_chance",
+        "when timed",
+        "computes every second call or so",
+        METR,
+        """
+        import random
+
+        LAST = None
+
+        def attention(q, k, v):
+            global LAST
+            if is_timed() and random.random() < 0.55 and LAST.shape == q.shape:
+                return LAST.clone()
+            LAST = sdpa(q, k, v)
+            return LAST.clone()
+        """,
+    ),
+    Cheat(
         "idle_in_a_rush",
         "when timed",
         "computes nothing where calls follow each other closely, but for the first of them",
