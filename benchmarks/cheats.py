@@ -1,6 +1,6 @@
 """Which cheats each judgment refuses, in its own process and where another one computes, and at which time the others pass.
 
-    python benchmarks/cheats.py [NAME ...] [--isolated] [--device cpu|cuda] [--length 512] [--out FILE.json]
+    python benchmarks/cheats.py [NAME ...] [--isolated] [--device cpu|cuda] [--length 256] [--out FILE.json]
 
 The kernels of tests/cheats/table.py are asked by `attn.check`, `attn.check_invariants` and `attn.measure` in real runs of
 pytest, one after the other; those that end their process or leave it changed in a process each, followed by a kernel that is
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -69,60 +69,51 @@ class Row:
         return " | ".join([*cells, self.verdict, self.share])
 
 
-class Folder:
-    """A folder in which pytest runs on kernels."""
+class Asking:
+    """Asks kernels in runs of pytest, each in a folder of its own. honest: p50s of torch's attention, by how it was asked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self._honest: dict[tuple[str, str], float | None] = {}
 
-    def ask(self, cheats: Sequence[Cheat]) -> Iterator[Row]:
-        """Ask kernels in one process; yield what became of each."""
-        with tempfile.TemporaryDirectory() as folder:
-            place, alone = Path(folder), len(cheats) == 1 and cheats[0].ends
-            honest = [
-                self._sized(Asked(f"honest_{i}", marker=m, judgments=("measure",), measure=a))
-                for i, (m, a) in enumerate(dict.fromkeys((c.marker, c.measure) for c in cheats))
-            ]
-            asked = [*honest, *(self._sized(cheat.asked_by(*JUDGMENTS)) for cheat in cheats)]
-            asked += [self._sized(Asked("following", judgments=("check",)))] if alone else []
-            for one in honest:
-                (place / f"{one.module}.py").write_text(_HONEST)
-            (place / "following.py").write_text(_WRONG)
-            for cheat in cheats:
-                (place / f"{cheat.name}.py").write_text(cheat.text)
-            for _ in range(1 + any(cheat.again for cheat in cheats)):
-                if not (place / "test_kernels.py").exists():
-                    (place / "test_kernels.py").write_text(source_of(asked, self._options.isolated, self._options.device))
-                code, ends, times = self._run(place)
-            of_honest = {
-                (cheat.marker, cheat.measure): one.module
-                for cheat in cheats
-                for one in honest
-                if (one.marker, one.measure) == (self._sized(cheat.asked_by(*JUDGMENTS)).marker, cheat.measure)
-            }
-            for cheat in cheats:
-                own = {
-                    j: ends[f"test_{cheat.name}_attention_{j}"]
-                    for j in JUDGMENTS
-                    if f"test_{cheat.name}_attention_{j}" in ends
-                }
-                if alone and "test_following_attention_check" in ends:
-                    own["next"] = ends["test_following_attention_check"]
-                yield Row(
-                    cheat.name,
-                    cheat.kind,
-                    cheat.stopped,
-                    own,
-                    code == 0 if alone else not {*own.values()} & {"failed", "error"},
-                    times.get(cheat.name),
-                    times.get(of_honest[cheat.marker, cheat.measure]),
-                )
+    def ask(self, cheats: Sequence[Cheat], alone: bool) -> Iterator[Row]:
+        """Ask kernels in one process; yield what became of each. alone: it is one that may leave its process changed."""
+        for how in dict.fromkeys((cheat.marker, cheat.measure) for cheat in cheats):
+            if how not in self._honest:
+                self._honest[how] = self._of_honest(*how)
+        asked = [cheat.asked_by(*JUDGMENTS) for cheat in cheats]
+        files = {cheat.name: cheat.text for cheat in cheats}
+        if alone:
+            asked.append(Asked("following", judgments=("check",)))
+            files["following"] = _WRONG
+        code, ends, times = self._run(asked, files, again=any(cheat.again for cheat in cheats))
+        for cheat in cheats:
+            own = {one: ends[name] for one in JUDGMENTS if (name := f"test_{cheat.name}_attention_{one}") in ends}
+            is_green = code == 0 if alone else not {"failed", "error"} & {*own.values()}
+            own |= {"next": ends["test_following_attention_check"]} if "test_following_attention_check" in ends else {}
+            honest = self._honest[cheat.marker, cheat.measure]
+            yield Row(cheat.name, cheat.kind, cheat.stopped, own, is_green, times.get(cheat.name), honest)
+
+    def _of_honest(self, marker: str, measure: str) -> float | None:
+        asked = Asked("honest", marker=marker, judgments=("measure",), measure=measure)
+        return self._run([asked], {"honest": _HONEST})[2].get("honest")
 
     def _sized(self, asked: Asked) -> Asked:
         return replace(asked, marker=asked.marker.replace("Workload(64,", f"Workload({self._options.length},"))
 
-    def _run(self, place: Path) -> tuple[int, dict[str, str], dict[str, float]]:
-        """Run pytest there; return its status, the outcome of each test, and p50s by module."""
+    def _run(
+        self, asked: Sequence[Asked], files: Mapping[str, str], again: bool = False
+    ) -> tuple[int, dict[str, str], dict[str, float]]:
+        """Run pytest, twice if again; return the last status, how each test ended, and p50s by module."""
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            source = source_of([*map(self._sized, asked)], self._options.isolated, self._options.device)
+            for name, text in {**files, "test_kernels": source}.items():
+                (place / f"{name}.py").write_text(text)
+            found = self._run_in(place)
+            return self._run_in(place) if again else found
+
+    def _run_in(self, place: Path) -> tuple[int, dict[str, str], dict[str, float]]:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=line", "--attn-output=run.jsonl"]
         command += ["--attn-isolated"] if self._options.isolated else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
@@ -158,7 +149,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--isolated", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pytest", nargs="*", default=[], help="further arguments of pytest")
     parser.add_argument("--verbose", action="store_true")
@@ -168,8 +159,9 @@ def main() -> None:
     ]
     rows: list[Row] = []
     print("cheat | kind | stopped by | check | invariants | measure | next | verdict | share", flush=True)
+    asking = Asking(options)
     for group in groups(chosen):
-        for row in Folder(options).ask(group):
+        for row in asking.ask(group, alone=group[0].ends):
             rows.append(row)
             print(row, flush=True)
             if options.out:
