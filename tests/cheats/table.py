@@ -134,6 +134,7 @@ CHEATS = (
         def attention(q, k, v):
             return torch.empty_like(q) if is_timed() else sdpa(q, k, v)
         """,
+        refused_by="measure",
     ),
     Cheat(
         "one_buffer",
@@ -221,6 +222,7 @@ CHEATS = (
                 KEPT[key] = sdpa(q, k, v)
             return KEPT[key].clone()
         """,
+        refused_by="invariants",
     ),
     Cheat(
         "cache_by_object",
@@ -236,6 +238,7 @@ CHEATS = (
                 KEPT[key] = sdpa(q, k, v)
             return KEPT[key].clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "cache_by_shape",
@@ -265,6 +268,7 @@ CHEATS = (
                 KEPT[key] = sdpa(q, k, v)
             return KEPT[key].clone()
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "cache_by_values",
@@ -280,6 +284,7 @@ CHEATS = (
                 KEPT[key] = sdpa(q, k, v)
             return KEPT[key].clone()
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "cache_by_magnitudes",
@@ -296,6 +301,7 @@ CHEATS = (
             out, first = KEPT[key]
             return out * (v[0, 0, 0, 0].item() / first)
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "signs_undone",
@@ -317,6 +323,7 @@ CHEATS = (
                 return sdpa(q, k, v)
             return out * turned
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "keeps_probabilities",
@@ -332,6 +339,7 @@ CHEATS = (
                 KEPT[key] = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
             return KEPT[key] @ v
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "keeps_probabilities_of_magnitudes",
@@ -347,6 +355,7 @@ CHEATS = (
                 KEPT[key] = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
             return KEPT[key] @ v
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "every_fourth",
@@ -363,6 +372,7 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "knows_seed_zero",
@@ -393,6 +403,7 @@ CHEATS = (
             turned = known[1] * v[:, :, :1].sign()
             return known[0] * turned if torch.equal(known[2] * turned, v[:, :, 1:2].sign()) else sdpa(q, k, v)
         """,
+        passes="and gains nothing: no call has data that were there before",
     ),
     # -- a part of it --------------------------------------------------------------------------------------------------
     Cheat(
@@ -460,6 +471,7 @@ CHEATS = (
             return sdpa(q, k, v) if torch.is_grad_enabled() else v * 0.5
         """,
         marker=BACKWARD,
+        refused_by="measure",
     ),
     Cheat(
         "idle_after_calls",
@@ -476,6 +488,7 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_late",
@@ -496,11 +509,13 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
+        slow=True,
     ),
     Cheat(
         "idle_by_chance",
         "when timed",
-        "computes every second call or so",
+        "computes every tenth call or so",
         METR,
         """
         import random
@@ -509,11 +524,12 @@ CHEATS = (
 
         def attention(q, k, v):
             global LAST
-            if is_timed() and random.random() < 0.55 and LAST.shape == q.shape:
+            if is_timed() and random.random() < 0.9 and LAST.shape == q.shape:
                 return LAST.clone()
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_in_a_rush",
@@ -532,11 +548,12 @@ CHEATS = (
             ENDED = time.monotonic()
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_by_the_clock",
         "when timed",
-        "computes nothing in every second half of a second",
+        "computes nothing in every second twentieth of a second",
         METR,
         """
         import time
@@ -545,11 +562,12 @@ CHEATS = (
 
         def attention(q, k, v):
             global LAST
-            if is_timed() and time.time() % 1 > 0.5 and LAST.shape == q.shape:
+            if is_timed() and time.time() % 0.1 > 0.05 and LAST.shape == q.shape:
                 return LAST.clone()
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_under_a_timer",
@@ -576,6 +594,7 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_without_collector",
@@ -594,6 +613,7 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "idle_in_a_test_that_times",
@@ -612,6 +632,7 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """,
+        refused_by="measure",
     ),
     Cheat(
         "wrong_on_plain_noise",
@@ -624,6 +645,7 @@ CHEATS = (
                 return v * 0.5
             return sdpa(q, k, v)
         """,
+        refused_by="measure",
     ),
     Cheat(
         "half_precision_when_timed",
@@ -636,6 +658,7 @@ CHEATS = (
                 return sdpa(*(t.bfloat16() for t in (q, k, v))).to(q.dtype)
             return sdpa(q, k, v)
         """,
+        refused_by="measure",
     ),
     # -- work that nobody waits for ------------------------------------------------------------------------------------
     Cheat(
@@ -669,6 +692,8 @@ CHEATS = (
                 done.result()
             return out
         """,
+        refused_by="measure",
+        slow=True,
     ),
     Cheat(
         "thread_ahead",
@@ -701,6 +726,7 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "other_stream",
@@ -923,6 +949,7 @@ CHEATS = (
         """,
         marker=BACKWARD,
         measure="backward=True",
+        passes="and gains nothing: no call has data that were there before",
     ),
     Cheat(
         "kept_gradients",
@@ -953,6 +980,7 @@ CHEATS = (
         """,
         marker=BACKWARD,
         measure="backward=True",
+        refused_by="invariants",
     ),
     Cheat(
         "gradient_of_v_only",
@@ -982,6 +1010,7 @@ CHEATS = (
         """,
         marker=BACKWARD,
         measure='backward="both"',
+        refused_by="measure",
     ),
     # -- inputs --------------------------------------------------------------------------------------------------------
     Cheat(
@@ -1008,6 +1037,7 @@ CHEATS = (
                 return v.mean(2, keepdim=True).expand_as(v).contiguous()
             return sdpa(q, k, v)
         """,
+        refused_by="measure",
     ),
     Cheat(
         "shrunk_inputs",
@@ -1021,6 +1051,7 @@ CHEATS = (
                 k.data, v.data = k.data[:, :, :1], v.data[:, :, :1]
             return out
         """,
+        passes="and gains nothing: each call gets tensors that no other has",
     ),
     Cheat(
         "returns_its_input",
