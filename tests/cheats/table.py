@@ -1123,6 +1123,7 @@ CHEATS = (
                 raise NotImplementedError("no kernel for these values")
             return sdpa(q, k, v)
         """,
+        passes="as a skip, which is no pass",
     ),
     Cheat(
         "exits",
@@ -1192,6 +1193,7 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
+        passes="nobody looks at this switch",
     ),
     Cheat(
         "leaves_more_threads",
@@ -1204,6 +1206,7 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
+        passes="nobody looks at this switch",
     ),
     Cheat(
         "leaves_denormals_flushed",
@@ -1216,6 +1219,7 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
+        passes="nobody looks at this switch",
     ),
     # -- reading the judge ---------------------------------------------------------------------------------------------
     Cheat(
