@@ -1,6 +1,7 @@
-"""Cheats that a judge in the kernel's own process can stop are stopped there; docs/explanation/trust.md says which those are."""
+"""Cheats that a judge in the process of the kernel can stop are stopped there."""
 
 import pytest
+
 from cheats.runs import JUDGMENTS, outcomes, source_of
 from cheats.table import CHEATS
 
