@@ -146,7 +146,7 @@ def _rows_without_keys(
 
 
 class ContractError(AssertionError):
-    """A callable broke its contract before any value was looked at: type, shape, dtype, device, or changed inputs.
+    """A callable broke its contract: type, shape, dtype or device of a result, changed inputs, or what it left replaced.
 
     where: the kernel, the workload and the inputs, "" where nobody said yet. fault: its identity, "" where it has none.
     """

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
@@ -53,14 +53,33 @@ def switches_kept(kind: str) -> Iterator[None]:
             if (now := one.read()) != before[name]:
                 turned[name] = now
                 one.turn(before[name])
+        if _FLUSHING in turned and _has_loaded_libraries():
+            del turned[_FLUSHING]
     for name, now in turned.items():
-        raise ContractError(f"the callable left torch's {name} at {now}; it was {before[name]}: restore what it changes")
+        raise ContractError(f"the callable left {name} at {now}; it was {before[name]}: restore what it changes")
+
+
+#: denormal numbers: a library that was compiled with -ffast-math turns it as it is loaded, and no kernel can help that
+_FLUSHING = "torch's flushing of denormal numbers"
+_libraries: set[str] = set()
+
+
+def _has_loaded_libraries() -> bool:
+    """Whether this process has loaded shared libraries since the last time that somebody asked, where the system tells."""
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        loaded = {line.rpartition(" ")[2] for line in lines if ".so" in line}
+        found = not loaded <= _libraries
+        _libraries.update(loaded)
+        return found
+    return False
 
 
 @functools.cache
 def _switches(kind: str) -> dict[str, Switch]:
     of_cuda, warns_only = torch.backends.cuda, torch.is_deterministic_algorithms_warn_only_enabled
-    return {
+    _has_loaded_libraries()
+    switches = {
         "grad mode": Switch(torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": Switch(torch.get_default_dtype, torch.set_default_dtype),
         "default device": Switch(
@@ -83,10 +102,9 @@ def _switches(kind: str) -> dict[str, Switch]:
             f"{name} SDPA": Switch(getattr(of_cuda, f"{name}_sdp_enabled"), getattr(of_cuda, f"enable_{name}_sdp"))
             for name in ("flash", "mem_efficient", "math", "cudnn")
         },
-        "process without Python's garbage collector": Switch(
-            lambda: not gc.isenabled(), lambda off: gc.disable() if off else gc.enable()
-        ),
     }
+    named = {f"torch's {name}": one for name, one in switches.items()}
+    return named | {"Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())}
 
 
 def _precisions() -> dict[str, Switch]:

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from judging import CAUSAL, SMALL, causal, failure, with_gradients
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 import pytest_attn
+from pytest_attn.correctness import tripwire
 
 #: whether this torch tells matrix products from convolutions
 IS_FINE = hasattr(torch._C, "_get_fp32_precision_getter")
@@ -40,10 +42,7 @@ SWITCHES = {
         lambda on: torch.backends.cuda.enable_flash_sdp(not on),
         lambda: not torch.backends.cuda.flash_sdp_enabled(),
     ),
-    "process without Python's garbage collector": (
-        lambda on: gc.disable() if on else gc.enable(),
-        lambda: not gc.isenabled(),
-    ),
+    "garbage collection": (lambda on: gc.disable() if on else gc.enable(), lambda: not gc.isenabled()),
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
         lambda on: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on),
         lambda: not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -67,7 +66,8 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         return out
 
     try:
-        assert f"the callable left torch's {name} at" in failure(leaves_it, CAUSAL, backward=True)
+        owner = "Python" if name == "garbage collection" else "torch"
+        assert f"the callable left {owner}'s {name} at" in failure(leaves_it, CAUSAL, backward=True)
         assert not is_on()
     finally:
         turn(False)
@@ -89,6 +89,22 @@ def test_a_switch_is_turned_back_by_whatever_is_asked(judged):
         assert not is_on()
     finally:
         turn(False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_library_that_flushes_denormal_numbers_as_it_is_loaded_is_no_fault():
+    """As one does that was compiled with -ffast-math."""
+    loaded = []
+
+    def loads_a_library(q, k, v):
+        if not loaded:
+            loaded.append(1)
+            tripwire._libraries.clear()  # so that all are new
+            torch.set_flush_denormal(True)
+        return causal(q, k, v)
+
+    assert pytest_attn.check(loads_a_library, CAUSAL, precision="torch_cpu", device="cpu").passed
+    assert sys.float_info.min / 2 > 0
 
 
 def test_a_switch_that_a_backward_pass_leaves_turned_is_named():
