@@ -514,6 +514,8 @@ def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> t
 
 def _finding(name: str, line: dict[str, Any] | None, isolated: Isolated) -> Finding:
     """Return the finding of an invariant. line: the last that was reported about it."""
+    if line is None and isolated.has_left:
+        return Finding(name, "broken", f"not run in a process of its own: {isolated.last_words}", 0)
     if line is None or (line["outcome"] == _BEGUN and isolated.is_well):
         return Finding(name, "not applicable", f"not run in a process of its own: {isolated.last_words}", 0)
     if line["outcome"] == _BEGUN:

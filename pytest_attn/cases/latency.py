@@ -131,7 +131,7 @@ class Recording:
                 files[device].write(found)
                 recorded |= found.keys()
                 say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
-        except (BaselineError, FreshError, KeyboardInterrupt) as error:
+        except (BaselineError, EndsTestError, FreshError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
             say(f"baselines: nothing recorded: {problem}", red=True)
         missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}

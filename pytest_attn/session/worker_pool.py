@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.fork_server import Command, ServerError, modules_ahead
 from pytest_attn.processes.last_words import last_words
@@ -62,7 +63,8 @@ def fresh_runs(
     are to be run once more, judging by what was found so far; in up to `more` further processes. is_forked: whether a
     server may fork them.
 
-    Raises FreshError where a process could not run them; a test that fails in one is only missing from what it returned.
+    Raises FreshError where a process could not run them, EndsTestError where one left as if it had; a test that fails in
+    one is only missing from what it returned.
     """
     found: Runs = []
     pool = WorkerPool.of(config)
@@ -109,11 +111,15 @@ def is_lacking(runs: Runs, key: str, processes: int) -> bool:
 
 
 class Isolated(NamedTuple):
-    """What a process that may be lost has left: results that it returned, whether it ended well, and its last words."""
+    """What a process that may be lost has left: results that it returned, whether it ended well, and its last words.
+
+    has_left: whether it ended with exit code 0 before its test was over, which only the test's own code does.
+    """
 
     results: Sequence[dict[str, Any]]
     is_well: bool
     last_words: str
+    has_left: bool = False
 
 
 def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str]) -> Isolated:
@@ -123,8 +129,19 @@ def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str]) ->
         done = WorkerPool.of(config).run_once(command, _SECONDS_PER_PROCESS)
     if done.returncode is None:
         return Isolated(done.messages, False, f"it took more than {_SECONDS_PER_PROCESS} s")
+    if has_left(done):
+        return Isolated(done.messages, False, _LEFT, has_left=True)
     is_well = done.is_finished and done.returncode == pytest.ExitCode.OK
     return Isolated(done.messages, is_well, last_words(done.output))
+
+
+#: what is said of a process that has
+_LEFT = "it left the interpreter with exit code 0 before its test was over"
+
+
+def has_left(done: Ended) -> bool:
+    """Whether a process ended with exit code 0 although its pytest was not through."""
+    return done.returncode == pytest.ExitCode.OK and not done.is_finished
 
 
 def are_forked(how: str, kinds: Iterable[str]) -> bool:
@@ -140,10 +157,12 @@ def _shuffled(names: Sequence[str], number: int) -> list[str]:
 
 
 def _runs(number: int, pool: WorkerPool, command: Command, is_forked: bool) -> Runs:
-    """Run a process and return what it returned. Raises FreshError."""
+    """Run a process and return what it returned. Raises FreshError, and EndsTestError where a kernel has ended it."""
     done = pool.run(command, _SECONDS_PER_PROCESS, is_forked)
     if done.returncode is None:
         raise FreshError(f"it took more than {_SECONDS_PER_PROCESS} s")
+    if has_left(done):
+        raise EndsTestError(f"a new process could not time it: {_LEFT}")
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not done.messages:
         raise StartError(f"a new process could not run it: {last_words(done.output)}")
     return [{**run, "process": number} for run in done.messages]

@@ -8,7 +8,7 @@ from pytest_attn.cases import case
 case._ISOLATED_ON = frozenset(("cuda", "cpu"))
 """
 TEST = """
-import os, signal
+import ctypes, os, signal
 import pytest
 from pytest_attn import Workload
 from pytest_attn.processes.worker import Worker
@@ -52,7 +52,8 @@ def test_what_it_raises_there_is_named_with_its_arrangement(run):
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", marks=pytest.mark.slow), "os._exit(0)"]
+    "fault",
+    [pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", marks=pytest.mark.slow), "ctypes.CDLL(None)._exit(0)"],
 )
 def test_a_kernel_that_ends_its_process_is_broken_and_the_run_goes_on(run, fault):
     result = run(fault)
@@ -69,12 +70,18 @@ def test_a_test_that_does_not_come_so_far_there_breaks_nothing(run, pytester):
     assert "alignment: not run in a process of its own: " in told
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "raise RuntimeError('CUDA out of memory. Tried to allocate')",
-        pytest.param("pytest.skip('no memory')", marks=pytest.mark.slow),
-    ],
-)
-def test_what_finds_too_little_memory_there_breaks_nothing(run, fault):
-    run(fault).assert_outcomes(passed=1)
+def test_what_leaves_that_process_before_an_invariant_begins_excuses_none(run):
+    result = run(before="Worker.of_this_process() is None or ctypes.CDLL(None)._exit(0)")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * alignment *not run in a process of its own: it left the interpreter *"])
+
+
+@pytest.mark.parametrize("fault", ["pytest.skip('no memory')", "os._exit(0)"])
+def test_what_would_end_its_test_is_a_fault_there_too(run, fault):
+    result = run(f"Worker.of_this_process() is None or {fault}")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * alignment *mine *: a kernel cannot end, skip or excuse its test"])
+
+
+def test_what_finds_too_little_memory_there_breaks_nothing(run):
+    run("raise RuntimeError('CUDA out of memory. Tried to allocate')").assert_outcomes(passed=1)

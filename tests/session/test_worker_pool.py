@@ -13,9 +13,10 @@ import pytest
 from fakes.torch_for_servers import TORCH
 
 import pytest_attn
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.processes import fork_server
 from pytest_attn.processes.fork_server import Command, ForkServer, ServerError, modules_ahead
-from pytest_attn.processes.launcher import ForkedProcess, Launcher, StartedProcess
+from pytest_attn.processes.launcher import Ended, ForkedProcess, Launcher, StartedProcess
 from pytest_attn.session import worker_pool
 from pytest_attn.session.worker_pool import WorkerPool
 
@@ -542,3 +543,10 @@ def wait_until(holds, seconds=20):
     while not holds():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("messages", [[], [{"key": "one", "p50": 1.0}]], ids=["said nothing", "said a time"])
+def test_a_process_that_leaves_as_if_it_had_ended_well_confirms_nothing(ask, fresh, monkeypatch, messages):
+    monkeypatch.setattr(WorkerPool, "run", lambda *_: Ended(0, "", messages, is_finished=False))
+    with pytest.raises(EndsTestError, match="left the interpreter with exit code 0 before its test was over"):
+        worker_pool._runs(0, fresh, ask(""), is_forked=False)
