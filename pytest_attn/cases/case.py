@@ -366,7 +366,8 @@ class OutputEvaluator(Evaluator[None]):
 
     def judge(self) -> Judgment[None]:
         """Compare."""
-        comparison = judge_output(self._out, self._spec, self._reference)
+        reference = self._run.session.references.after_call(self._reference)
+        comparison = judge_output(self._out, self._spec, reference)
         facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
         if comparison.passed:
             return Judgment(Verdict.PASSED, **facts)

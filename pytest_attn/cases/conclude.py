@@ -56,6 +56,7 @@ class CaseRun:
         self.backend: Backend | None = session.kernels.backend_named(name) if name else None
         self.asked: Subject | None = None
         self.is_judged = False
+        self._drawn: tuple[int, ...] = ()
         self._callables: dict[str, list[Callable[..., object]]] = {}
 
     @classmethod
@@ -85,6 +86,7 @@ class CaseRun:
             found = evaluator.ended(error)
         if self.session.settings.declines == "fail" and self.session.kernels.are_tested:
             found = found.failing_if_declined()
+        self._drawn = found.evidence.drawn if isinstance(found.evidence, FailureToSave) else ()
         if found.is_recorded:
             self._leave_record(evaluator, found)
         if found.passed:
@@ -164,6 +166,8 @@ class CaseRun:
             given["backends"] = self.backend.name
         if settings.workloads and self.workload.name:
             given["workloads"] = self.workload.name
+        if self._drawn:
+            given["rows"] = ",".join(map(str, self._drawn))
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         if settings.isolated is not None:
             given["isolated"] = settings.isolated

@@ -37,6 +37,12 @@ class FailureToSave:
     comparison: Comparison | None = None
     broken: tuple[str, ...] = ()
 
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """Wrong rows that this call alone was asked about, as `Mismatch.drawn`."""
+        mismatch = self.comparison.mismatch if self.comparison else None
+        return mismatch.drawn if mismatch else ()
+
 
 @dataclass(frozen=True)
 class Judgment(Generic[Result]):

@@ -149,12 +149,14 @@ class Evidence(NamedTuple):
 class Mismatch:
     """The first tensor that is wrong: where, and why, most telling first.
 
+    drawn: some of its rows, where none that is wrong is looked at each time: they were drawn for this call, or asked for.
     evidence: for a diagnosis; None once there is one, unless it was asked for.
     """
 
     row: TensorComparison
     location: Location
     hints: tuple[Hint, ...] = ()
+    drawn: tuple[int, ...] = ()
     evidence: Evidence | None = field(default=None, repr=False)
 
 

@@ -120,7 +120,7 @@ def row_chunks(block: Block) -> Iterator[torch.Tensor]:
     """Yield positions of query rows, as many as fit a chunk: all rows, or the sampled ones if no gradient needs the others."""
     segment = block.segment
     q_len, kv_len = segment.lengths
-    only_sampled = segment.rows is not None and segment.keys is None
+    only_sampled = segment.rows is not None and (segment.keys is None or not len(segment.keys))
     rows = segment.rows if only_sampled else torch.arange(q_len, device=block.k.device)
     assert rows is not None
     heads = block.k.shape[0] * block.k.shape[1] * block.workload.group

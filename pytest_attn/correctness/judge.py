@@ -49,7 +49,7 @@ from pytest_attn.correctness.contract import (
     require_unlike,
     with_mask,
 )
-from pytest_attn.correctness.reference import Expected, Reference, as_compared
+from pytest_attn.correctness.reference import Expected, Reference, always_sampled, as_compared
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 from pytest_attn.workloads.workload import Workload
@@ -74,13 +74,14 @@ def judge(
     each call.
     """
     __tracebackhide__ = True
-    judgment = _Judgment(subject, spec.for_subject(subject), deadline)
+    judgment = _Judgment(subject, spec.for_subject(subject), references, deadline)
     with current(spec.device), judgment.keeping_what_is_wrong():
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
             judgment.judge_distribution(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
             if judgment.failed is None:  # else a diagnosis asks for them
-                reference.free_inputs()
+                for one in (reference, judgment.returned[-1].reference):
+                    one.free_inputs()
         judgment.judge_again()
     return judgment.comparison()
 
@@ -116,9 +117,10 @@ class _Judgment:
         self,
         subject: Subject,
         spec: CheckSpec,
+        references: ReferenceCache,
         deadline: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.subject, self.spec, self.deadline = subject, spec, deadline
+        self.subject, self.spec, self.references, self.deadline = subject, spec, references, deadline
         self.kernel: AttentionFn | None = None
         self.rows: list[TensorComparison] = []
         self.changes: dict[str, float] = {}
@@ -135,13 +137,14 @@ class _Judgment:
         They are contiguous where other strides would be compiled anew, and where these are refused.
         """
         __tracebackhide__ = True
-        self.is_sampled |= reference.is_sampled
-        self.sampled |= reference.sampled
         self.is_approximate = self.subject.is_approximate
         _require_numbers(distribution, reference)
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.keep is not None:
             reference = with_mask(reference, self.keep, self.spec.backward)
+        reference = self.references.after_call(reference)
+        self.is_sampled |= reference.is_sampled
+        self.sampled |= reference.sampled
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
@@ -329,12 +332,22 @@ class _Failed(NamedTuple):
     hints: tuple[Hint, ...] = ()
 
 
+#: wrong rows of those that were drawn that a command names
+_NAMED = 4
+
+
 def mismatch_of(row: TensorComparison, evidence: Evidence, hints: tuple[Hint, ...] = ()) -> Mismatch:
     """Return where the tensor of a row that did not pass is wrong, with the evidence for a diagnosis."""
     _, reference, tensors = evidence.failed
     expected = reference.tensors[row.name]
     got = looked_at(row.name, tensors[row.name], expected, evidence.workload)
-    return Mismatch(row, location_of(wrong_rows(row, got, expected), expected.rows), hints, evidence)
+    location = location_of(wrong_rows(row, got, expected), expected.rows)
+    drawn: tuple[int, ...] = ()
+    if expected.rows is not None:
+        w, is_of_keys = evidence.workload, row.name in ("dk", "dv")
+        always = always_sampled(w, *((w.kv_heads, w.kv_len) if is_of_keys else (w.heads, w.q_len)))
+        drawn = location.rows.found[:_NAMED] if always.isdisjoint(location.rows.found) else ()
+    return Mismatch(row, location, hints, drawn, evidence)
 
 
 @contextmanager

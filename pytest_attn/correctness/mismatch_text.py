@@ -30,7 +30,7 @@ def describe(comparison: Comparison) -> str:
             f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g});"
             f" {row.exceeding:,} of {row.elements:,} elements over",
         ),
-        labeled("where", _describe_location(mismatch.location)),
+        labeled("where", _describe_location(mismatch.location, ", drawn or named by --attn-rows" if mismatch.drawn else "")),
         labeled(
             "figures",
             f"{of_finite}absmax {figure(row.absmax, '.3g')}, mean abs {figure(row.mean_abs, '.3g')},"
@@ -81,8 +81,8 @@ def _short(z: float) -> str:
 # -- where ---------------------------------------------------------------------------------------------------------------
 
 
-def _describe_location(location: Location) -> str:
-    parts = [f"rows {describe_rows(location.rows, location.length)}", _describe_set("head", location.heads)]
+def _describe_location(location: Location, drawn: str) -> str:
+    parts = [f"rows {describe_rows(location.rows, location.length)}{drawn}", _describe_set("head", location.heads)]
     if location.batches.size > 1:
         parts.append(_describe_set("batch entry", location.batches).replace("entrys", "entries"))
     return "; ".join(parts)

@@ -9,6 +9,7 @@ How a workload is cut, and the forward arithmetic, are in `exact.py`; the gradie
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import random
@@ -36,7 +37,7 @@ from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradie
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
-from pytest_attn.workloads.positions import SAMPLED, far_positions, sampled_positions
+from pytest_attn.workloads.positions import SAMPLED, drawn_positions, far_positions, sampled_positions
 from pytest_attn.workloads.workload import Workload, grouped, grouped_order, is_interleaved, sequence_lengths, ungrouped
 
 # -- what is expected --------------------------------------------------------------------------------------------------
@@ -149,6 +150,8 @@ class _BlockPasses:
             self._put_rows("dq", *self.gradients.of_queries(scores, chunk.k), chunk)
             del scores  # each of its tensors is as large as the scores
         sampled, places = chunk.seen_among(sampled)
+        if not len(sampled):
+            return
         if len(sampled) < all_keys:
             rows = replace(rows, row_sum_var=self.gradients.row_sum_var_of_all_keys(rows, chunk))
         rows = rows.at_keys(sampled)  # of all rows with sampled keys
@@ -233,14 +236,20 @@ class Reference:
         return of_inputs + sum(expected.nbytes for expected in self.tensors.values())
 
     @property
+    def rows(self) -> torch.Tensor | None:
+        """The query rows that were computed, None for all."""
+        return self.tensors["out"].rows
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys whose gradients were computed, None for all, or for none."""
+        return self.tensors["dk"].rows if "dk" in self.tensors else None
+
+    @property
     def sampled(self) -> dict[str, tuple[int, int]]:
         """How many "rows" and "keys" of how many were computed, where only some were."""
-        w, found = self.workload, {}
-        for name, tensor, length in (("rows", "out", w.q_len), ("keys", "dk", w.kv_len)):
-            rows = self.tensors[tensor].rows if tensor in self.tensors else None
-            if rows is not None:
-                found[name] = (len(rows), length)
-        return found
+        lengths = {"rows": (self.rows, self.workload.q_len), "keys": (self.keys, self.workload.kv_len)}
+        return {name: (len(at), length) for name, (at, length) in lengths.items() if at is not None}
 
     @property
     def is_sampled(self) -> bool:
@@ -273,13 +282,16 @@ def compute_reference(
     workload: Workload | None = None,
     parameters: tuple[str, ...] = (),
     extra: tuple[str, ...] = (),
+    positions: tuple[int, ...] = (),
+    keys: torch.Tensor | None = None,
 ) -> Reference:
     """Compute exact attention and its budget for `inputs`. parameters: of which gradients are wanted as well.
 
     extra: "weights" and "max" where these are wanted beside out and lse.
 
-    `rows` restricts the query rows (forward only); by default long workloads choose their own sample. `workload` replaces
-    the semantics (mask, scale, ...) while the tensors stay: so a diagnosis asks what another attention would have given.
+    `rows` restricts the query rows, and `keys` those of dk and dv, to none by default; without `rows` long workloads choose
+    their own sample, which has `positions` among its keys. `workload` replaces the semantics (mask, scale, ...) while the
+    tensors stay: so a diagnosis asks what another attention would have given.
     """
     w = workload or inputs.workload
     device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
@@ -287,10 +299,13 @@ def compute_reference(
     inputs = given.dequantized()
     reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
     is_long = not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
-    keys = None
-    if rows is not None or is_long:
-        rows = (_sample(w, w.heads, w.q_len) if rows is None else rows).to(device)
-        keys = _sample(w, w.kv_heads, w.kv_len).to(device) if backward else None
+    if rows is None and is_long:
+        rows = torch.tensor(sorted(always_sampled(w, w.heads, w.q_len)))
+        chosen = always_sampled(w, w.kv_heads, w.kv_len).union(positions, drawn_positions(w.kv_len))
+        keys = torch.tensor(sorted(p for p in chosen if p < w.kv_len))
+    if rows is not None:
+        rows = rows.to(device)
+        keys = (rows.new_empty(0) if keys is None else keys.to(device)) if backward else None
     with torch.no_grad():
         _allocate(reference, w, device, rows, keys, backward, extra)
         sums = sums_of(parameters, w, device)
@@ -350,10 +365,35 @@ def score_elements(w: Workload) -> int:
     return w.heads * sum(q_len * kv_len for q_len, kv_len in sequence_lengths(w))
 
 
-def _sample(w: Workload, heads: int, length: int) -> torch.Tensor:
-    """Choose the rows, or the keys, that are computed exactly."""
+def always_sampled(w: Workload, heads: int, length: int) -> set[int]:
+    """Return the rows, or the keys, of a long workload that are computed exactly each time."""
     far = far_positions(w, heads, length, w.head_dim)
-    return torch.tensor(sampled_positions(length, _SAMPLED_ROWS, far))
+    return set(sampled_positions(length, _SAMPLED_ROWS, far))
+
+
+def with_drawn_rows(reference: Reference, positions: tuple[int, ...] = ()) -> Reference:
+    """Return the reference of a long workload with rows that are drawn now, when a kernel has returned; else as it is.
+
+    positions: rows that are there in any case. Keys are drawn with the reference: a key's gradient takes all rows.
+    """
+    known, w = reference.rows, reference.workload
+    if known is None:
+        return reference
+    drawn = drawn_positions(w.q_len).union(p for p in positions if p < w.q_len).difference(known.tolist())
+    if not drawn:
+        return reference
+    rows, backward = torch.tensor(sorted(drawn)), "dq" in reference.tensors
+    other = compute_reference(reference.inputs, reference.precision, backward, rows, extra=reference.extra)
+    at, order = torch.cat([known, rows.to(known.device)]).sort()
+
+    def joined(name: str, one: Expected) -> Expected:
+        more = other.tensors[name]
+        value, tau = torch.cat([one.value, more.value], 2), torch.cat([one.tau, more.tau], 2)
+        return Expected(value[:, :, order], tau[:, :, order], at)
+
+    made = copy.copy(reference)
+    made.tensors = {name: joined(name, one) if one.rows is known else one for name, one in reference.tensors.items()}
+    return made
 
 
 def _allocate(

@@ -19,7 +19,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
-from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference
+from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.kv_layout import handed_over
@@ -139,10 +139,13 @@ DEFAULT_CACHE_BYTES = 4 << 30
 
 
 class ReferenceCache:
-    """References shared by all kernels of a run; those unused for longest go when `limit` bytes are full."""
+    """References shared by all kernels of a run; those unused for longest go when `limit` bytes are full.
 
-    def __init__(self, limit: int = DEFAULT_CACHE_BYTES) -> None:
-        self.limit = limit
+    rows: positions of long workloads that are looked at in any case.
+    """
+
+    def __init__(self, limit: int = DEFAULT_CACHE_BYTES, rows: tuple[int, ...] = ()) -> None:
+        self.limit, self.rows = limit, rows
         self.computed = 0
         self._kept: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
 
@@ -160,7 +163,8 @@ class ReferenceCache:
         with quiet():  # the arithmetic is ours, its warnings are not the test's
             if subject is not None and subject.is_approximate:
                 given = self.inputs_of(spec, distribution)
-                reference = compute_reference(quantized_by(subject, given), precision, spec.backward)
+                values = quantized_by(subject, given)
+                reference = compute_reference(values, precision, spec.backward, positions=self.rows)
                 reference.given = given
                 return reference
             wanted = tuple(spec.parameters)
@@ -184,7 +188,8 @@ class ReferenceCache:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         draw = partial(draw_inputs, workload, distribution, seed, device)
-        reference = compute_reference(_lean(draw, workload, backward), precision, backward, parameters=parameters, extra=extra)
+        asked: dict[str, Any] = {"parameters": parameters, "extra": extra, "positions": self.rows}
+        reference = compute_reference(_lean(draw, workload, backward), precision, backward, **asked)
         if reference.is_sampled or has_long_sequences(workload):
             reference.redraw = partial(_lean, draw, workload, backward)
         self.computed += 1
@@ -194,6 +199,11 @@ class ReferenceCache:
         if reference.nbytes > self.limit:
             self._kept.clear()
         return reference
+
+    def after_call(self, reference: Reference) -> Reference:
+        """Return the reference of a result: that of a long workload gets rows that are drawn only now, for this call."""
+        with quiet():
+            return with_drawn_rows(reference, self.rows)
 
 
 def _lean(draw: Callable[..., Inputs], workload: Workload, backward: bool) -> Inputs:

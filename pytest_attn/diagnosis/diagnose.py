@@ -22,7 +22,6 @@ from pytest_attn.correctness.comparison import (
     Hint,
     Limits,
     Location,
-    Mismatch,
     Returned,
     TensorComparison,
     describe_rows,
@@ -157,7 +156,7 @@ def diagnose(
     if case.time.left_out:
         left_out = f"not all of these were tried: {', '.join(case.time.left_out)}"
         hints.append(Hint("", f"after {seconds:g} s (--attn-diagnosis-timeout), {left_out}", "left out"))
-    explained = Mismatch(mismatch.row, location, tuple(hints), evidence if keep_evidence else None)
+    explained = replace(mismatch, location=location, hints=tuple(hints), evidence=evidence if keep_evidence else None)
     if sharding is not None:
         explained = with_ranks(explained, evidence, sharding)
     return replace(comparison, mismatch=explained)
@@ -528,7 +527,8 @@ def _rounds_so(profile: Precision, name: str, case: Case) -> bool:
     def off(attention: Callable[[Inputs], Other]) -> torch.Tensor:
         """Return what another attention leaves, in budgets of the declared profile."""
         inputs, variant = attention(one.reference.inputs)
-        other = compute_reference(inputs, profile, backward=name.startswith("d"), workload=variant)
+        backward, rows = name.startswith("d"), one.reference.rows
+        other = compute_reference(inputs, profile, backward, rows, workload=variant)
         return ((got - other.tensors[name].value) * weight).nan_to_num(0, 0, 0)
 
     plain = ((got - expected.value) * weight).nan_to_num(0, 0, 0)
@@ -563,6 +563,8 @@ def _z_under(profile: Precision, name: str, case: Case) -> float | None:
             reference.inputs,
             profile,
             backward=not GRADIENTS.isdisjoint(tensors),
+            rows=reference.rows,
+            keys=reference.keys,
             workload=case.workload,
             parameters=reference.parameters,
             extra=reference.extra,

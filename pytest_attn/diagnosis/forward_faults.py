@@ -358,7 +358,8 @@ class WholeResult:
     @cached_property
     def results(self) -> dict[str, torch.Tensor]:
         """Exact lse, weights and maxima."""
-        computed = compute_reference(self.reference.inputs, self.reference.precision, extra=("weights", "max"))
+        seen, extra = self.reference, ("weights", "max")
+        computed = compute_reference(seen.inputs, seen.precision, rows=seen.rows, extra=extra)
         return {name: computed.tensors[name].value for name in ("lse", "weights", "max")}
 
 
@@ -452,7 +453,8 @@ def _laid_out(one: int, other: int, seen: WholeResult) -> torch.Tensor:
 
 def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:
     inputs, w = fault.attention(seen.reference.inputs)
-    return compute_reference(inputs, seen.reference.precision, workload=w).tensors["lse"].value
+    reference = seen.reference
+    return compute_reference(inputs, reference.precision, rows=reference.rows, workload=w).tensors["lse"].value
 
 
 def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:

@@ -32,7 +32,7 @@ from pytest_attn.correctness.comparison import (
 )
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of
-from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
+from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, with_drawn_rows
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
 from pytest_attn.models.exact import Dithered, Passes
@@ -60,7 +60,7 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     if subject is not None and is_approximate:
         inputs = subject.dequantized(inputs)
     gradients = call.gradients if call.has_dout else {}
-    reference = compute_reference(inputs, precision_named(call.precision), backward=bool(gradients))
+    reference = with_drawn_rows(compute_reference(inputs, precision_named(call.precision), backward=bool(gradients)))
     tensors = {"out": call.out.to(inputs.device)} | {name: t.to(inputs.device) for name, t in sorted(gradients.items())}
     check_contract(tensors["out"], ("out",), reference, workload, "thd" if workload.is_packed else "bhsd")
     for name, tensor in tensors.items():

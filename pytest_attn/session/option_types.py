@@ -164,6 +164,11 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Return numbers >= 0."""
+    return tuple(map(whole_number, names(text)))
+
+
 #: what --attn-seed calls a seed that nobody has chosen
 RANDOM = "random"
 
@@ -341,7 +346,7 @@ GROUPS = (
             "seed": "of the inputs; random draws one",
             "gpu_per_worker": "one GPU for each xdist worker",
         },
-        ("memory",),
+        ("memory", "rows"),
     ),
     OptionGroup(
         "judge",

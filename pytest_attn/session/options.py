@@ -64,6 +64,13 @@ class Settings:
         "N",
         option_types.seed,
     )
+    rows: tuple[int, ...] = option(
+        "Rows and keys of long workloads that are compared in any case; a failure that other calls need not show names them"
+        " (default: none)",
+        "",
+        "N,N",
+        option_types.whole_numbers,
+    )
     fuzz: int = option(
         "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
         "0",

@@ -210,7 +210,7 @@ class AttentionSession:
         """The references shared by the run's kernels."""
         from pytest_attn.correctness.spec import ReferenceCache
 
-        return ReferenceCache(self.settings.memory)
+        return ReferenceCache(self.settings.memory, self.settings.rows)
 
     @cached_property
     def progress(self) -> Progress:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pytest_attn.workloads.workload import Workload
 
-#: about how many query rows, and keys, of a long workload are looked at
-SAMPLED = 2048
+#: about how many query rows, and keys, of a long workload are looked at, and how many more that nobody can know before
+SAMPLED, DRAWN = 2048, 24
 #: rows or keys of a kernel's tile; pages of 16 to 128 tokens end there, too
 TILE = 128
 #: of keys, and of (query, key) pairs of one head: from either on a workload is long
@@ -41,6 +41,12 @@ def sampled_positions(length: int, most: int = SAMPLED, far: tuple[int, ...] = (
     chosen = {0, 1, length - 2, length - 1, *borders(length, most), *(p for p in far if 0 <= p < length)}
     scattered = random.Random(length)
     return sorted(chosen | {scattered.randrange(length) for _ in range(most // 2)})
+
+
+def drawn_positions(length: int) -> set[int]:
+    """Draw positions from the system's randomness: a kernel may have learned all others."""
+    system = random.SystemRandom()
+    return {system.randrange(length) for _ in range(DRAWN)}
 
 
 def borders(length: int, most: int = SAMPLED) -> list[int]:

@@ -218,6 +218,71 @@ def test_dk_without_a_tile_of_rows_is_found(few):
     assert [row.name for row in comparison.tensors if not row.passed] == ["dk"]
 
 
+# a kernel that has learned which rows are always looked at, and computes these alone
+
+
+def rows_known():
+    return torch.tensor(positions.sampled_positions(S))
+
+
+def guessed(full, known):
+    """Keep what is looked at, and put something like it everywhere else."""
+    out = full.roll(1, 2)
+    out[:, :, known] = full[:, :, known]
+    return out
+
+
+class Learned(torch.autograd.Function):
+    """Attention that is right where it is looked at: of the gradients that are named, or of out."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, names):
+        ctx.save_for_backward(q, k, v)
+        ctx.names = names
+        out = causal(q, k, v)
+        return guessed(out, rows_known()) if "out" in names else out
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            found = torch.autograd.grad(causal(*leaves), leaves, dout)
+        return *(
+            guessed(g, rows_known()) if n in ctx.names else g for n, g in zip(("dq", "dk", "dv"), found, strict=True)
+        ), None
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_rows_that_are_always_looked_at_are_not_enough(few, name):
+    comparison = compared(lambda q, k, v: Learned.apply(q, k, v, (name,)), backward=name != "out")
+    assert [row.name for row in comparison.tensors if not row.passed][:1] == [name]
+    wrong = comparison.mismatch.location.rows.found
+    assert not set(wrong) & set(rows_known().tolist())
+    assert wrong  # which a message names
+
+
+def test_each_call_has_rows_of_its_own_that_are_looked_at(few):
+    references, spec = ReferenceCache(), CheckSpec(CAUSAL, CPU)
+    subject = spec.subject(Registry(), lambda q, k, v: Learned.apply(q, k, v, ("out",)))
+    one, other = (judge(subject, spec, references).mismatch.location.rows.found for _ in range(2))
+    assert one != other
+    assert references.computed == len(spec.inputs)
+
+
+def test_rows_that_are_asked_for_are_looked_at(few):
+    """As those are that a failure has named."""
+
+    def one_wrong(q, k, v):
+        out = causal(q, k, v)
+        out[:, :, 333] += 1
+        return out
+
+    spec = CheckSpec(CAUSAL, CPU, declared=Declaration(precision="torch_cpu"))
+    for _ in range(4):
+        comparison = judge(spec.subject(Registry(), one_wrong), spec, ReferenceCache(rows=(333,)))
+        assert comparison.mismatch.location.rows.found == (333,)
+
+
 def test_a_result_that_changes_later_is_found_by_its_fingerprint(few, monkeypatch):
     monkeypatch.setattr(call, "_LARGE", 1)
     memory = {}

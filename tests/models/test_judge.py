@@ -7,6 +7,7 @@ from models.zoo import HONEST, uniform_case
 
 from pytest_attn import capture
 from pytest_attn.backends.precision import precision_named
+from pytest_attn.correctness import reference as reference_module
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import compute_reference
@@ -41,6 +42,20 @@ def test_with_them_they_pass_and_a_wrong_gradient_does_not(calls):
     for call in calls:
         call.gradients["dv"] *= 1.1
     assert not any(judge_call(call).passed for call in calls)
+
+
+def test_rows_of_a_long_call_that_are_always_looked_at_are_not_enough(calls, monkeypatch):
+    monkeypatch.setattr(reference_module, "_FULL_ELEMENTS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(reference_module, "_SAMPLED_ROWS", 4)
+    call = calls[0]
+    w = call.workload
+    assert judge_call(call).passed
+    others = set(range(w.q_len)) - reference_module.always_sampled(w, w.heads, w.q_len)
+    for tensor in (call.out, call.gradients["dq"]):
+        right = tensor.detach().clone()
+        tensor.data[:, :, sorted(others)] += 1
+        assert not judge_call(call).passed
+        tensor.data.copy_(right)
 
 
 def kernels(call, number):

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import traceback
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import pytest_attn
+from pytest_attn import Workload
+from pytest_attn.correctness import reference
 from pytest_attn.reports.records import read_records
 
 WRONG = "attn.check(lambda q, k, v: v * 1.5)"
@@ -394,3 +397,35 @@ def test_environment_is_strict_json(pytester, kernel_test, saved):
         raise AssertionError(f"{word} is no JSON")
 
     json.loads((saved().folder / "environment.json").read_text(), parse_constant=refuse)
+
+
+def test_a_failure_that_drawn_rows_alone_show_names_them_in_its_command(pytester, kernel_test, monkeypatch):
+    monkeypatch.setattr(reference, "_FULL_ELEMENTS", {"cpu": 1 << 10, "cuda": 1})
+    monkeypatch.setattr(reference, "_SAMPLED_ROWS", 64)
+    kernel_test(
+        """
+def wrong(q, k, v):
+    out = sdpa(q, k, v).clone()
+    out[:, :, ROWS] += 1
+    return out
+attn.check(wrong)
+""",
+        marker='Workload(600, heads=2, head_dim=32), device="cpu", precision="torch_cpu"',
+        before="import os\nROWS = list(map(int, os.environ['ROWS'].split(',')))",
+    )
+
+    def run(*args, rows):
+        monkeypatch.setenv("ROWS", ",".join(map(str, rows)))
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args).stdout.str()
+
+    w = Workload(600, heads=2, head_dim=32)
+    shown = run(rows=set(range(600)) - reference.always_sampled(w, 2, 600))
+    assert re.search(
+        r"where +rows \d+ of \d+ looked at, first \d+, last \d+, drawn or named by --attn-rows; all 2 heads", shown
+    )
+    command = shlex.split(re.search(r"reproduce +pytest (.*)", shown)[1])
+    named = re.search(r"--attn-rows=([\d,]+)", " ".join(command))[1].split(",")
+    assert len(named) == 4
+    again = run(*command, rows=named[-1:])
+    assert f"where      rows only {named[-1]} of " in again
+    assert re.search(rf"reproduce .* --attn-rows={named[-1]}\n", again)
