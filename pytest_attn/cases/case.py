@@ -35,6 +35,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, measured_peak
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
+from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
@@ -240,7 +241,7 @@ class AttentionCase(CaseTensors):
             self._checked, self._comparison = subject, None
             self._comparison = run.conclude(KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients)))
         known = run.session, run.item, self._spec, subject, direction, self._comparison
-        latency = measuring.measure(Measurement(*known, number=1, place=run.executor.timing))
+        latency = measuring.measure(Measurement(*known, number=1, place=run.timing(subject)))
         run.executor.leave(latency)
         return latency
 
@@ -390,7 +391,8 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
     def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, only: Names, skip: Names) -> None:
         self.subject: Subject = subject
         self._run, self._spec, self.workload = run, spec, run.workload
-        self._here, self._isolated = divided(run, spec, only, skip)
+        is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
+        self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
 
     def judge(self) -> Judgment[InvariantReport]:
@@ -480,6 +482,8 @@ class LaunchEvaluator(Evaluator[list[Profile]]):
 def profiles_of(run: CaseRun, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:
     """Return the profiles of a subject, each direction of which must end in time."""
     __tracebackhide__ = True
+    if isolated_of(subject):
+        raise ValueError("launches are seen in this process only; leave out --attn-isolated, or attn.assert_launched")
     with run.deadline(subject)():
         return profile_subject(subject, spec, with_ceilings)
 
@@ -490,10 +494,13 @@ _BEGUN: Any = "begun"
 _ISOLATED_ON = frozenset(("cuda",))
 
 
-def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names) -> tuple[list[str], list[str]]:
-    """Return which of the chosen invariants run here, and which in another process: none if these are all."""
+def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names, is_expendable: bool) -> tuple[list[str], list[str]]:
+    """Return which of the chosen invariants run here, and which in another process: none if these are all.
+
+    is_expendable: whether what computes is in another process already.
+    """
     wanted = chosen(only, skip, run.session.settings.thorough)
-    may_be_isolated = not run.executor.is_expendable and spec.device.type in _ISOLATED_ON
+    may_be_isolated = not is_expendable and spec.device.type in _ISOLATED_ON
     isolated = [one.name for one in wanted if may_be_isolated and one.may_end_cuda]
     here = [one.name for one in wanted if one.name not in isolated]
     return (here, isolated) if here else (isolated, [])

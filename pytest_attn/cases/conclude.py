@@ -17,6 +17,7 @@ from pytest_attn.backends.raised import EndsTestError, ending_no_test
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refusal, Result
+from pytest_attn.cases.measurement import TimedIsolated, TimingPlace
 from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
@@ -211,6 +212,11 @@ class CaseRun:
         if isolated_of(subject):
             self.conclude(_Starting(self.workload, subject))
         return self.executor.place(subject, self.conclude)
+
+    def timing(self, subject: Subject) -> TimingPlace:
+        """Return where a subject is timed that was placed."""
+        function = isolated_of(subject)
+        return TimedIsolated(function) if function else self.executor.timing
 
     def _told_apart(self, subject: Subject) -> Subject:
         """Number the callables of a test that reports would call alike, unless the test itself has named them so."""

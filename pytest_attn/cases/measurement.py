@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -17,16 +18,18 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import require_clocks, switches_kept
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
-from pytest_attn.latency.kernel_work import work_of
+from pytest_attn.latency.kernel_work import KernelWork, work_of
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
 from pytest_attn.latency.regression import Measured
 from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Mode
-from pytest_attn.latency.work import LatencyDirection
+from pytest_attn.latency.work import LatencyDirection, StaleError
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import figures_of, topology_of
 from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
+from pytest_attn.ranks.isolated import IsolatedFunction, Recorded
 from pytest_attn.ranks.pool import Pool
 from pytest_attn.ranks.worker_timing import threads_of_rank
 from pytest_attn.reports.terminal import count
@@ -83,6 +86,119 @@ class TimingPlace:
         stopwatch = measurement.stopwatch
         with deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
             return stopwatch.measure(work, measurement.spec.workload.id, measurement.subject.name, mode)
+
+
+#: calls in a row, at least and at most, the seconds that they are to take, and the bytes of what they return
+_FEWEST, _MOST, _SECONDS, _BYTES = 2, 32, 0.05, 1 << 30
+#: by how much such calls may be slower than was claimed, in all and each; and how often that is tried
+_SLACK_SECONDS, _SLOWER, _TRIES = 2e-3, 1.5, 8
+#: and by how much where nobody knows whether they waited for a core
+_SLOWER_UNSEEN = 4.0
+
+
+class TimedIsolated(TimingPlace):
+    """The process of a function, which times itself; what it claims is compared with calls in a row by this one's clock."""
+
+    def __init__(self, function: IsolatedFunction) -> None:
+        self._function = function
+
+    def take(self, measurement: Measurement, mode: Mode | None) -> Latency:
+        """Time a subject. Raises StaleError where calls in a row are slower than was claimed, or wrong."""
+        spec, direction = measurement.spec.for_subject(measurement.subject), measurement.direction
+        machine = measurement.session.machines.machine(str(spec.device))
+        work = work_of(measurement.subject, measurement.spec, direction, machine)
+        work.rotate_over(0)
+        recorded, _ = self._recorded(work, 1)
+        declared = spec.declared
+        names = declared.names if not measurement.subject.is_backend else ("out",)
+        claimed = self._function.measured(
+            recorded[0],
+            direction=direction,
+            mode=mode,
+            cold=measurement.session.settings.l2 == "cold",
+            threads=torch.get_num_threads(),
+            own=sorted(own_processes()),
+            takes_out=declared.takes_out and not measurement.subject.is_backend,
+            out_at=names.index("out") if "out" in names else 0,
+            v_width=spec.workload.v_head_dim if spec.workload.v_in_k else None,
+        )
+        try:
+            latency = latency_of(claimed, spec.workload.id, measurement.subject.name, direction)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self._function.start().give_up("its process returned garbage in place of a time")
+        return self._held_to(latency, work, recorded[0].given)
+
+    def _recorded(self, work: KernelWork, number: int) -> tuple[list[Recorded], list[Any]]:
+        """Make so many calls, each on data of its own, and look at one of the results; return them."""
+        calls = []
+        with self._function.recording() as recorded, work.context():
+            for _ in range(number):
+                calls.append(call := work.stage(replayed=True))
+                value = call()
+        work.verify_call("called on new data", call, value)
+        return recorded, calls
+
+    def _held_to(self, latency: Latency, work: KernelWork, given: Sequence[torch.Tensor]) -> Latency:
+        """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say why."""
+        each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
+        fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in given)))
+        number = int(min(max(_FEWEST, _SECONDS / each), _MOST, fits))
+        found: list[float] = []
+        for _ in range(_TRIES):
+            recorded, calls = self._recorded(work, number)
+            chosen = random.SystemRandom().randrange(number)
+            seconds, waited = self._function.in_a_row(recorded, work.direction, chosen)
+            with self._function.replaying(recorded[chosen]), work.context():
+                value = calls[chosen]()
+            work.verify_call("called in a row", calls[chosen], value)
+            most = number * each * (_SLOWER_UNSEEN if waited is None else _SLOWER) + _SLACK_SECONDS
+            if seconds <= most:
+                return latency
+            found.append(seconds - (waited or 0.0))  # threads may wait for one another, too
+        if min(found) <= most:
+            unknown = "whether a call is as short as its process says is unknown, because other processes compute"
+            return replace(latency, disturbances=(*latency.disturbances, unknown))
+        raise StaleError(
+            f"its process says that a call takes {each * 1e6:.4g} us, but {number} calls in a row took at least"
+            f" {min(found) / number * 1e6:.4g} us each, by the clock of the process that judges"
+        )
+
+
+def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: LatencyDirection) -> Latency:
+    """Return what another process claims to have measured. Raises KeyError, TypeError or ValueError for what is not one."""
+
+    def number(value: Any) -> float:
+        if type(value) not in (int, float) or not 0 <= value < 1e6:
+            raise ValueError(f"no number of seconds: {value!r}")
+        return float(value)
+
+    def texts(values: Any) -> tuple[str, ...]:
+        return tuple("".join(filter(str.isprintable, str(one)[:300])) for one in list(values)[:20])
+
+    p50, low, high, confidence = map(number, (claimed["p50"], *claimed["interval"]))
+    if not p50 or claimed["mode"] not in get_args(Mode):
+        raise ValueError("no time")
+    memory, threads = claimed["memory"], claimed["threads"]
+    return Latency(
+        workload=workload,
+        subject=subject,
+        direction=direction,
+        p50=p50,
+        interval=Interval(low, high, confidence),
+        samples=tuple(map(number, claimed["samples"][:100_000])),
+        blocks=int(number(claimed["blocks"])),
+        mode=claimed["mode"],
+        calls=int(number(claimed["calls"])),
+        l2="cold" if claimed["l2"] == "cold" else "warm",
+        launch=number(claimed["launch"]),
+        anchors={str(name)[:40]: number(value) for name, value in list(claimed["anchors"].items())[:20]},
+        memory=None if memory is None else int(memory),
+        threads=None if threads is None else int(threads),
+        disturbances=texts(claimed["disturbances"]),
+        notes=texts(claimed["notes"]),
+        conditions={name: value for name, value in claimed["conditions"].items() if type(value) in (int, float, str)},
+        spent=number(claimed["spent"]),
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
+from pytest_attn.backends.named import is_name
 from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.cases.tensors import CaseTensors
@@ -157,6 +158,8 @@ class RankCase(CaseTensors):
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _served(self, fn: Callable[..., Any] | Backend | str, name: str | None) -> Any:
+        if isinstance(fn, str) and is_name(fn):
+            fn = self._registry.function_named(fn)
         spec, backend = self._spec, self._registry[fn] if isinstance(fn, str) else fn
         if isinstance(backend, RankBackend):
             fn, spec = self._prepared(backend), spec.for_subject(backend)

@@ -164,6 +164,8 @@ class FailureSaver:
             return KernelSource("my_kernel", missing=missing)
         if subject is None:
             return KernelSource("my_kernel", missing=f"a callable of (q, k, v) that returns what {self._case} compared")
+        if subject.user_function is not None and subject.named:
+            return named_backend(subject.named.name)
         if subject.user_function is not None:
             start = str(self._session.rootpath)
             return kernel_of(subject.user_function, name, self._case, subject.given_name, start)

@@ -20,9 +20,9 @@ def thread_waited() -> float:
     return _waited("/proc/thread-self/schedstat")
 
 
-def process_waited() -> float:
-    """Return the seconds that the threads of this process have waited for a core, all together."""
-    return sum(map(_waited, iglob("/proc/self/task/*/schedstat")))
+def process_waited(process: int | str = "self") -> float:
+    """Return the seconds that the threads of a process have waited for a core, all together."""
+    return sum(map(_waited, iglob(f"/proc/{process}/task/*/schedstat")))
 
 
 def _waited(counts: str) -> float:

@@ -12,8 +12,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,8 @@ from pytest_attn.backends.named import OFFERED, NamedFunction
 from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.latency.disturbance import process_waited
+from pytest_attn.latency.work import StaleError
 from pytest_attn.processes.fork_server import Command, ServerError
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.last_words import ending, last_words
@@ -49,6 +51,8 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 SECONDS = 300.0
 #: those that a process may take to start, to import a module, beyond those of a call, and to end
 _START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
+#: those that a measurement may pause, and take
+_PAUSE_SECONDS, _MEASURE_SECONDS = 60.0, 1800.0
 #: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
 _LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
 #: bytes that a result may have: so many, and so many times those that were given
@@ -99,17 +103,30 @@ class IsolatedProcess:
         """Whether it can be called."""
         return not self._is_closed and not self._has_ended()
 
-    def ask(self, text: bytes, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def ask(self, text: bytes, tensors: Sequence[Tensor], seconds: float = 0.0) -> tuple[dict[str, Any], list[Tensor]]:
         """Have it do what `pickled` has written; return its answer, and the storages of the tensors as bytes.
 
+        seconds: that it may take where it says meanwhile that it lives, 0 for those of a call.
         Raises ContractError, EndsTestError, NotImplementedError where the function declines, IsolatedRaisedError,
         IsolatedLostError.
         """
         released(self._sent)
         parcel, storages = put(self._sent, tensors)
         said = self._asked(pickle.dumps((parcel, text)), "while it was called")
+        end = time.monotonic() + seconds
+        while seconds and said.get("alive") is True:
+            if time.monotonic() > end:
+                self.give_up(f"no time after {seconds:g} s")
+            said = self._heard("while it was timed", self._seconds + _PAUSE_SECONDS)
         if "contract" in said:
             raise ContractError(_text(said["contract"]))
+        if "stale" in said:
+            raise StaleError(_text(said["stale"]))
         if "ends" in said:
             raise EndsTestError(_text(said["ends"]), _text(said.get("where", "")))
         if "declined" in said:
@@ -117,6 +134,15 @@ class IsolatedProcess:
         if "raised" in said:
             raise IsolatedRaisedError(f"{self.name} raised {_text(said['raised'])}\n{_text(said.get('text', ''))}".rstrip())
         return said, storages
+
+    def go(self) -> float:
+        """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process."""
+        begun = time.perf_counter()
+        said = self._asked(b"go", "while it was called in a row")
+        seconds = time.perf_counter() - begun
+        if said.get("done") is not True:
+            self.give_up("its process did not make the calls that were asked for")
+        return seconds
 
     def read(self, lengths: Sequence[int]) -> list[Tensor]:
         """Return copies of bytes that it has returned."""
@@ -203,6 +229,8 @@ class IsolatedFunction(NamedFunction):
         super().__init__(name)
         self._seconds, self._launcher = seconds, launcher
         self._process: IsolatedProcess | None = None
+        self._recorded: list[Recorded] | None = None
+        self._replayed: Recorded | None = None
 
     def start(self) -> IsolatedProcess:
         """Return its process, a new one where the last has ended.
@@ -239,11 +267,62 @@ class IsolatedFunction(NamedFunction):
 
         return call
 
+    @contextmanager
+    def recording(self) -> Iterator[list[Recorded]]:
+        """Collect the calls that are made within."""
+        found: list[Recorded] = []
+        self._recorded = found
+        try:
+            yield found
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def replaying(self, recorded: Recorded) -> Iterator[None]:
+        """Have calls return what is recorded."""
+        self._replayed = recorded
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+    def measured(self, recorded: Recorded, **order: Any) -> dict[str, Any]:
+        """Have it time itself on the data of a call; return what it says."""
+        given = {"do": "measure", "given": recorded.given, "keywords": recorded.keywords, **order}
+        text, tensors = pickled({**given, "dout": next((one for one in recorded.call.douts if one is not None), None)})
+        said, _ = self.start().ask(text, tensors, _MEASURE_SECONDS)
+        claimed = said.get("latency")
+        if not isinstance(claimed, dict):
+            self.start().give_up("its process returned garbage")
+        return claimed
+
+    def in_a_row(self, calls: Sequence[Recorded], direction: str, chosen: int) -> tuple[float, float | None]:
+        """Have it make calls, one after the other, and hand over the result of one, which is named after that.
+
+        Returns the seconds of all by this process's clock, and those for which its threads waited for a core, None where
+        the system does not say.
+        """
+        process = self.start()
+        order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction}
+        said, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
+        if said.get("ready") is not True:
+            process.give_up("its process returned garbage")
+        waited = process_waited(process.pid)
+        seconds = process.go()
+        waited = process_waited(process.pid) - waited
+        is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
+        calls[chosen].keep(calls[chosen].call.fetched(chosen))
+        return seconds, waited if is_seen else None
+
     def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
+        if self._replayed is not None:
+            return self._replayed.again(given)
         grad = torch.is_grad_enabled()
         threads = torch.get_num_threads()
         order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
         call = Call(self.start(), {**order, "number": next(self._numbers)})
+        if self._recorded is not None:
+            self._recorded.append(Recorded(given, keywords, call))
         if grad and any(tensor.requires_grad for tensor in call.tensors):
             return call.built(_Differentiable.apply(call, *call.tensors))  # type: ignore[no-untyped-call]
         return call.built(call.forward())
@@ -278,6 +357,8 @@ class Call:
                 " of a module"
             ) from None
         self.needs_grad: list[bool] = []
+        self.douts: Sequence[Tensor | None] = ()
+        self.known: Sequence[Tensor | None] | None = None  # gradients that a replay returns
         self._storages: list[Tensor] = []
         self._structure: Any = None
 
@@ -288,12 +369,21 @@ class Call:
 
     def backward(self, douts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of all that was given, None where there is none."""
+        if self.known is not None:
+            return self.known
+        self.douts = douts
         text, tensors = pickled({"do": "backward", "number": self._number, "douts": list(douts)})
         said, _ = self._process.ask(text, tensors)
         gradients: Sequence[Tensor | None] = self.built(self._results(said))
         if not isinstance(gradients, list) or len(gradients) != len(self.tensors):
             self._process.give_up("its process returned other gradients than were asked for")
         return gradients
+
+    def fetched(self, number: int) -> Any:
+        """Return the result of one of the calls that were made in a row."""
+        text, tensors = pickled({"do": "result", "number": number})
+        said, _ = self._process.ask(text, tensors)
+        return self.built(self._results(said))
 
     def built(self, results: Sequence[Tensor]) -> Any:
         """Return what the function has returned. results: the tensors in it."""
@@ -323,6 +413,46 @@ class Call:
             made = one.view(dtype).view(size) if one.numel() else torch.empty(size, dtype=dtype)
             results.append(made if is_host else made.to(device))
         return results
+
+
+class Recorded:
+    """A call that was made once, with what it was given. result: in its place when it is made again, as tensors."""
+
+    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: Call) -> None:
+        self.given, self.keywords, self.call = given, keywords, call
+        self.result: Any = None
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What a process needs to make it."""
+        return self.given, self.keywords, list(self.call.douts)
+
+    def keep(self, result: Any) -> None:
+        """Keep what it has returned, or its gradients."""
+        self.result = result
+        if self.call.douts:
+            missing = len(self.call.tensors) - len(self.given)
+            self.call.known = [*result, *[None] * missing] if isinstance(result, list) else None
+
+    def again(self, given: tuple[Tensor, ...]) -> Any:
+        """Return the result, or what has the gradients that it holds."""
+        if not self.call.douts:
+            return self.result
+        shape = next(dout.shape for dout in self.call.douts if dout is not None)
+        return _Replayed.apply(self, shape, *given)  # type: ignore[no-untyped-call]
+
+
+class _Replayed(torch.autograd.Function):
+    """Any result, whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Recorded, shape: torch.Size, *given: Tensor) -> Tensor:
+        ctx.recorded = recorded
+        return given[0].new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, None, *ctx.recorded.result
 
 
 def _described(one: Any) -> tuple[torch.dtype, tuple[int, ...], bool, bool]:

@@ -5,14 +5,17 @@ What it answers is JSON, and bytes in shared memory. It knows no reference, and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +29,16 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.latency.protocol import stopwatch_of, threads
+from pytest_attn.latency.work import StaleError, Work
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
 
 #: calls of which a backward pass may still follow
 _KEPT = 4
+#: for how long a GPU works before calls are made in a row
+_WARM_SECONDS = 0.1
 #: frames of a traceback that are ours
 _OWN = "pytest_attn"
 
@@ -52,6 +59,7 @@ class Server:
         self._line, self._sent, self._returned = line, sent, returned
         self._calls: OrderedDict[int, _Called] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
+        self._row: list[Any] = []
 
     def serve(self) -> None:
         """Import the function that the judge names, and call it until the judge is gone."""
@@ -84,6 +92,8 @@ class Server:
                 return self._done(order, tensors, storages)
         except ContractError as error:
             return {"contract": str(error)}
+        except StaleError as error:
+            return {"stale": str(error)}
         except EndsTestError as error:
             return {"ends": str(error), "where": error.where}
         except BaseException as error:
@@ -97,6 +107,13 @@ class Server:
     def _done(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
         if order["do"] == "call":
             return self._called(order, tensors, storages)
+        if order["do"] == "measure":
+            return {"latency": self._measured(order)}
+        if order["do"] == "repeat":
+            self._row = self._in_a_row(order)
+            return {"done": True}
+        if order["do"] == "result":
+            return self._returns(self._row[order["number"]], _Called([], [], [], []))
         call = self._calls[order["number"]]
         pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
         leaves = [t for t in call.tensors if t.requires_grad]
@@ -129,6 +146,66 @@ class Server:
                 self._calls.popitem(last=False)
         return answer
 
+    def _measured(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Time the function by the usual protocol."""
+        device, keywords = order["given"][0].device, order["keywords"]
+        last = [time.monotonic()]
+
+        def kernel(*tensors: Tensor) -> Any:
+            result = self._function(*tensors, **keywords)
+            several = elements(result)
+            return keywords["out"] if order["takes_out"] else several[order["out_at"]] if several else result
+
+        def ping() -> None:
+            if time.monotonic() > last[0] + 1:
+                last[0] = time.monotonic()
+                self._answer(alive=True)
+
+        with current(str(device)), threads(order["threads"]), switches_kept(device.type):
+            found = kernel(*order["given"])
+            dout = found.new_zeros(found.shape) if order["dout"] is None else order["dout"]
+            given = [one.detach() for one in order["given"]]
+            work = Work(kernel, given, dout, order["direction"], lambda one: one.nan_to_num(0.0), order["v_width"])
+            work.on_call = ping
+            stopwatch = stopwatch_of(device, order["cold"], frozenset((os.getpid(), os.getppid(), *order["own"])))
+            latency = stopwatch.measure(work, "", "", order["mode"])
+        return dataclasses.asdict(latency)
+
+    def _in_a_row(self, order: dict[str, Any]) -> list[Any]:
+        """Call the function on each of several data, as soon as the judge says so; return what it returned."""
+        device, direction = order["calls"][0][0][0].device, order["direction"]
+        wants_gradients = direction != "forward"
+        results: list[Any] = []
+        with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(wants_gradients):
+            calls: list[Callable[[], Any]] = []
+            for given, keywords, douts in order["calls"]:
+                call = partial(self._function, *given, **keywords)
+                if direction == "backward":
+                    calls.append(partial(_gradients, call(), given, douts))
+                elif wants_gradients:
+                    calls.append(partial(_both, call, given, douts))
+                else:
+                    calls.append(call)
+            self._get_ready(device, len(calls))
+            self._answer(ready=True)
+            if self._line.receive() is None:
+                return []
+            results += [call() for call in calls]
+            wait(device)
+        return results
+
+    def _get_ready(self, device: torch.device, calls: int) -> None:
+        """Have memory for the results of so many calls at hand, and a GPU at its clock."""
+        sizes = [before.numel() for _, before in self._last]
+        rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(calls) for size in sizes]
+        del rooms
+        if device.type == "cuda":
+            work, end = torch.ones(2048, 2048, device=device, dtype=torch.float16), time.monotonic() + _WARM_SECONDS
+            while time.monotonic() < end:
+                work.mm(work)
+                wait(device)
+        wait(device)
+
     def _returns(self, result: object, call: _Called) -> dict[str, Any]:
         """Write a result, and what was changed of what was given; return how the judge finds them."""
         found: list[Tensor] = []
@@ -145,6 +222,21 @@ class Server:
         if not call.results:
             call.results[:] = found
         return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
+
+
+def _gradients(result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of what was given."""
+    found: list[Tensor] = []
+    _structure(result, found, given)
+    pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
+    leaves = [one for one in given if one.requires_grad]
+    gradients = iter(torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True))
+    return [next(gradients) if one.requires_grad else None for one in given]
+
+
+def _both(call: Callable[[], Any], given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Call, and return the gradients."""
+    return _gradients(call(), given, douts)
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:

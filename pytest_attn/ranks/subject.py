@@ -32,6 +32,7 @@ class RankedSubject(Subject):
     """What is called on every rank of a team with its shards."""
 
     needs_all_gradients = True
+    is_contained = False
     team: RankGroup
     sharding: Sharding
     _numbers: count[int]

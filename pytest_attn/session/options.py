@@ -260,8 +260,9 @@ class Settings:
                 raise pytest.UsageError(
                     "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
                 )
-        if self.isolated is not None and self.profile:
-            raise pytest.UsageError("--attn-profile: sees the kernels of this process; leave out --attn-isolated")
+        if self.isolated is not None and (self.profile or self.cupti):
+            flag = "--attn-profile" if self.profile else "--attn-cupti"
+            raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
         if self.is_ranked:
             flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
             if self.latency == "off":

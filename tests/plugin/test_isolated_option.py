@@ -83,10 +83,6 @@ class Lazy(torch.Tensor):
 def lazy(q, k, v):
     return sdpa(q, k, v).as_subclass(Lazy)
 
-def answers(**answer):
-    from pytest_attn.ranks import isolated_worker
-    isolated_worker.Server._answered = lambda self, frame: answer
-
 def says_garbage(q, k, v):
     from pytest_attn.ranks import isolated_worker
     for descriptor in range(3, 64):
@@ -127,6 +123,29 @@ def claims_a_depth(q, k, v):
 
 def claims_changes(q, k, v):
     claims(q, k, v, [], {"plain": None}, [17])
+
+clocks = time.perf_counter_ns, time.perf_counter
+def slows_the_clock(q, k, v):
+    time.perf_counter_ns = lambda: int(clocks[0]() * 0.1)
+    time.perf_counter = lambda: clocks[1]() * 0.1
+    return sdpa(q, k, v)
+
+def callers():
+    frame = sys._getframe(2)
+    while frame:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+def idles_when_it_times_itself(q, k, v):
+    return v.clone() if "_measured" in callers() else sdpa(q, k, v)
+
+def idles_in_a_row(q, k, v):
+    return v.clone() if "_in_a_row" in callers() else sdpa(q, k, v)
+
+def claims_a_time(q, k, v):
+    from pytest_attn.ranks import isolated_worker
+    isolated_worker.Server._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
+    return sdpa(q, k, v)
 """
 TESTS = """
 import pytest
@@ -184,6 +203,37 @@ def test_cheats_are_refused_each_by_itself(pytester):
     assert {name: words for name, words in REFUSED.items() if words not in text} == {}
     assert not (pytester.path / "bomb").exists()
     assert "kernels" not in sys.modules
+
+
+TIMES = """
+import pytest
+from pytest_attn import Workload
+
+W = Workload(256, heads=4, head_dim=64, dtype="float32")
+
+@pytest.mark.attention(W)
+@pytest.mark.parametrize("name", ["slows_the_clock", "idles_when_it_times_itself", "idles_in_a_row", "claims_a_time"])
+def test_it(attn, name):
+    attn.measure("kernels:" + name)
+
+@pytest.mark.attention(W)
+def test_honest(attn):
+    assert attn.measure("kernels:attention", backward="both").p50 > 0
+"""
+
+
+def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_judge(pytester):
+    pytester.makepyfile(test_it=TIMES)
+    result = run(pytester, "--attn-isolated")
+    result.assert_outcomes(passed=1, failed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "*kernels:slows_the_clock on *: its process says that a call takes * us, but * calls in a row took at least *",
+            "*kernels:idles_when_it_times_itself on *: its process says that a call takes * us, but * calls in a row took *",
+            "*kernels:idles_in_a_row on *called in a row*: its result is not that of the data it was given*",
+            "*kernels:claims_a_time: its process returned garbage in place of a time*",
+        ]
+    )
 
 
 ALL_KINDS = """
