@@ -114,7 +114,17 @@ class Asking:
             return self._run_in(place) if again else found
 
     def _run_in(self, place: Path) -> tuple[int, dict[str, str], dict[str, float]]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=line", "--attn-output=run.jsonl"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-v",
+            "--tb=line",
+            "--attn-output=run.jsonl",
+            "--attn-declines=fail",
+        ]
         command += ["--attn-isolated"] if self._options.isolated else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
         try:

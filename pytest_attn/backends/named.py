@@ -57,13 +57,17 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def offered_to(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return which of `OFFERED` a function has parameters for; a **keywords is handed the workload."""
+    """Return which of `OFFERED` a function has parameters for; a **keywords is handed the workload.
+
+    But for (*args, **kwargs), which hands on what it gets: a module's call, the `apply` of a `torch.autograd.Function`.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ()
     names = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    kinds = {one.kind for one in parameters}
+    if inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         names.add("workload")
     return tuple(name for name in OFFERED if name in names)
 

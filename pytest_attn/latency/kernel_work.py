@@ -46,8 +46,8 @@ class Call:
         return self._given or self._work.given_at(self.at), self._work.result(value)
 
 
-#: seconds of looking at kept results, as a share of all, beyond which no more are looked at than the fewest
-_SHARE_OF_LOOKS, _FEWEST_LOOKS = 0.04, 6
+#: seconds of looking at kept results, as a share of all, beyond which, after the fewest, one of so many blocks is looked at
+_SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 6, 4
 
 
 class KernelWork(Work):
@@ -77,7 +77,7 @@ class KernelWork(Work):
         self.rotate_over(1 if self.device.type == "cuda" else 0)
         self._kept: tuple[Given, torch.Tensor] | None = None
         self._room: torch.Tensor | None = None
-        self._told = self._looks = 0
+        self._told = self._looks = self._unseen = 0
         self._looking, self._begun = 0.0, time.perf_counter()
 
     @property
@@ -162,13 +162,17 @@ class KernelWork(Work):
             self._room = torch.empty_like(result)
         self._kept = given, self._room.copy_(result)
 
-    def verify_kept(self) -> None:
-        """Raise StaleError unless the result that was kept is attention on the data of its call, and let go of it."""
-        kept, self._kept, self._told = self._kept, None, 0
+    def verify_kept(self, is_last: bool = False) -> None:
+        """Raise StaleError unless the result that was kept is attention on the data of its call, and let go of it.
+
+        Where looking takes long, it stays for a few blocks as one of all calls since, and is looked at if that is the last.
+        """
         begun = time.perf_counter()
-        is_costly = self._looking > _SHARE_OF_LOOKS * (begun - self._begun)
-        if kept is None or (is_costly and self._looks >= _FEWEST_LOOKS):
+        is_costly = self._looking > _SHARE_OF_LOOKS * (begun - self._begun) and self._looks >= _FEWEST_LOOKS
+        self._unseen += 1
+        if self._kept is None or (is_costly and self._unseen < _BLOCKS_OF_A_LOOK and not is_last):
             return
+        kept, self._kept, self._told, self._unseen = self._kept, None, 0, 0
         self._verify("timed", *kept)
         self._looks += 1
         self._looking += time.perf_counter() - begun

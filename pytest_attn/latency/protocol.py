@@ -250,6 +250,7 @@ class Stopwatch:
                 work.verify_kept()
                 blocks.append(block)
                 disturbances += [disturbance] if disturbance else []
+            work.verify_kept(is_last=True)
         return blocks, disturbances
 
     def _now(self) -> float:

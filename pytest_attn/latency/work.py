@@ -123,8 +123,8 @@ class Work:
     def keep(self, call: Callable[[], Any], value: Any) -> None:
         """Keep what a timed call has returned, for `verify_kept`, or do not, as chance has it."""
 
-    def verify_kept(self) -> None:
-        """Raise StaleError unless the result that was kept is that of the data of its call, and let go of it."""
+    def verify_kept(self, is_last: bool = False) -> None:
+        """Raise StaleError unless the result that was kept is that of the data of its call. is_last: none is kept any more."""
 
     def verify_call(self, what: str, call: Callable[[], Any], value: Any) -> None:
         """Raise StaleError unless what a call returned is the result of its data."""

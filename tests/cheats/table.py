@@ -88,7 +88,7 @@ class Cheat:
         return Asked(self.name, marker=self.marker, judgments=judgments, measure=self.measure)
 
 
-#: calls after which a kernel takes it that it is timed: a check and the invariants need half as many
+#: calls after which a kernel takes it that it is timed: a check and the invariants need fewer
 _PRELUDE = """import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -98,7 +98,7 @@ CALLS = 0
 def is_timed():
     global CALLS
     CALLS += 1
-    return CALLS > 60
+    return CALLS > 30
 
 """
 BACKWARD = f"{Asked.marker}, backward=True"
@@ -1123,7 +1123,7 @@ CHEATS = (
                 raise NotImplementedError("no kernel for these values")
             return sdpa(q, k, v)
         """,
-        passes="as a skip, which is no pass",
+        refused_by="measure",
     ),
     Cheat(
         "exits",
@@ -1193,7 +1193,6 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
-        passes="nobody looks at this switch",
     ),
     Cheat(
         "leaves_more_threads",
@@ -1206,7 +1205,6 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
-        passes="nobody looks at this switch",
     ),
     Cheat(
         "leaves_denormals_flushed",
@@ -1219,7 +1217,6 @@ CHEATS = (
             return sdpa(q, k, v)
         """,
         ends=True,
-        passes="nobody looks at this switch",
     ),
     # -- reading the judge ---------------------------------------------------------------------------------------------
     Cheat(

@@ -6,7 +6,7 @@ from cheats.runs import JUDGMENTS, outcomes, source_of
 from cheats.table import CHEATS
 
 #: a hint says why a result is wrong, and takes longer than to find out that it is
-QUICKLY = ("-p", "no:cacheprovider", "-v", "--tb=no", "--attn-diagnosis-timeout=0.01")
+QUICKLY = ("-p", "no:cacheprovider", "-v", "--tb=no", "--attn-diagnosis-timeout=0.01", "--attn-declines=fail")
 STOPPED = [cheat for cheat in CHEATS if cheat.stopped == "judge" and not cheat.needs_cuda and not cheat.passes]
 
 

@@ -75,6 +75,11 @@ def test_none_is_refused_by_invariants_or_by_measure(ask, options):
 
 
 @pytest.mark.slow
+def test_none_is_refused_where_another_process_computes(ask):
+    ask(HONEST, "--attn-isolated", isolated=True)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
 def test_none_is_refused_on_cuda(ask):
     ask(ON_CUDA, device="cuda")

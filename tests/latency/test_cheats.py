@@ -9,6 +9,7 @@ import torch
 from judging import attention, measure, with_gradients
 
 from pytest_attn import Workload
+from pytest_attn.latency import kernel_work
 from pytest_attn.latency.work import StaleError
 
 CPU = torch.device("cpu")
@@ -207,3 +208,13 @@ def test_a_kernel_that_is_late_now_and_then_is_still_timed():
         return attention(q, k, v)
 
     assert measure(kernel, CPU, workload=WORKLOAD).p50 > 0.0005
+
+
+def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
+    monkeypatch.setattr(kernel_work, "_SHARE_OF_LOOKS", 0.0)
+    monkeypatch.setattr(kernel_work, "_FEWEST_LOOKS", 1)
+    looks, verify = [], kernel_work.KernelWork._verify
+    monkeypatch.setattr(
+        kernel_work.KernelWork, "_verify", lambda self, what, *of: looks.append(what) or verify(self, what, *of)
+    )
+    refused(lambda q, k, v: v * 0.5 if "timed" in looks else attention(q, k, v))

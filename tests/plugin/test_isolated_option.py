@@ -3,7 +3,9 @@
 import sys
 
 import pytest
+import torch
 
+from pytest_attn.backends.named import offered_to
 from pytest_attn.ranks import isolated
 
 HONEST = """
@@ -344,3 +346,13 @@ def test_what_does_not_go_with_it_is_said(pytester, option, words):
     (pytester.path / "tests").mkdir()
     result = run(pytester, *option)
     result.stderr.fnmatch_lines([f"ERROR: {words}"])
+
+
+class _Handing(torch.autograd.Function):
+    pass
+
+
+@pytest.mark.parametrize("function", [torch.nn.Linear(1, 1), _Handing.apply], ids=["module", "apply"])
+def test_what_hands_on_all_that_it_gets_is_given_nothing_more(function):
+    assert offered_to(function) == ()
+    assert offered_to(lambda q, k, v, **options: None) == ("workload",)
