@@ -53,6 +53,10 @@ def test_raises(attn):
     attn.check(fn)
 
 @pytest.mark.attention(W, ranks=2)
+def test_skips(attn):
+    attn.check(lambda q, k, v: pytest.skip("not on ranks"))
+
+@pytest.mark.attention(W, ranks=2)
 def test_killed(attn):
     def fn(q, k, v):
         if attn.rank == 1:
@@ -104,8 +108,9 @@ def _kernels_are_found(monkeypatch):
 def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester):
     pytester.makepyfile(KERNELS + ENDS)
     result = pytester.runpytest("--attn-rank-timeout=4", "-W", "error", "--attn-save-failures=saved")
-    result.assert_outcomes(passed=4, failed=6, errors=2)
+    result.assert_outcomes(passed=4, failed=7, errors=2)
     for wanted in (
+        "*rank 0 of 2 raised *EndsTestError: * raised pytest.skip (not on ranks): a kernel cannot end*",
         "*rank 1 of 2 raised ValueError: no such head*",
         "*rank 0: waits in all_reduce, its collective *",
         "*rank 1 was killed by SIGKILL while the case ran*",
