@@ -3,6 +3,7 @@
 For tests/diagnosis and benchmarks/diagnosis.py.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -144,6 +145,38 @@ class _WithoutDenominator(torch.autograd.Function):
         return dq, dk, ((score - score.amax(-1, keepdim=True)).exp().mT @ dout.float()).to(v.dtype)
 
 
+def _with_slope_of_cap(slope, cap=5.0):
+    """Return attention with softcap, whose derivative is what `slope` makes of tanh(s / cap)."""
+
+    class Capped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, s):
+            tanh = (s / cap).tanh()
+            ctx.save_for_backward(tanh)
+            return tanh * cap
+
+        @staticmethod
+        def backward(ctx, ds):
+            return ds * slope(*ctx.saved_tensors)
+
+    def kernel(q, k, v):
+        return (Capped.apply(q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.float()).to(q.dtype)
+
+    return kernel
+
+
+def _losing_adds():
+    """Return gradients that lose what one tile of keys adds to one row of dq: a quarter, of another row each time."""
+
+    calls = itertools.count()
+
+    def changed(dq, dk, dv):
+        dq[:, :, next(calls) % dq.shape[2]] *= 0.75
+        return dq, dk, dv
+
+    return changed
+
+
 OF_OUT = (
     Planted("no mask", lambda q, k, v: sdpa(q, k, v, enable_gqa=True), CAUSAL, ("mask-ignored",)),
     Planted("causal, not asked for", lambda q, k, v: sdpa(q, k, v, is_causal=True), FULL, ("causal-not-asked-for",)),
@@ -255,6 +288,22 @@ OF_GRADIENTS = tuple(
             _with_gradients(lambda dq, dk, dv: (dq + dq.abs().max() * (dq > 0), dk, dv)),
             FULL.replace(dtype="float32"),
             (),
+        ),
+        (
+            "adds of one row lost at random",
+            _with_gradients(_losing_adds()),
+            FULL,
+            ("calls-differ",),
+        ),
+        *(
+            (f"softcap's derivative {name}", _with_slope_of_cap(slope), FULL.replace(softcap=5.0), (fault,))
+            for name, slope, fault in (
+                ("missing", lambda t: 1, "softcap-slope-missing"),
+                ("without its square", lambda t: 1 - t, "softcap-slope-wrong"),
+                ("of a score that is not divided", lambda t: 1 - (5 * t) ** 2, "softcap-slope-wrong"),
+                ("of half the square", lambda t: 1 - t * t / 2, "softcap-slope-wrong"),
+                ("times softcap", lambda t: 5 * (1 - t * t), "softcap-slope-scaled"),
+            )
         ),
         ("dq of NaN", _with_gradients(lambda dq, dk, dv: (dq * float("nan"), dk, dv)), FULL, ("not-finite",)),
     )

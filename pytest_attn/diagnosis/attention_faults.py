@@ -15,7 +15,7 @@ from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
-from pytest_attn.workloads.masks import Band, MaskMod, NearMiss, ScoreMod, Sequences
+from pytest_attn.workloads.masks import Band, BooleanMask, MaskMod, NearMiss, ScoreMod, Sequences, StoredMask
 from pytest_attn.workloads.masks.band import in_band
 from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths, sequences_of
 
@@ -177,6 +177,7 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         words = "with kv_lens one too short: the newest key is not seen"
         one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
         yield AttentionFault("newest-key-missing", words, one_less)
+    yield from _padding(w, drawn)
     if w.is_packed or w.kv_pages or w.band is None:
         return
     ends = [kv_len for _, kv_len in sequence_lengths(w)]
@@ -187,6 +188,48 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
             tried.add(filled)
             words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+
+
+#: elements of a mask's tensor above which it is not looked through
+_MOST_OF_A_MASK = 1 << 26
+
+
+def _padding(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield padding that is seen, where a mask's tensor or the lowest numbers of a bias hide it."""
+    words = "that sees padding: keys which no row of their batch entry may see"
+    if w.is_packed or w.kv_pages or w.batch * w.heads * w.q_len * w.kv_len > _MOST_OF_A_MASK:
+        return
+    if w.plain_mask is not None and not w.has_positional_mask:
+        visible = w.plain_mask.tensor(sequences_of(w, drawn.device))
+        if visible is not None and (shown := _with_padding(visible.expand(w.batch, w.heads, w.q_len, w.kv_len))) is not None:
+            yield AttentionFault("padding-ignored", words, of_workload(w, mask=BooleanMask(StoredMask(shown))))
+    if drawn.bias is not None and w.bias:
+        hidden = drawn.bias <= torch.finfo(drawn.bias.dtype).min / 2
+        shown = _with_padding(~hidden.expand(-1, -1, w.q_len, w.kv_len)) if bool(hidden.any()) else None
+        if shown is not None:
+            yield AttentionFault("padding-ignored", words, _with(w, "bias", lambda bias: bias.masked_fill(hidden & shown, 0)))
+
+
+def _with_padding(visible: torch.Tensor) -> torch.Tensor | None:
+    """Return which keys (batch, heads, rows, keys) rows see that see any, were it but for how far off they are.
+
+    None where that is what is seen, or where more is hidden than keys that no row of their batch entry sees. Rows of padding
+    see no key, or are shown their own one or all, lest they be NaN.
+    """
+    rows, keys = visible.shape[2:]
+    number = visible.sum(-1, keepdim=True)
+    counts = (number > 1) & (number < keys)
+    is_padding = ~(visible & counts).any(1, keepdim=True).any(2, keepdim=True)
+    apart = torch.arange(rows, device=visible.device)[:, None] - torch.arange(keys, device=visible.device)
+    told = apart[(counts & ~is_padding).any(1).any(0)]
+    if not len(told):
+        return None
+    near = apart.clamp(told.min(), told.max()) + keys - 1  # what is further off is as the furthest that is told
+    seen = torch.zeros(rows + keys - 1, dtype=torch.bool, device=visible.device)
+    seen[near[(visible & counts).any(1).any(0)]] = True
+    shown = (seen[near] | (apart == 0)) & (number > 0)
+    is_all = bool(((visible == shown & ~is_padding) | ~counts).all())
+    return shown if is_all and bool((shown != visible).any()) else None
 
 
 def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> Other:

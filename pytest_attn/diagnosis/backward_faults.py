@@ -54,6 +54,8 @@ def multiples_of_gradient(name: str, w: Workload, slope: float) -> Iterator[Faul
         ("gradient-sign-flipped", -1.0, "its sign is flipped"),
         ("gradient-ln-2-too-much", math.log(2), "a factor of ln 2 too much"),
         ("gradient-ln-2-missing", 1 / math.log(2), "a factor of ln 2 is missing"),
+        ("softcap-slope-scaled", w.softcap or 1.0, "softcap's derivative has a factor softcap too much"),
+        ("softcap-slope-scaled", 1 / (w.softcap or 1.0), "softcap's derivative lacks a factor softcap"),
     ):
         if factor != 1:
             words = f"{name} is {slope:.4g} times the exact gradient: {words}"
@@ -200,6 +202,36 @@ def _of_slopes(w: Workload) -> Iterator[tuple[str, str, Changed]]:
         yield "softcap-slope-missing", "without softcap's derivative", partial(_with_slopes, None, _slope_of_score_mod)
         words = "with softcap's derivative at the capped score, not at the score"
         yield "softcap-slope-of-capped-score", words, partial(_with_slopes, _slope_at_capped, _slope_of_score_mod)
+
+
+def wrong_slope_of_cap(seen: GradientOfRegion) -> Iterator[Hypothesis]:
+    """Yield the derivative 1 - c tanh^2 of softcap that comes nearest to dq or dk, where c is another than 1; and 1 - tanh."""
+    cap = seen.reference.inputs.workload.softcap
+    if cap is None or seen.name == "dv":
+        return
+
+    def fault(words: str, slope: Callable[[torch.Tensor], torch.Tensor]) -> Hypothesis:
+        def of_cap(seen: GradientOfRegion) -> torch.Tensor:
+            return slope((seen.honest.region.scaled / cap).tanh())
+
+        changed = partial(_with_slopes, of_cap, _slope_of_score_mod)
+        words = f"{seen.name} is that of a backward pass with {words} for softcap's derivative, not 1 - tanh(s / softcap)^2"
+        return FaultHypothesis("softcap-slope-wrong", words, partial(_gradient, changed), OF_STEPS)
+
+    yield fault("1 - tanh(s / softcap)", lambda t: 1 - t)
+    plain, squared = (
+        _with_slopes(of_cap, _slope_of_score_mod, seen).gradient(seen.name)
+        for of_cap in (None, lambda seen: (seen.honest.region.scaled / cap).tanh().square())
+    )
+    weight = 1 / seen.view.std.double().where(seen.view.std > 0, 1)
+    over, along = ((t * weight).nan_to_num(0, 0, 0) for t in (plain - seen.view.got.double(), squared))
+    size = float(along.square().sum())
+    factor = float((over * along).sum()) / size if size else 1.0
+    if not math.isclose(factor, 1, rel_tol=0.02):
+        words = f"1 {'+' if factor < 0 else '-'} {abs(factor):.3g} tanh(s / softcap)^2"
+        if math.isclose(factor, cap**2, rel_tol=0.1):
+            words += " (is the capped score squared, and not divided by softcap?)"
+        yield fault(words, lambda t: 1 - factor * t.square())
 
 
 #: derivative of one modification in a region

@@ -7,6 +7,7 @@ distributions of inputs. A fault that explains these is named; nothing is where 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ from pytest_attn.diagnosis.backward_faults import (
     multiples_of_gradient,
     scaled_gradient,
     swapped_gradients,
+    wrong_slope_of_cap,
 )
 from pytest_attn.diagnosis.faults import PRECISION
 from pytest_attn.diagnosis.forward_faults import (
@@ -304,10 +306,34 @@ def _of_gradient(row: TensorComparison, bad: torch.Tensor, reference: Reference,
         return multiple
     return (
         _hints(_first(swapped_gradients(name), lambda: every))
+        or _of_slope(row, case)
         or _of_steps(name, bad, reference, case)
         or _hints(_first([scaled_gradient(name, row.alpha)], lambda: every))
         or fitting_profiles(name, SUGGESTED, case)
     )
+
+
+def _of_slope(row: TensorComparison, case: Case) -> list[Hint]:
+    """Name the scale that makes dq and dk so much larger, where all passes with it, and out is nearer to what it gives."""
+    w, slope, what = case.workload, row.alpha, "another scale"
+    is_long = score_elements(w) > _AGAIN_ELEMENTS or any(one.reference.is_sampled for one in case.returned)
+    if row.name not in ("dq", "dk") or is_long or slope <= 0 or abs(math.log(slope)) < _LEAST_OFF or case.time.is_over(what):
+        return []
+    scale, overlap, size = slope * w.softmax_scale, 0.0, 0.0
+    variant, limits = w.replace(scale=scale), (case.limits[0], row.limits)
+    for distribution, reference, tensors in case.time.each(what, case.returned):
+        other = _exact_with(reference, reference.precision, variant, backward=True)
+        if not all(found.passed for found in compare_all(distribution, tensors, other, w, limits)):
+            return []
+        exact = reference.tensors["out"]
+        got = looked_at("out", tensors["out"], exact, w).to(exact.value.device)
+        moves, off = (((t - exact.value) / exact.tau).nan_to_num(0, 0, 0) for t in (other.tensors["out"].value, got))
+        overlap, size = overlap + float((moves * off).sum()), size + float(moves.square().sum())
+    if size < _FACTOR_STDS**2:
+        words = f"{row.name} is {slope:.4g} times the exact gradient: is the scale {scale:.4g}, not {w.softmax_scale:.4g}"
+        return [Hint("gradient-scaled", f"{words} (out hardly shows it here), or is a factor of a derivative wrong?")]
+    words = f"it equals attention with scale {scale:.4g}, not {w.softmax_scale:.4g}: {row.name} is {slope:.4g} times as large"
+    return [Hint("scale-wrong", words)] if overlap > size / 2 else []
 
 
 def _of_steps(name: str, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
@@ -322,7 +348,8 @@ def _of_steps(name: str, bad: torch.Tensor, reference: Reference, case: Case) ->
 
     got = next(got for got, of in case.of(name) if of is reference)
     first = GradientOfRegion(name, got, reference, region, bad)
-    found = _best(faults_of_steps(name, reference), first, every, _STEPS, case.time)
+    likely = itertools.chain(faults_of_steps(name, reference), wrong_slope_of_cap(first))
+    found = _best(likely, first, every, _STEPS, case.time)
     return _hints(found[0] if found else None)
 
 
@@ -418,6 +445,8 @@ def _reach(got: torch.Tensor, bad: torch.Tensor) -> int:
 #: scores of a workload above which its exact attention takes long
 _AGAIN_ELEMENTS = 1 << 26
 _SCALE_STEPS = 6
+#: by how much the logarithm of a scale is off, at least
+_LEAST_OFF = 1e-3
 GRADIENTS = frozenset(("dq", "dk", "dv"))
 #: what is left out where time is over
 _PROFILES = "precision profiles"
@@ -479,7 +508,7 @@ def _fitted_scale(tried: RowsOfOut, case: Case) -> float | None:
             break
     rest, deviation = (float((got.double() - value).nan_to_num(0, 0, 0).norm()) for value in (out(scale), tried.view.exact))
     is_told = rest <= _MOST_LEFT * deviation
-    return scale if is_told and abs(math.log(scale / w.softmax_scale)) > 1e-3 else None
+    return scale if is_told and abs(math.log(scale / w.softmax_scale)) > _LEAST_OFF else None
 
 
 def fitting_profiles(name: str, profiles: Iterable[str], case: Case) -> list[Hint]:
@@ -559,21 +588,18 @@ def _z_under(profile: Precision, name: str, case: Case) -> float | None:
         return None
     largest = 0.0
     for distribution, reference, tensors in case.returned:
-        other = compute_reference(
-            reference.inputs,
-            profile,
-            backward=not GRADIENTS.isdisjoint(tensors),
-            rows=reference.rows,
-            keys=reference.keys,
-            workload=case.workload,
-            parameters=reference.parameters,
-            extra=reference.extra,
-        )
+        other = _exact_with(reference, profile, case.workload, backward=not GRADIENTS.isdisjoint(tensors))
         for row in compare_all(distribution, tensors, other, case.workload, case.limits):
             if not row.passed or not _has_room(row):
                 return None
             largest = max(largest, row.z_element if row.name == name else 0.0)
     return largest
+
+
+def _exact_with(reference: Reference, profile: Precision, w: Workload, backward: bool) -> Reference:
+    """Return what a reference has of the same inputs, with the budget of a profile and the options of a workload."""
+    more = reference.parameters, reference.extra
+    return compute_reference(reference.inputs, profile, backward, reference.rows, w, *more, keys=reference.keys)
 
 
 def _has_room(row: TensorComparison) -> bool:

@@ -50,6 +50,7 @@ FAULTS = {
     "neighborhood-one-larger": "a neighborhood is one token larger",
     "neighborhood-one-smaller": "a neighborhood is one token smaller",
     "neighborhood-not-causal": "a neighborhood is not causal",
+    "padding-ignored": "padding that a mask hides is seen",
     # how far sequences go
     "last-key-missing": "the last key is left out",
     "first-key-missing": "the first key is left out",
@@ -205,6 +206,8 @@ FAULTS = {
     "sink-missing-in-lse": "P is computed again without the sink's share of lse",
     "softcap-slope-missing": "softcap's derivative is missing",
     "softcap-slope-of-capped-score": "softcap's derivative is that at the capped score",
+    "softcap-slope-scaled": "softcap's derivative is off by a factor softcap",
+    "softcap-slope-wrong": "softcap's derivative is another function",
     "score-mod-slope-missing": "score_mod's derivative is missing",
     "group-overwritten": "only the last query head of each group is kept in dk and dv",
     "group-first-head-only": "only the first query head of each group is kept in dk and dv",

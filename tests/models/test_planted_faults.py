@@ -201,3 +201,41 @@ def test_sinks_that_are_not_passed_are_found(monkeypatch, everywhere, dtype):
     assert all(call.workload.sinks for call in asked)
     wrong = [call.module for call in found.calls if not call.passed]
     assert wrong == [f"blocks.{n}.attn" for n in (range(LAYERS) if everywhere else [CHOSEN])]
+
+
+# -- what is suggested -------------------------------------------------------------------------------------------------
+
+
+def hints_of(model, step, attend):
+    """Return which tensor is wrong first, and what is suggested, in calls of a model whose attention `attend` computes."""
+    found = judge_model(model, step, attend, scatter=0)
+    wrong = [call.comparison for call in found.calls if not call.passed]
+    return [(one.mismatch.row.name, *one.faults) for one in wrong]
+
+
+def test_a_scale_that_shows_as_the_slope_of_a_gradient_is_named():
+    model, step = case(None, torch.bfloat16)
+    with torch.no_grad():
+        for block in model.blocks:
+            for parameter in block.attn.q.parameters():  # almost uniform, so that out hardly changes
+                parameter.mul_(0.03)
+            block.attn.k.weight.mul_(0.03)
+
+    assert hints_of(model, step, Planted("scale", everywhere=False)) == [("dk", "scale-wrong")]
+
+
+@pytest.mark.parametrize("is_additive", [False, True], ids=["boolean", "additive"])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_padding_that_is_ignored_is_named(kind, is_additive):
+    visible = seen(kind).expand(2, 1, TOKENS, TOKENS).clone()
+    visible[0, ..., :7], visible[1, ..., :3] = False, False
+    visible |= torch.eye(TOKENS, dtype=torch.bool, device=DEVICE) & ~visible.any(-1, keepdim=True)
+    low = torch.zeros(visible.shape, device=DEVICE).bfloat16().masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    mask = low if is_additive else visible
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    model, step = case(kind, torch.bfloat16, attend)
+
+    assert hints_of(model, step, lambda q, k, v, workload: attention(q, k, v, kind)) == [("out", "padding-ignored")] * LAYERS
