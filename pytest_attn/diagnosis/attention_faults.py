@@ -224,7 +224,7 @@ def _with_padding(visible: torch.Tensor) -> torch.Tensor | None:
     told = apart[(counts & ~is_padding).any(1).any(0)]
     if not len(told):
         return None
-    near = apart.clamp(told.min(), told.max()) + keys - 1  # what is further off is as the furthest that is told
+    near = apart.clamp(told.min(), told.max()) + keys - 1  # what is further off is as the furthest that is known
     seen = torch.zeros(rows + keys - 1, dtype=torch.bool, device=visible.device)
     seen[near[(visible & counts).any(1).any(0)]] = True
     shown = (seen[near] | (apart == 0)) & (number > 0)
