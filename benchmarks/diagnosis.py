@@ -6,8 +6,10 @@ Each mutant runs, forward and backward, on the workloads of `features`, `edges` 
 failed (3). Printed are the hints, and whether the first one names the fault; at the end the shares of
 cases whose first hint names the fault, that have none, and in which any hint asserts what is not the fault. Each hint that
 tells a user what to declare is followed, also those to a mutant that returns out alone, and faulty kernels are counted that
-pass so: "meant" where their fault is what a user declares so, as lse in base 2. Exits with 1 where a share of over 2 % is
-wrong, or a fault passes that nobody means. CPU, one thread.
+pass so: "meant" where their fault is what a user declares so, as lse in base 2. `--classes models` (needs transformers)
+follows what a check of a model suggests with the faults of model_faults.py in it, in half precision, with sharp and with
+almost uniform attention. Exits with 1 where a share of over 2 % is wrong, or a fault passes that nobody means. CPU, one
+thread.
 """
 
 from __future__ import annotations
@@ -163,6 +165,39 @@ def is_meant(fault: str, faults: tuple[str, ...]) -> bool:
     return fault in faults and all(one in MEANT or one.startswith(PRECISION) for one in faults)
 
 
+# -- models ------------------------------------------------------------------------------------------------------------------
+
+#: how the text of a check of a model says what to pass to it
+SAID_OF_MODELS = re.compile(r"""\b(precision|inline|backward|limits)=("[^"]*"|'[^']*'|\[[^]]*\]|\w+)""")
+
+
+def rows_of_models(only: list[str]) -> Iterator[Row]:
+    """Yield what checks of models say of the faults planted in them, which have no identities. only: names of models."""
+    from model_faults import FAULTS, build, ids_of
+
+    from pytest_attn.models.check import judge_model
+
+    ids = ids_of(2)
+    for sharper, fault, name in ((s, one, name) for s in (8, 1) for one in FAULTS for name in one.models.split()):
+        if only and name not in only:
+            continue
+
+        def found(sharper: int = sharper, fault: Any = fault, name: str = name, **options: Any) -> Any:
+            model = build(name, torch.bfloat16, sharper)
+            with fault.seam(model, fault.change()):
+                return judge_model(model, lambda: model(input_ids=ids, labels=ids), scatter=0, **options)
+
+        comparison = found()
+        if comparison.passed:
+            continue
+        followed = dict.fromkeys(match.groups() for match in SAID_OF_MODELS.finditer(comparison.message))
+        let_in = [f"{key}={value}" for key, value in followed if found(**{key: ast.literal_eval(value)}).passed]
+        wrong = [call.comparison.mismatch for call in comparison.calls if call.comparison and call.comparison.mismatch]
+        hints = list(dict.fromkeys(hint.words.splitlines()[0] for one in wrong for hint in one.hints))
+        on, tensor = f"{name}, q and k times {sharper}", wrong[0].row.name if wrong else "-"
+        yield Row("models", fault.name, on, tensor, hints, "-", [f"{key}={value}" for key, value in followed], let_in, [])
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +227,8 @@ def main() -> int:
                 silent.append(planted.name)
             else:
                 rows.append(shown(row, began))
+    if "models" in kinds:
+        rows += [shown(row, began) for row in rows_of_models(names)]
     if options.out:
         options.out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     return report(rows, silent, time.monotonic() - began)
@@ -216,8 +253,8 @@ def shown(row: Row, began: float) -> Row:
 def report(rows: list[Row], silent: list[str], seconds: float) -> int:
     """Print the shares, by class and of all."""
     print(f"\n{'first hint, in %':20} {'named':>6} {'none':>6} {'wrong':>6} {'cases':>6}")
-    for kind in [*dict.fromkeys(row.kind for row in rows), "all"]:
-        of_kind = [row.verdict for row in rows if kind in (row.kind, "all")]
+    for kind in [*dict.fromkeys(row.kind for row in rows if row.verdict != "-"), "all"]:
+        of_kind = [row.verdict for row in rows if kind in (row.kind, "all") and row.verdict != "-"] or ["-"]
         shares = [of_kind.count(verdict) / len(of_kind) for verdict in ("named", "none", "wrong")]
         print(f"{kind:20} {shares[0]:6.0%} {shares[1]:6.0%} {shares[2]:6.1%} {len(of_kind):6}")
     print(f"not found by a check of one call: {', '.join(silent) or 'none'}")

@@ -48,8 +48,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 Change = Callable[..., Any]
 
 
-def build(name: str, dtype: torch.dtype) -> Any:
-    """Return a model in eval mode, whose attention tells keys apart."""
+def build(name: str, dtype: torch.dtype, sharper: float = 8) -> Any:
+    """Return a model in eval mode. sharper: by how much its projections of q and k are enlarged, to tell keys apart."""
     kind, head, options = MODELS[name]
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
@@ -57,7 +57,7 @@ def build(name: str, dtype: torch.dtype) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if any(part in parameter_name for part in ("q_proj.w", "k_proj.w", "query.w", "key.w", "qkv_proj.w", "c_attn.w")):
-                parameter *= 8
+                parameter *= sharper
     return model.eval().to(dtype)
 
 
@@ -236,9 +236,14 @@ def in_second_layer(change: Change) -> Change:
     return lambda given, module: change(given, module) if getattr(module, "layer_idx", 0) == 1 else None
 
 
-def scaled(given: dict[str, Any], module: Any) -> None:
-    del module
-    given["scaling"] = given["scaling"] * 1.05
+def scaled(times: float) -> Change:
+    """Return a change of a function's scale."""
+
+    def change(given: dict[str, Any], module: Any) -> None:
+        del module
+        given["scaling"] = given["scaling"] * times
+
+    return change
 
 
 def in_blocks(given: dict[str, Any], module: Any) -> None:
@@ -339,7 +344,8 @@ FAULTS = (
     ),
     Fault("positions count padding", positions, lambda: lambda at: torch.arange(at.shape[-1]).expand_as(at), "gpt2"),
     Fault("positions stop at 32", positions, lambda: lambda at: at.clamp(max=31), "gpt2 llama"),
-    Fault("scale 5 % off in the function", function, lambda: in_second_layer(scaled), "llama mistral mixtral"),
+    Fault("scale 5 % off in the function", function, lambda: in_second_layer(scaled(1.05)), "llama mistral mixtral"),
+    Fault("scale 1 % off in the function", function, lambda: in_second_layer(scaled(1.01)), "llama phi3 gpt2 gemma2 gpt-oss"),
     Fault("groups in the wrong order", function, lambda: in_second_layer(in_blocks), "qwen3 mixtral"),
     Fault("mask dropped by the function", function, lambda: in_second_layer(setting(mask=None)), "llama gemma3 qwen3-moe"),
     Fault("soft-cap dropped by the function", function, lambda: setting(softcap=None), "gemma2"),

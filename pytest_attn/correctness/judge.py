@@ -291,7 +291,7 @@ class _Judgment:
         again = [self._again(pattern, row, reference) for _ in range(2)]
         if any(is_right for _, is_right in again):
             return (_RERUN,)  # the same tensors, which were wrong before
-        if not differ_by_more(row, again[0][0], contiguous, reference, self.spec.workload):
+        if not apart(row, again[0][0], contiguous, reference, self.spec.workload)[1]:
             return ()
         text = f"{pattern.describe(self.spec.layout)}; contiguous tensors give the right result"
         return (Hint("strides-misread", text, "strides"),)
@@ -314,10 +314,8 @@ class _Judgment:
             again, _ = self._results(row.distribution, reference, pattern)
         except Exception:  # the user gets the first fault
             return ()
-        pair = tensors[row.name], again[row.name]
-        if between(row, *pair, reference, self.spec.workload).excess <= 2 and not differ_by_more(
-            row, *pair, reference, self.spec.workload
-        ):
+        by, is_unlike = apart(row, tensors[row.name], again[row.name], reference, self.spec.workload)
+        if by <= 2 and not is_unlike:
             return ()
         return (_LOST_ADDS._replace(words=f"{row.name} is {_LOST_ADDS.words}") if row.name.startswith("d") else _RERUN,)
 
@@ -450,27 +448,21 @@ def compare_rows(
 _APART = 3.0
 
 
-def differ_by_more(
+def apart(
     row: TensorComparison, one: torch.Tensor, other: torch.Tensor, reference: Reference, workload: Workload
-) -> bool:
-    """Whether two native tensors, with the limits of `row`, differ by more than they would by rounding.
+) -> tuple[float, bool]:
+    """Return how far two native tensors are from each other over the limits of `row`, and whether by more than rounding.
 
-    A kernel that rounds much, and takes another path, differs from itself by about as much as either result from exact.
+    What their dtype rounds them by is allowed as well. A kernel that rounds much, and takes another path, differs from itself
+    by about as much as either result from exact.
     """
-    apart = between(row, one, other, reference, workload).excess
-    both = (compare_tensor(row.name, row.distribution, each, reference, workload, row.limits) for each in (one, other))
-    return apart > max(1.0, _APART * min(each.excess for each in both))
-
-
-def between(
-    row: TensorComparison, one: torch.Tensor, other: torch.Tensor, reference: Reference, workload: Workload
-) -> TensorComparison:
-    """Compare two native tensors as each is with the exact one; what their dtype rounds them by is in the budget, too."""
     expected = reference.tensors[row.name]
-    value = looked_at(row.name, other, expected, workload).to(expected.value.device).double()
+    got, instead = (looked_at(row.name, tensor, expected, workload) for tensor in (one, other))
+    value = instead.to(expected.value.device).double()
     tau = expected.tau + value.abs().nan_to_num(0, 0, 0) * torch.finfo(other.dtype).eps
-    instead = Reference(reference.called_with, reference.precision, {row.name: replace(expected, value=value, tau=tau)})
-    return compare_tensor(row.name, row.distribution, one, instead, workload, row.limits)
+    pairs = (got, replace(expected, value=value, tau=tau)), (got, expected), (instead, expected)
+    between, *both = (compare_rows(row.name, "", tensor, of, workload, row.limits).excess for tensor, of in pairs)
+    return between, between > max(1.0, _APART * min(both))
 
 
 def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, int]:

@@ -23,7 +23,7 @@ from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
 from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
-from pytest_attn.correctness.judge import compare_tensor, differ_by_more
+from pytest_attn.correctness.judge import apart, compare_tensor
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import switches_kept
@@ -339,7 +339,7 @@ class Probe:
             return ""
         reference, rows = self.reference(inputs), (self._row(name, tensor, inputs) for name, tensor in found.items())
         pairs = ((row, found[row.name], expected[row.name]) for row in rows)
-        return changed if any(differ_by_more(*pair, reference, inputs.workload) for pair in pairs) else ""
+        return changed if any(apart(*pair, reference, inputs.workload)[1] for pair in pairs) else ""
 
     def _row(self, name: str, tensor: Tensor, inputs: Inputs) -> TensorComparison:
         limits = limits_of(name, limits_named(self.spec.limits))
