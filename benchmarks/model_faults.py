@@ -134,17 +134,18 @@ def function(model: Any, change: Change) -> Iterator[None]:
         given.setdefault("scaling", query.shape[-1] ** -0.5)
         change(given, module)
         q, k, v, mask = (given[name] for name in ("q", "k", "v", "mask"))
+        within = given.get("dtype", torch.float32)
         if k.shape[1] != q.shape[1]:
             k, v = (t.repeat_interleave(given["groups"], 1) for t in (k, v))
-        scores = q.float() @ k.float().transpose(2, 3) * given["scaling"]
+        scores = q.to(within) @ k.to(within).transpose(2, 3) * given["scaling"]
         if cap := given.get("softcap"):
             scores = cap * torch.tanh(scores / cap)
         if mask is not None:
             scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
         if (sinks := given.get("s_aux")) is not None:
-            scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+            scores = torch.cat([scores, sinks.to(within).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
         weights = scores.softmax(-1)[..., : k.shape[2]]
-        return (weights @ v.float()).to(q.dtype).transpose(1, 2).contiguous(), None
+        return (weights @ v.to(within)).to(q.dtype).transpose(1, 2).contiguous(), None
 
     modeling_utils.AttentionInterface.register("planted", planted)
     masking_utils.AttentionMaskInterface.register("planted", masking_utils.eager_mask)
@@ -242,6 +243,16 @@ def scaled(times: float) -> Change:
     def change(given: dict[str, Any], module: Any) -> None:
         del module
         given["scaling"] = given["scaling"] * times
+
+    return change
+
+
+def in_the_dtype(times: float) -> Change:
+    """Return a change by which a function rounds all to the dtype, as eager code does, and its scale is off as well."""
+
+    def change(given: dict[str, Any], module: Any) -> None:
+        scaled(times)(given, module)
+        given["dtype"] = given["q"].dtype
 
     return change
 
@@ -346,6 +357,15 @@ FAULTS = (
     Fault("positions stop at 32", positions, lambda: lambda at: at.clamp(max=31), "gpt2 llama"),
     Fault("scale 5 % off in the function", function, lambda: in_second_layer(scaled(1.05)), "llama mistral mixtral"),
     Fault("scale 1 % off in the function", function, lambda: in_second_layer(scaled(1.01)), "llama phi3 gpt2 gemma2 gpt-oss"),
+    *(
+        Fault(
+            f"eager in the dtype, scale {times:.3g} times",
+            function,
+            lambda times=times: in_second_layer(in_the_dtype(times)),
+            "llama qwen3 phi3 gpt2 gemma2 gpt-oss",
+        )
+        for times in (1.05, 1.02, 1.01)
+    ),
     Fault("groups in the wrong order", function, lambda: in_second_layer(in_blocks), "qwen3 mixtral"),
     Fault("mask dropped by the function", function, lambda: in_second_layer(setting(mask=None)), "llama gemma3 qwen3-moe"),
     Fault("soft-cap dropped by the function", function, lambda: setting(softcap=None), "gemma2"),

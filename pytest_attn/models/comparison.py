@@ -194,7 +194,10 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         if softmax := [name for name in model.kept if name in model.with_softmax]:
             yield labeled("softmax", f"ran in {_names(softmax)}: is an old implementation left there?")
     if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
-        yield "backward=True, and no gradient arrived at any attention call; is something detached? else say backward=False"
+        yield "backward=True, and no gradient arrived at any attention call: is something detached?"
+        yield labeled(
+            "do", "look for detach() and no_grad() around it; where all before it is frozen, backward=False judges out alone"
+        )
 
 
 def _written_out(model: ModelComparison) -> Iterator[str]:
@@ -206,7 +209,8 @@ def _written_out(model: ModelComparison) -> Iterator[str]:
     verb, whose = ("computes", "its") if len(names) == 1 else ("compute", "their")
     yield f"not judged: {_names(names)} {verb} a softmax of {whose} own{over}, {beside}"
     patterns = list(dict.fromkeys(names if len(names) == 1 else (re.sub(r"\d+", "*", name) for name in names)))
-    yield labeled("do", f"say inline={patterns} to leave this out, or hand q, k and v to a function that functions= names")
+    judged = "hand q, k and v to a function that functions= names, which is then judged"
+    yield labeled("do", f"{judged}; inline={patterns} leaves this out, unjudged")
 
 
 def _wrong(model: ModelComparison) -> Iterator[str]:

@@ -100,7 +100,7 @@ def test_attention_written_out_in_one_layer_is_not_taken_for_judged(attend):
     with pytest.raises(AssertionError, match=r"not judged: blocks\.1\.attn computes a softmax of its own over \(") as failure:
         check_model(model, step)
     assert "through no attention function" in str(failure.value)
-    assert "say inline=['blocks.1.attn'] to leave this out" in str(failure.value)
+    assert "is then judged; inline=['blocks.1.attn'] leaves this out, unjudged" in str(failure.value)
 
 
 @pytest.mark.parametrize("inline", ["blocks.1.attn", ["blocks.*.attn"]])
