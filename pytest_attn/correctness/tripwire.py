@@ -161,13 +161,20 @@ def _leave_modes(before: tuple[str, ...]) -> None:
 
 
 #: whose functions a judgment relies on, beside those of this package
-_OTHERS = (
-    *("time", "math", "builtins", "torch", "torch.nn.functional", "torch.autograd", "torch.linalg", "torch.random"),
-    *("torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.cuda.CUDAGraph", "torch.Tensor"),
-)
+_OTHERS = ("time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event", "torch.cuda.Stream")
 _PACKAGE = __name__.partition(".")[0]
-#: what of it no verdict depends on, and what is a library's
-_LEFT_OUT = tuple(f"{_PACKAGE}.{room}" for room in ("diagnosis", "mutants", "reports", "suite", "backends.libraries"))
+#: its modules that come to a verdict; to look at all of them takes too long beside a small case
+_MODULES = frozenset(
+    f"{_PACKAGE}.{room}.{name}"
+    for room, names in {
+        "correctness": "budget call comparison contract exact gradients judge reference spec",
+        "invariants": "check invariant",
+        "latency": "cuda_timer fresh_data gate kernel_work protocol regression statistics timer work",
+        "models": "check judge",
+        "cases": "api case conclude judgment latency measurement",
+    }.items()
+    for name in names.split()
+) | {_PACKAGE}
 #: stands for a name that is not there, and behind the last one
 _NOTHING = object()
 _code_of = operator.attrgetter("__code__")
@@ -181,7 +188,7 @@ class _Space(NamedTuple):
 
     def added(self, was: Mapping[str, Any]) -> Iterator[str]:
         """Yield new names that hide something: of a base class, or of Python in a module of this package."""
-        hidden = self.owner.__mro__[1:] if isinstance(self.owner, type) else [builtins] if _is_own(self.name) else []
+        hidden = self.owner.__mro__[1:] if isinstance(self.owner, type) else [builtins] if self.name in _MODULES else []
         return (name for name in vars(self.owner).keys() - was.keys() if any(name in vars(one) for one in hidden))
 
     def put_back(self, name: str, value: object) -> None:
@@ -199,7 +206,7 @@ class _Watched:
 
     def __init__(self) -> None:
         self._modules = 0
-        self._names = set(_LEFT_OUT)
+        self._names: set[str] = set()
         self.spaces = [_Space(name, _found(name)) for name in _OTHERS]
         self.functions: list[FunctionType] = []
         self.operators: frozenset[str] = frozenset()
@@ -211,7 +218,7 @@ class _Watched:
         if len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
-        for name in [one for one in sys.modules if _is_own(one) and one not in self._names and not one.startswith(_LEFT_OUT)]:
+        for name in sorted(_MODULES.intersection(sys.modules).difference(self._names)):
             self._names.add(name)
             module = _Space(name, sys.modules[name])
             classes = [one for one in vars(module.owner).values() if isinstance(one, type) and one.__module__ == name]
@@ -226,10 +233,6 @@ class _Watched:
 def _found(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return sys.modules.get(name) or getattr(sys.modules[module], attribute)
-
-
-def _is_own(name: str) -> bool:
-    return name == _PACKAGE or name.startswith(f"{_PACKAGE}.")
 
 
 _watched = functools.cache(_Watched)

@@ -1,6 +1,5 @@
 """A callable that replaces a function, which others rely on, fails its case, and the function is put back."""
 
-import builtins
 import sys
 import time
 import warnings
@@ -16,7 +15,6 @@ import pytest_attn
 from pytest_attn import check_model
 from pytest_attn.correctness import comparison, judge
 from pytest_attn.latency import work
-from pytest_attn.workloads.workload import Workload
 
 
 def evil(*args, **kwargs):
@@ -39,10 +37,9 @@ PLACES = [
     *((time, name) for name in ("perf_counter", "perf_counter_ns", "process_time", "monotonic", "sleep")),
     *((torch, name) for name in ("equal", "allclose", "manual_seed", "get_num_threads")),
     *((torch.Tensor, name) for name in ("clone", "detach", "backward", "__eq__")),
-    *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda, "synchronize")),
-    *((torch.cuda.Event, "elapsed_time"), (torch.linalg, "vecdot"), (builtins, "abs")),
+    *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
     *((judge, "compare_tensor"), (judge, "float"), (comparison.TensorComparison, "__init__"), (work.Work, "verify")),
-    *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed"), (Workload, "softmax_scale")),
+    *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed")),
 ]
 
 
