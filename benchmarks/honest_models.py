@@ -4,9 +4,9 @@
 
 Tiny models with random weights of torch, of the suite, and of transformers and timm where these are installed: their own
 attention, eager and through SDPA, in float32, bfloat16, float16 and under autocast, forward and backward, each with a seed of
-its own. Every call is correct, so each that is not passed is a false alarm. Prints for each family its calls, its alarms, in
-how many calls emulated kernels raised a limit, and the largest share of each limit; the last line is "alarms: A in N calls".
-Exits with 1 if there are more than one in 20,000.
+its own. Every call is correct, so each that is not passed, and that no known defect of a library explains, is a false alarm.
+Prints for each family its calls, its alarms, in how many calls emulated kernels raised a limit, and the largest share of each
+limit; the last line is "alarms: A in N calls". Exits with 1 if there are more than one in 20,000.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def judged(job: tuple[str, int, str]) -> Judged:
                 z, limit = getattr(row, f"z_{level}"), getattr(row.limits, level)
                 text = f"{row.name} {level} {z:.2f} of {limit:.3g}, {how}, {one.label}, {one.workload.id}"
                 shares[level] = max(shares.get(level, (0.0, "")), (z / limit, text))
-            if not row.passed:
+            if not row.passed and not one.known:
                 zs = f"{row.z_element:.2f} {row.z_row:.2f} {row.z_head:.2f}, {row.wrong_positions} NaN or infinite"
                 alarms.append(f"{family}: {row.name} {zs}, {how}, {one.label}, {one.workload.id}")
     return Judged(family, len(found.calls), tuple(alarms), raised, shares)

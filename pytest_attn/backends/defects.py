@@ -109,7 +109,6 @@ CUDNN_NAN_OF_ONE_TILE = replace(
     CUDNN_NAN,
     summary="NaN in dq where q_len is 64 and scores are large",
     applies=lambda workload, machine: workload.q_len == 64 and _on_affected_cudnn(workload, machine),
-    tensors=(),
     inputs=None,
     invariants=("magnitude",),
 )

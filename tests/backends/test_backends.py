@@ -204,7 +204,7 @@ def test_the_known_cudnn_defect_reaches_half_tiles_without_a_causal_mask_only():
     assert not stale_strides.breaks("leak", "dout alone swapped in memory: dq[0, 0, 1, 0] = 1, was 2")
     assert not stale_strides.spoils(Workload(64, dtype="float32"), H200, backward=True)
     assert of_one_tile.spoils(Workload(64), H200, backward=True)
-    assert not of_one_tile.tensors  # a check does not wait for it
+    assert of_one_tile.invariants  # a check does not wait for it
     assert defect.issue == "pytorch#196678"
     assert defect.applies(Workload(704), H200)
     assert not defect.applies(Workload(640), H200)

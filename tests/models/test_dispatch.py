@@ -147,3 +147,14 @@ def test_cudnn_s_stale_strides_excuse_garbage_of_its_own_kernel_only():
 
     assert "dout is read with the strides" in known("SDPA cudnn", 1.2)
     assert known("SDPA cudnn", 0.05) == known("SDPA flash", 1.2) == ""
+
+
+def test_cudnn_s_half_filled_tile_excuses_nan_in_dq_alone():
+    def known(name="dq", rows=64, wrong_positions=32, kernel="SDPA cudnn"):
+        w = Workload(rows, heads=2, head_dim=16, mask="causal")
+        call = SimpleNamespace(subject=None, kernel=kernel, workload=w, gradients={"dq": 1})
+        wrong = SimpleNamespace(name=name, passed=False, elements=2048, wrong_positions=wrong_positions, relative_l2=0.0)
+        return known_defect_of(call, SimpleNamespace(passed=False, tensors=[wrong], changed=()), H200)
+
+    assert known().startswith("pytorch#196678: NaN in dq where q_len is 64")
+    assert known("dk") == known("out") == known(rows=63) == known(wrong_positions=0) == known(kernel="SDPA flash") == ""
