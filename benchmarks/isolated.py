@@ -1,6 +1,8 @@
 """What a process of its own costs: honest kernels by their names, checked and measured here and under --attn-isolated.
 
-python benchmarks/isolated.py [--device cuda] [--output FILE]. Prints for each case its outcome and seconds both ways, and the
+    python benchmarks/isolated.py [--device cuda] [--kernels plain,compiled,flash,triton_rows]
+
+Prints for each case its outcome and seconds both ways, and the
 ratio of all cases but the first of each kernel. Status 1 where an honest kernel fails.
 """
 
@@ -106,17 +108,17 @@ CASES = [Workload(n, batch=2, heads=8, kv_heads=kv, head_dim=64, mask=mask)
          for n in SIZES for kv, mask in ((8, None), (2, "causal"))]
 
 
-@pytest.mark.attention(*CASES, backward={backward})
+@pytest.mark.attention(*CASES, backward={backward}, precision="{precision}")
 def test_check(attn):
     attn.check("{module}:attention")
 
 
-@pytest.mark.attention(CASES[0], backward={backward})
+@pytest.mark.attention(CASES[0], backward={backward}, precision="{precision}")
 def test_invariants(attn):
     attn.check_invariants("{module}:attention")
 
 
-@pytest.mark.attention(*CASES[-2:])
+@pytest.mark.attention(*CASES[-2:], precision="{precision}")
 def test_measure(attn):
     latency = attn.measure("{module}:attention")
     print("p50", latency.p50)
@@ -148,7 +150,9 @@ def main() -> int:
         sizes = (64, 100, 256) if given.device == "cpu" else (512, 1000, 4096)
         for module in given.kernels.split(","):
             (folder / f"{module}.py").write_text(KERNELS[module])
-            tests = TESTS.format(module=module, sizes=sizes, backward=module in ("plain", "compiled", "flash"))
+            precision = "torch_cpu" if given.device == "cpu" else "flash"
+            is_differentiable = module != "triton_rows"
+            tests = TESTS.format(module=module, sizes=sizes, backward=is_differentiable, precision=precision)
             (folder / f"test_{module}.py").write_text(tests)
         options = [f"--attn-device={given.device}"]
         here, isolated = run(folder, options), run(folder, [*options, "--attn-isolated"])

@@ -114,12 +114,10 @@ class Server:
             return {"done": True}
         if order["do"] == "result":
             return self._returns(self._row[order["number"]], _Called([], [], [], []))
-        call = self._calls[order["number"]]
+        call = self._calls.pop(order["number"])
         pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
         leaves = [t for t in call.tensors if t.requires_grad]
-        found = torch.autograd.grad(
-            [out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True, retain_graph=True
-        )
+        found = torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True)
         gradients = iter(found)
         return self._returns([next(gradients) if t.requires_grad else None for t in call.tensors], call)
 

@@ -27,6 +27,21 @@ def biased(q, k, v, bias):
 def rows_first(q, k, v):
     return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
+class Once(torch.autograd.Function):
+    # as what torch.compile makes may free what it has saved, and refuses to keep its graph
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        assert not torch._C._autograd._get_current_graph_task_keep_graph()
+        return dout
+
+def once(q, k, v):
+    return Once.apply(sdpa(q, k, v))
+
 def into(q, k, v, out):
     out.copy_(sdpa(q, k, v))
 
@@ -256,6 +271,10 @@ def test_bias(attn):
 def test_layout(attn):
     attn.check("kernels:rows_first", name="mine")
 
+@pytest.mark.attention(W, backward=True)
+def test_once(attn):
+    attn.check("kernels:once")
+
 @pytest.mark.attention(W, takes_out=True)
 def test_out(attn):
     attn.check("kernels:into")
@@ -274,7 +293,7 @@ def test_invariants(attn):
 def test_a_named_function_stands_wherever_a_callable_does(pytester, options):
     pytester.makepyfile(test_it=ALL_KINDS)
     pytester.makepyfile(kernels=HONEST if options else HONEST.replace("not in sys.modules", "in sys.modules"))
-    run(pytester, *options).assert_outcomes(passed=6, skipped=1)
+    run(pytester, *options).assert_outcomes(passed=7, skipped=1)
 
 
 def test_what_has_no_name_is_refused_in_one_line(pytester):
