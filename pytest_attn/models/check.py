@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,6 +41,7 @@ from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.workloads.distributions import Draw
+from pytest_attn.workloads.workload import Workload
 
 #: what computes a model's attention instead of what it calls itself
 Target = Callable[..., Any] | Subject | str
@@ -265,36 +266,48 @@ _ALIKE = (0.6, 1.6)
 
 
 def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.Module]) -> Iterator[CallComparison]:
-    """Yield the calls; one whose scale is near that of modules built alike, and another one, is wrong.
-
-    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
-    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant.
-    """
+    """Yield the calls; one whose scale is near that of modules built alike, and another one, is wrong."""
     alike: dict[object, list[CallComparison]] = {}
     for call in calls:
         if call.module in callers:
             alike.setdefault((build_of(callers[call.module]), call.workload.head_dim), []).append(call)
     odd: dict[int, str] = {}
     for group in alike.values():
-        scales = Counter(call.workload.softmax_scale for call in group)
-        usual, times = scales.most_common(1)[0]
-        if len(scales) != 2 or 2 < len(group) == 2 * times:
-            continue
-        right = [group[0].workload.replace(scale=None).softmax_scale, *_configured_scales(callers[group[0].module])]
-        right += [usual] if times > 1 and 2 * (len(group) - times) <= times else []
-        right = [scale for scale in right if any(math.isclose(scale, one, rel_tol=1e-4) for one in scales)]
-        for call in group:
-            ratios = [call.workload.softmax_scale / scale for scale in right]
-            near = [r for r in ratios if _ALIKE[0] < r < _ALIKE[1]]
-            if near and not any(math.isclose(ratio, 1, rel_tol=1e-4) for ratio in ratios):
-                own, scale = call.workload.softmax_scale, right[ratios.index(near[0])]
-                sibling = next(one for one in group if math.isclose(one.workload.softmax_scale, scale, rel_tol=1e-4))
-                odd[call.order] = f"its scale is {own:.6g}, and {scale:.6g} in {sibling.label}, which is built alike"
+        found = odd_scales([call.workload for call in group], callers[group[0].module])
+        for at, (scale, sibling) in found.items():
+            own, other = group[at].workload.softmax_scale, group[sibling].label
+            odd[group[at].order] = f"its scale is {own:.6g}, and {scale:.6g} in {other}, which is built alike"
     for call in calls:
         yield dataclasses.replace(call, misled=call.misled or odd.get(call.order, ""))
 
 
-def _configured_scales(module: torch.nn.Module) -> list[float]:
+def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) -> dict[int, tuple[float, int]]:
+    """Return which calls of modules built like this one have a scale of their own by mistake: the right one, and who has it.
+
+    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
+    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant.
+    """
+    own = [w.softmax_scale for w in workloads]
+    scales = Counter(own)
+    usual, times = scales.most_common(1)[0]
+    if len(scales) != 2 or 2 < len(own) == 2 * times:
+        return {}
+    right = [workloads[0].replace(scale=None).softmax_scale, *_configured_scales(module)]
+    right += [usual] if times > 1 and 2 * (len(own) - times) <= times else []
+    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)]
+    found = {}
+    for at, scale in enumerate(own):
+        near = [one for one in right if _ALIKE[0] < scale / one < _ALIKE[1]]
+        if near and not any(_is_alike(scale, one) for one in right):
+            found[at] = near[0], next(number for number, one in enumerate(own) if _is_alike(one, near[0]))
+    return found
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4)
+
+
+def _configured_scales(module: torch.nn.Module | None) -> list[float]:
     config = getattr(module, "config", None)
     scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
     scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]

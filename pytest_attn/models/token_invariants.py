@@ -19,6 +19,7 @@ import torch
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
+from pytest_attn.models.check import odd_scales
 from pytest_attn.models.step import untouched
 from pytest_attn.models.token_model import TokenModel
 from pytest_attn.workloads.workload import Workload
@@ -100,14 +101,15 @@ def wrong_scores(of: TokenModel) -> str:
     if of.says("scale_attn_by_inverse_layer_idx"):
         return ""
     for calls in alike.values():
-        usual = calls[0][1].head_dim ** -0.5
-        scales = sorted((abs(w.softmax_scale / usual - 1), w.softmax_scale, module) for module, w in calls)
-        (_, least, one), (_, most, other) = scales[0], scales[-1]
-        if abs(most - least) > 1e-4 * abs(least):
-            return f"{other} asks for a scale of {most:.6g}, and {one}, which is built like it, for {least:.6g}"
-        if not _is_named(of, most):
-            dim = calls[0][1].head_dim
-            return f"{other} asks for a scale of {most:.6g}, not 1 / sqrt({dim}), and its configuration names none like it"
+        odd = odd_scales([workload for _, workload in calls], parts.get(calls[0][0]))
+        for at, (scale, sibling) in odd.items():
+            (module, workload), (other, _) = calls[at], calls[sibling]
+            asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
+            return f"{asked}, and {other}, which is built like it, for {scale:.6g}"
+        module, workload = calls[0]
+        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(of, workload.softmax_scale):
+            asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
+            return f"{asked}, not 1 / sqrt({workload.head_dim}), and its configuration names none like it"
     return ""
 
 
@@ -116,7 +118,7 @@ def _is_named(of: TokenModel, scale: float) -> bool:
     rope = str(of.says("rope_parameters") or of.says("rope_scaling") or "")
     if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
-    squared = scale**-2
+    squared = scale**-2 if scale else 0.0
     numbers = [v for v in vars(of.config).values() if isinstance(v, int | float) and v > 0]
     return abs(squared - round(squared)) < 2e-4 * squared or any(
         abs(scale / of_it - 1) < 1e-4 for v in numbers for of_it in (v, 1 / v)

@@ -23,7 +23,7 @@ class Layer(nn.Module):
     def __init__(self, number, fault):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
-        self.number, self.fault = number, fault if number == 1 else ""
+        self.number, self.fault, self.scale = number, fault if number == 1 else "", None
         with torch.no_grad():
             self.qkv.weight[:64] *= 6
 
@@ -39,7 +39,7 @@ class Layer(nn.Module):
             mask = mask | torch.ones_like(mask[0, 0]).tril(-WINDOW).triu(-WINDOW)
         if self.fault == "window one too short":
             mask = mask & ~torch.ones_like(mask[0, 0]).tril(1 - WINDOW)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         if self.fault == "neighbor in the batch":
             out[1:] += 0.5 * out[:1]
         if self.fault == "another scale":
@@ -413,6 +413,13 @@ def test_a_forgotten_mask_and_a_stale_cache_are_found_in_a_mixture_of_experts(mo
 
     monkeypatch.setattr(attention, "forward", stale)
     assert "dynamic" in broken(model)
+
+
+def test_scales_that_layers_have_of_their_own_are_meant_as_a_check_takes_them():
+    model = Tokens()
+    model.layers[1].scale = 1.0
+
+    assert judge_model_invariants(model, IDS, only="field").passed
 
 
 @pytest.mark.parametrize("layers", [slice(1, None), slice(None)], ids=["one", "all"])
