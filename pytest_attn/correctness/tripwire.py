@@ -104,7 +104,10 @@ def _switches(kind: str) -> dict[str, Switch]:
         },
     }
     named = {f"torch's {name}": one for name, one in switches.items()}
-    return named | {"Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())}
+    return named | {
+        "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+        "Python's profile function": Switch(sys.getprofile, sys.setprofile),
+    }
 
 
 def _precisions() -> dict[str, Switch]:

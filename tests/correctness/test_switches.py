@@ -43,6 +43,10 @@ SWITCHES = {
         lambda: not torch.backends.cuda.flash_sdp_enabled(),
     ),
     "garbage collection": (lambda on: gc.disable() if on else gc.enable(), lambda: not gc.isenabled()),
+    "profile function": (
+        lambda on: sys.setprofile((lambda *event: None) if on else None),
+        lambda: sys.getprofile() is not None,
+    ),
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
         lambda on: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on),
         lambda: not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -66,7 +70,7 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         return out
 
     try:
-        owner = "Python" if name == "garbage collection" else "torch"
+        owner = "Python" if name in ("garbage collection", "profile function") else "torch"
         assert f"the callable left {owner}'s {name} at" in failure(leaves_it, CAUSAL, backward=True)
         assert not is_on()
     finally:
