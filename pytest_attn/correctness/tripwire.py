@@ -163,18 +163,21 @@ def _leave_modes(before: tuple[str, ...]) -> None:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-#: whose functions a judgment relies on, beside those of this package
-_OTHERS = ("time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event", "torch.cuda.Stream")
+#: whose functions a judgment relies on, beside those of this package; of torch itself, which
+_OTHERS = ("time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event")
+_OF_TORCH = (
+    *("allclose", "arange", "cat", "compile", "empty", "equal", "full", "get_num_threads", "is_grad_enabled", "isclose"),
+    *("manual_seed", "matmul", "ones", "rand", "randn", "softmax", "stack", "tensor", "where", "zeros", "zeros_like"),
+)
 _PACKAGE = __name__.partition(".")[0]
-#: its modules that come to a verdict; to look at all of them takes too long beside a small case
+#: its modules that come to a verdict: to look at all of them takes long beside a small case
 _MODULES = frozenset(
     f"{_PACKAGE}.{room}.{name}"
     for room, names in {
-        "correctness": "budget call comparison contract exact gradients judge reference spec",
-        "invariants": "check invariant",
-        "latency": "cuda_timer fresh_data gate kernel_work protocol regression statistics timer work",
-        "models": "check judge",
-        "cases": "api case conclude judgment latency measurement",
+        "correctness": "call comparison contract judge spec",
+        "invariants": "check",
+        "latency": "kernel_work protocol timer work",
+        "cases": "case conclude",
     }.items()
     for name in names.split()
 ) | {_PACKAGE}
@@ -188,6 +191,12 @@ class _Space(NamedTuple):
 
     name: str
     owner: Any
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """What is watched of it, as it is now."""
+        names: Mapping[str, Any] = vars(self.owner)
+        return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else dict(names)
 
     def added(self, was: Mapping[str, Any]) -> Iterator[str]:
         """Yield new names that hide something: of a base class, or of Python in a module of this package."""
@@ -229,7 +238,6 @@ class _Watched:
             self.spaces += added
             values = [getattr(value, "__func__", value) for space in added for value in vars(space.owner).values()]
             self.functions += [value for value in values if type(value) is FunctionType and value.__module__ == name]
-        self.views = [vars(one.owner).values() for one in self.spaces]
         self.codes = list(map(_code_of, self.functions))
 
 
@@ -250,14 +258,16 @@ def functions_kept(where: str = "") -> Iterator[None]:
     """
     watched = _watched()
     watched.grow()
-    spaces, views, functions, codes = list(watched.spaces), watched.views, list(watched.functions), watched.codes
-    operators = watched.operators
-    before, modules = [dict(vars(one.owner)) for one in spaces], len(sys.modules)
+    spaces, functions, codes, operators = list(watched.spaces), list(watched.functions), watched.codes, watched.operators
+    before, modules = [one.names for one in spaces], len(sys.modules)
     try:
         yield
     finally:
         replaced: list[str] = []
-        now, was = (chain.from_iterable((*some, (_NOTHING,))) for some in (views, (one.values() for one in before)))
+        now, was = (
+            chain.from_iterable((*(one.values() for one in some), (_NOTHING,)))
+            for some in ([one.names for one in spaces], before)
+        )
         if not all(map(operator.is_, now, was)):
             files = _libraries_since(modules)
             for space, names in zip(spaces, before, strict=True):
