@@ -299,6 +299,7 @@ OF_GRADIENTS = tuple(
             (f"softcap's derivative {name}", _with_slope_of_cap(slope), FULL.replace(softcap=5.0), (fault,))
             for name, slope, fault in (
                 ("missing", lambda t: 1, "softcap-slope-missing"),
+                ("all but missing", lambda t: 1 - t * t / 40, "softcap-slope-missing"),
                 ("without its square", lambda t: 1 - t, "softcap-slope-wrong"),
                 ("of a score that is not divided", lambda t: 1 - (5 * t) ** 2, "softcap-slope-wrong"),
                 ("of half the square", lambda t: 1 - t * t / 2, "softcap-slope-wrong"),

@@ -7,7 +7,6 @@ distributions of inputs. A fault that explains these is named; nothing is where 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -348,8 +347,8 @@ def _of_steps(name: str, bad: torch.Tensor, reference: Reference, case: Case) ->
 
     got = next(got for got, of in case.of(name) if of is reference)
     first = GradientOfRegion(name, got, reference, region, bad)
-    likely = itertools.chain(faults_of_steps(name, reference), wrong_slope_of_cap(first))
-    found = _best(likely, first, every, _STEPS, case.time)
+    known = _best(faults_of_steps(name, reference), first, every, _STEPS, case.time)
+    found = known or _best(wrong_slope_of_cap(first), first, every, _STEPS, case.time)  # which is fitted, and comes nearer
     return _hints(found[0] if found else None)
 
 
