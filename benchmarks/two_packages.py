@@ -1,11 +1,13 @@
 """Whether another version of the package measures the same p50s, and how long each takes: fresh processes in turn.
 
-    python benchmarks/two_packages.py --old PATH [--processes 30] [--device cuda|cpu] [--only WORDS] [--out FILE.json]
+    python benchmarks/two_packages.py --old PATH [--processes 30] [--seconds S] [--device cuda|cpu] [--only CASE,...]
+        [--out FILE.json]
 
 PATH: the root of the other version, its `pytest_attn` within. Every process times all cases, in an order of its own, with one
 of both packages; old and new take turns, and which is first changes. Prints, for each case and the mode that it was timed in,
 the ratio of the medians of the p50s, new over old, with a 95 % interval of bootstrapped processes, the spread of each, and the
-ratio of the seconds that a whole measurement takes, with its check: `pytest_attn.measure`. On a GPU:
+ratio of the seconds that a whole measurement takes, with its check: `pytest_attn.measure`, in the first five processes of each.
+No process is begun after --seconds. On a GPU:
 
     python benchmarks/two_packages.py --old /path/to/the/old --processes 30 --device cuda --out two.json
 """
@@ -51,6 +53,8 @@ CASES: dict[str, dict[str, tuple[str, str, str, str | None]]] = {
     },
 }
 _SECONDS = 900
+#: processes of each package that take whole measurements as well
+_WHOLE = 5
 
 
 def one_process(kind: str, number: int, only: str) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def one_process(kind: str, number: int, only: str) -> dict[str, Any]:
     if kind == "cpu":
         torch.set_num_threads(1)
     registry, stopwatch = Registry(), stopwatch_of(device)
-    names = [name for name in CASES[kind] if only in name]
+    names = only.split(",") if only else list(CASES[kind])
     found: dict[str, Any] = {}
     for name in random.Random(number).sample(names, len(names)):
         shape, backend, direction, mode = CASES[kind][name]
@@ -81,17 +85,22 @@ def one_process(kind: str, number: int, only: str) -> dict[str, Any]:
         latency = stopwatch.measure(work, workload.id, backend, mode)  # type: ignore[arg-type]
         kept = {one: getattr(latency, one) for one in ("p50", "mode", "calls", "blocks", "spent", "memory", "disturbances")}
         del work
-        begun = time.perf_counter()
-        backward: Any = {"forward": False, "backward": True, "forward+backward": "both"}[direction]
-        pytest_attn.measure(registry[backend], workload, backward=backward, device=str(device))
-        found[name] = {**kept, "whole": time.perf_counter() - begun}
+        found[name] = kept
+        if number < _WHOLE:
+            begun = time.perf_counter()
+            backward: Any = {"forward": False, "backward": True, "forward+backward": "both"}[direction]
+            pytest_attn.measure(registry[backend], workload, backward=backward, device=str(device))
+            kept["whole"] = time.perf_counter() - begun
     return {"process": number, "torch": torch.__version__, "cases": found}
 
 
-def take_turns(paths: dict[str, Path], processes: int, kind: str, only: str) -> dict[str, list[dict[str, Any]]]:
+def take_turns(paths: dict[str, Path], processes: int, seconds: float, kind: str, only: str) -> dict[str, list[dict[str, Any]]]:
     """Measure with each package in turn."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
+    end = time.monotonic() + seconds
     for number in range(processes):
+        if time.monotonic() > end:
+            break
         for name in list(paths) if number % 2 else list(paths)[::-1]:
             command = [sys.executable, __file__, "--child", str(number), "--device", kind, "--only", only]
             environment = {**os.environ, "PYTHONPATH": str(paths[name].resolve())}
@@ -111,7 +120,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> None:
         p50s = [[one["p50"] for one in runs] for runs in (old, new)]
         low, high = interval(*p50s)
         spreads = " ".join(f"{statistics.stdev(one) / statistics.mean(one):6.2%}" if len(one) > 1 else "-" for one in p50s)
-        took = ratio_of_medians([one["whole"] for one in old], [one["whole"] for one in new])
+        took = ratio_of_medians(*([one["whole"] for one in runs if "whole" in one] for runs in (old, new)))
         quiet = sum(not one["disturbances"] for one in (*old, *new))
         print(
             f"{case:18} {modes[:24]:12} {statistics.median(p50s[0]) * 1e6:10.2f} {ratio_of_medians(*p50s):8.4f}"
@@ -136,8 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path)
     parser.add_argument("--processes", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=7200)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--only", default="", help="names of cases; default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -147,7 +157,7 @@ def main() -> None:
     if options.old is None or not (options.old / "pytest_attn").is_dir():
         parser.error("--old PATH: the root of another version, with its folder pytest_attn")
     paths = {"old": options.old, "new": Path(__file__).resolve().parent.parent}
-    found = take_turns(paths, options.processes, options.device, options.only)
+    found = take_turns(paths, options.processes, options.seconds, options.device, options.only)
     if options.out:
         options.out.write_text(json.dumps(found))
     report(found)
