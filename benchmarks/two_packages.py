@@ -6,8 +6,8 @@
 PATH: the root of the other version, its `pytest_attn` within. Every process times all cases, in an order of its own, with one
 of both packages; old and new take turns, and which is first changes. Prints, for each case and the mode that it was timed in,
 the ratio of the medians of the p50s, new over old, with a 95 % interval of bootstrapped processes, the spread of each, and the
-ratio of the seconds that a whole measurement takes, with its check: `pytest_attn.measure`, in the first five processes of each.
-No process is begun after --seconds. On a GPU:
+ratio of the seconds that a whole measurement takes, with its check (`pytest_attn.measure`), in the first five processes of
+each. No process is begun after --seconds. On a GPU:
 
     python benchmarks/two_packages.py --old /path/to/the/old --processes 30 --device cuda --out two.json
 """
@@ -94,9 +94,12 @@ def one_process(kind: str, number: int, only: str) -> dict[str, Any]:
     return {"process": number, "torch": torch.__version__, "cases": found}
 
 
-def take_turns(paths: dict[str, Path], processes: int, seconds: float, kind: str, only: str) -> dict[str, list[dict[str, Any]]]:
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def take_turns(paths: dict[str, Path], processes: int, seconds: float, kind: str, only: str) -> Runs:
     """Measure with each package in turn."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
+    found: Runs = {name: [] for name in paths}
     end = time.monotonic() + seconds
     for number in range(processes):
         if time.monotonic() > end:
@@ -111,7 +114,7 @@ def take_turns(paths: dict[str, Path], processes: int, seconds: float, kind: str
     return found
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> None:
+def report(found: Runs) -> None:
     """Print what the two say of each case."""
     print(f"{'case':18} {'mode':12} {'old us':>10} {'new/old':>8} {'95 % interval':>18} {'spread':>14} {'measured in':>12} n")
     for case in found["old"][0]["cases"]:

@@ -86,9 +86,10 @@ class KernelWork(Work):
         return sum(t.nbytes for t in self._noise.at(self._noise.draw()))
 
     def rotate_over(self, number: int) -> None:
-        """Have `number` sets, each at another offset within its allocation; 0 for views of noise."""
+        """Have `number` sets, each at another offset within its allocation; 0 for views of noise. No graph starts from one."""
         number = max(self._fewest_sets, number)
         del self.sets[number:]
+        self._captured.clear()
         while len(self.sets) < number:
             self.sets.append(self._own(self._noise.at(self._noise.draw()), offset=len(self.sets)))
         self._movable_sets = [_movable(one) for one in self.sets]

@@ -186,32 +186,36 @@ def _share(difference: float, norm: float) -> str:
 class TimedCall(NamedTuple):
     """One call on an idle device: its result, and the host's seconds until it was launched, and until it was done.
 
-    call: what was staged, which knows its data.
+    What was staged is let go of. Where a graph of autograd lives on, leaves belong to the stream of its forward pass, and no
+    other stream can capture their next backward pass.
     """
 
     value: object
     launched: float
     done: float
-    call: Callable[[], Any] = lambda: None
 
 
 def verified(work: Work) -> TimedCall:
     """Call a work and look at the result, which must be that of the data as it is; then change the data for the next look."""
-    one = called(work)
-    work.verify_call("called on new data", one.call, one.value)
+    call = work.stage()
+    one = _timed(work, call)
+    work.verify_call("called on new data", call, one.value)
     work.refresh()
     return one
 
 
 def called(work: Work) -> TimedCall:
     """Call a work once."""
-    call = work.stage()
+    return _timed(work, work.stage())
+
+
+def _timed(work: Work, call: Callable[[], Any]) -> TimedCall:
     wait(work.device)
     begun = time.perf_counter()
     value = call()
     launched = time.perf_counter() - begun
     wait(work.device)
-    return TimedCall(value, launched, time.perf_counter() - begun, call)
+    return TimedCall(value, launched, time.perf_counter() - begun)
 
 
 #: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU
@@ -248,9 +252,10 @@ def judge_pairs(pairs: Sequence[tuple[float, float]], waited: float) -> str:
 def look(work: Work) -> Look:
     """Call a work once, and look at its result and its time."""
     worked = time.process_time()
-    one = called(work)
+    call = work.stage()
+    one = _timed(work, call)
     worked = time.process_time() - worked
-    work.verify_call("called on new data", one.call, one.value)
+    work.verify_call("called on new data", call, one.value)
     return Look(one.done, worked if work.device.type == "cpu" else one.done)
 
 

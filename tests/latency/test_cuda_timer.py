@@ -235,7 +235,7 @@ def test_launching_is_told_from_waiting(monkeypatch):
     work = SimpleNamespace(
         device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.pass_by(3e-3) or "out")
     )
-    value, launched, done, _ = timed_work.called(work)
+    value, launched, done = timed_work.called(work)
     assert log == ["stage", "wait", "call", "wait"]
     assert value == "out"
     assert (launched, done) == pytest.approx((3e-3, 23e-3))

@@ -2,6 +2,7 @@
 
 import math
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from judging import SMALL, attention, measure, timed
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import timer
 from pytest_attn.latency.timer import HostTimer, Item
-from pytest_attn.latency.work import StaleError, Work
+from pytest_attn.latency.work import StaleError, Work, called, verified
 
 
 def test_all_calls_of_a_sample_are_staged_before_the_first_is_made():
@@ -39,8 +40,8 @@ def test_sets_of_tensors_are_apart_and_have_new_data_before_each_call(device):
     assert len({float(t.double().sum()) for t in seen}) == 18, "none has been there before"
 
 
-def test_without_sets_each_call_has_other_data_in_the_same_memory(device):
-    work = timed(attention, SMALL, device, "forward")
+def test_without_sets_each_call_has_other_data_in_the_same_memory():
+    work = timed(attention, SMALL, torch.device("cpu"), "forward")
     calls = [work.stage() for _ in range(20)]
     assert len({call.tensors[0].untyped_storage().data_ptr() for call in calls}) == 1
     assert len({float(call.tensors[0].double().sum()) for call in calls}) > 15
@@ -102,3 +103,17 @@ def test_the_host_s_clock_counts_the_calls_of_a_sample(monkeypatch):
     (seconds,) = timer.block([Item("op", lambda: lambda: [call() for _ in range(5)], 5)])
     assert len(calls) == 5
     assert seconds == pytest.approx(0.002)
+
+
+def test_a_call_that_was_looked_at_leaves_no_graph_of_autograd_behind(device):
+    outs = []
+
+    def kernel(q, k, v):
+        out = attention(q, k, v)
+        outs.append(weakref.ref(out))
+        return out
+
+    work = timed(kernel, SMALL, device, "backward")
+    kept = [verified(work), called(work)]
+    assert [out() for out in outs] == [None, None]
+    assert all(one.done > 0 for one in kept)
