@@ -296,8 +296,8 @@ class IsolatedFunction(NamedFunction):
             self.start().give_up("its process returned garbage")
         return claimed
 
-    def in_a_row(self, calls: Sequence[Recorded], direction: str, chosen: int) -> tuple[float, float | None]:
-        """Have it make calls, one after the other, and hand over the result of one, which is named after that.
+    def in_a_row(self, calls: Sequence[Recorded], direction: str, chosen: Sequence[int]) -> tuple[float, float | None]:
+        """Have it make calls, one after the other, and hand over the results of some, which are named after that.
 
         Returns the seconds of all by this process's clock, and those for which its threads waited for a core, None where
         the system does not say.
@@ -311,7 +311,8 @@ class IsolatedFunction(NamedFunction):
         seconds = process.go()
         waited = process_waited(process.pid) - waited
         is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
-        calls[chosen].keep(calls[chosen].call.fetched(chosen))
+        for one in chosen:
+            calls[one].keep(calls[one].call.fetched(one))
         return seconds, waited if is_seen else None
 
     def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
