@@ -674,6 +674,7 @@ CHEATS = (
             threading.Thread(target=lambda: out.copy_(sdpa(q, k, v))).start()
             return out
         """,
+        slow=True,
     ),
     Cheat(
         "thread_fills_later_when_timed",
