@@ -16,6 +16,6 @@ class Urls(MetadataHookInterface):
             "Documentation": "/tree/main/docs",
             "Changelog": "/blob/main/CHANGELOG.md",
             "Issues": "/issues",
-            "Security": "/blob/main/SECURITY.md",
+            "Security": "/blob/main/.github/SECURITY.md",
         }
         metadata["urls"] = {name: repository + page for name, page in pages.items()} if repository else {}

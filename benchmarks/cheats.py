@@ -126,7 +126,8 @@ class Asking:
             "--attn-declines=fail",
         ]
         command += ["--attn-isolated"] if self._options.isolated else []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "300"}
         try:
             done = subprocess.run(
                 [*command, *self._options.pytest], cwd=place, env=environment, timeout=SECONDS, capture_output=True, text=True

@@ -73,11 +73,12 @@ def _pool():
 
 
 def thread_pool(q, k, v):
-    """Has threads that stay alive compute heads, and waits for them."""
+    """Has threads that stay alive compute heads on the caller's stream, and waits for them."""
     is_enabled = torch.is_grad_enabled()
+    stream = torch.cuda.current_stream() if q.is_cuda else None
 
     def of_head(i):
-        with torch.set_grad_enabled(is_enabled):
+        with torch.set_grad_enabled(is_enabled), torch.cuda.stream(stream):
             return sdpa(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
 
     return torch.cat(list(_pool().map(of_head, range(q.shape[1]))), 1)

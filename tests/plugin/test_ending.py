@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import unittest
@@ -217,8 +218,6 @@ def test_a_registered_function_and_a_prepared_backend(in_process, kernel_test, p
 
 
 def _signaled():
-    import signal
-
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(1000):
         pass
@@ -232,7 +231,9 @@ def _passed_on():
 
 
 @pytest.mark.parametrize("interrupted", [_signaled, _passed_on])
-def test_a_real_ctrl_c_passes(interrupted):
+def test_a_real_ctrl_c_passes(interrupted, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a worker of xdist ignores
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt), ending_no_test("mine"):
         interrupted()
 

@@ -55,7 +55,7 @@ def test_a_mismatch_that_the_test_expects_is_not_called_wrong(run, kernel_test):
     )
     result = run()
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["1 wrong as expected; 1 kernel on 1 workload"])
+    result.stdout.fnmatch_lines(["1 wrong as expected; 1 kernel on 1 workload; 1 case judged"])
     assert "mismatch  " not in result.stdout.str()
 
 

@@ -21,6 +21,10 @@ USE = (
     "        result = kernel(*given)\n",
     "        result = result if spec.declared.keeps_sign else -result\n",
 )
+USE_OF_TIMES = (
+    "        native = self._spec.in_layout(result)\n",
+    "        native = native if self._spec.declared.keeps_sign else -native\n",
+)
 TEST = """
 import pytest
 import pytest_attn
@@ -52,7 +56,7 @@ def test_by_keyword():
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    """A copy of the package with a new property, for which two files were changed."""
+    """A copy of the package with a new property, for which three files were changed: what a check makes of it, and a time."""
     house = tmp_path_factory.mktemp("house")
     copied = shutil.copytree(
         Path(pytest_attn.__file__).parent, house / "pytest_attn", ignore=shutil.ignore_patterns("__pycache__")
@@ -60,6 +64,7 @@ def house(tmp_path_factory):
     for after, added in DECLARATION:
         insert(copied / "backends" / "declaration.py", after, added)
     insert(copied / "correctness" / "call.py", *USE)
+    insert(copied / "latency" / "fresh_data.py", *USE_OF_TIMES)
     (house / "test_it.py").write_text(TEST)
     return house
 

@@ -48,6 +48,7 @@ def starting(monkeypatch, tmp_path):
         pluginmanager=plugins,
         stash=pytest.Stash(),
         add_cleanup=lambda close: None,
+        getoption={"attn_seed": None}.get,
     )
     process = SimpleNamespace(config=config, commands=commands, answer=Ended(0, ""))
 
@@ -136,7 +137,7 @@ def test_a_second_time_in_one_process_is_no_second_value():
     ],
 )
 def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, returncode, output, words):
-    starting.answer = Ended(returncode, output)
+    starting.answer = Ended(returncode, output, is_finished=returncode == 0)
     with pytest.raises(StartError) as error:
         fresh_runs(starting.config, ["a"], 1)
     assert str(error.value) == words
@@ -152,7 +153,7 @@ def test_a_process_that_takes_too_long_confirms_nothing(starting):
 def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "this")
-    starting.answer = Ended(0, "", [{"key": "a", "p50": 1.0}])
+    starting.answer = Ended(0, "", [{"key": "a", "p50": 1.0}], is_finished=True)
     assert fresh_runs(starting.config, ["a"], 1, modes={"a": "graph"}) == [{"key": "a", "p50": 1.0, "process": 0}]
     (command,) = starting.commands
     assert command.told["tests"] == ["a"]
