@@ -194,9 +194,9 @@ class _Space(NamedTuple):
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """What is watched of it, as it is now."""
+        """What is watched of it, as it is wherever it is read."""
         names: Mapping[str, Any] = vars(self.owner)
-        return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else dict(names)
+        return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else names
 
     def added(self, was: Mapping[str, Any]) -> Iterator[str]:
         """Yield new names that hide something: of a base class, or of Python in a module of this package."""
@@ -259,7 +259,7 @@ def functions_kept(where: str = "") -> Iterator[None]:
     watched = _watched()
     watched.grow()
     spaces, functions, codes, operators = list(watched.spaces), list(watched.functions), watched.codes, watched.operators
-    before, modules = [one.names for one in spaces], len(sys.modules)
+    before, modules = [dict(one.names) for one in spaces], len(sys.modules)
     try:
         yield
     finally:
