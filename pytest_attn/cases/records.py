@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import dis
+import inspect
 import platform
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, get_args
 
 import pytest
@@ -183,8 +187,10 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
     )
 
 
-#: of a case, what a test may hand to a judgment of its own
-_JUDGED_WITH = frozenset(("workload", "reference", "backend"))
+#: how names begin of what fails a test by itself
+_ASSERTING = ("assert", "raises", "warns", "fail")
+#: where pytest_attn.check and the like are
+_OWN_JUDGES = ("pytest_attn.cases.", "pytest_attn.models.check")
 
 
 class UnjudgedWarning(pytest.PytestWarning):
@@ -215,14 +221,65 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     kind = kind_of(item)
     if fixtures().isdisjoint(getattr(item, "fixturenames", ())):
         return next(filter(None, map(_untaken, item.own_markers)), None)
-    case = getattr(item, "funcargs", {}).get(kind.fixture)
-    looked_at: frozenset[str] = getattr(case, "looked_at", frozenset())
-    if case is None or case.is_judged or _is_handed_on(item) or looked_at & _JUDGED_WITH:
+    given = getattr(item, "funcargs", {})
+    case = given.get(kind.fixture)
+    if case is None or case.is_judged or _is_handed_on(item):
         return None
-    if looked_at:
-        text = f"computes with q, k and v, but calls none of {kind.must_call.replace(' or ', ' and ')}"
-        return False, f"{text}; if it compares by itself on purpose, say --attn-unjudged=ignore"
-    return True, f"it passed without a call of {kind.must_call}"
+    looked_at: frozenset[str] = getattr(case, "looked_at", frozenset())
+    asserts = _asserts(item, given) if looked_at else ""
+    if not asserts:
+        return True, f"it passed without a call of {kind.must_call}"
+    if "reference" in looked_at or (asserts == "itself" and looked_at.isdisjoint("qkv")):
+        return None
+    reads = "computes with q, k and v" if looked_at & set("qkv") else f"reads {' and '.join(sorted(looked_at))}"
+    text = f"{reads}, but calls none of {kind.must_call.replace(' or ', ' and ')}"
+    return False, f"{text}; if it compares by itself on purpose, say --attn-unjudged=ignore"
+
+
+def _asserts(item: pytest.Item, given: Mapping[str, Any]) -> str:
+    """Say what of a test may fail, as far as code shows: "itself", "others", which it calls or is given; "" for nothing."""
+    test, own = inspect.unwrap(getattr(item, "function", _untaken)), fixtures()
+    called = list(_called(test, getattr(item, "cls", None)))
+    if _can_fail(test) or any(one.__module__.startswith(_OWN_JUDGES) for one in called):
+        return "itself"
+    helpers = [*called, *(value for name, value in given.items() if name not in own)]
+    return "others" if any(_helper_can_fail(one, {id(test)}) for one in helpers) else ""
+
+
+def _helper_can_fail(helper: Any, seen: set[int]) -> bool:
+    helper = inspect.unwrap(helper) if callable(helper) else helper
+    if not isinstance(helper, FunctionType):  # a callable object may do anything; check is what pytest-regressions has
+        return hasattr(helper, "check") or (callable(helper) and not isinstance(helper, (type, BuiltinFunctionType)))
+    if id(helper) in seen or helper.__module__.partition(".")[0] == "torch":
+        return False
+    seen.add(id(helper))
+    return _can_fail(helper) or any(_helper_can_fail(one, seen) for one in _called(helper, None))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for within in code.co_consts:
+        if isinstance(within, CodeType):
+            yield from _codes(within)
+
+
+def _can_fail(function: FunctionType) -> bool:
+    """Whether a function raises, asserts, or calls what says by its name that it does."""
+    for code in _codes(function.__code__):
+        if any(name.startswith(_ASSERTING) for name in code.co_names if name != "assert_attention_close"):
+            return True
+        if any(instruction.opname == "RAISE_VARARGS" for instruction in dis.get_instructions(code)):
+            return True
+    return False
+
+
+def _called(function: FunctionType, cls: type | None) -> Iterator[Any]:
+    """Yield functions that a function names: of its module, of modules that it imports, and of its class."""
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    known = [found for name in names if (found := function.__globals__.get(name) or sys.modules.get(name)) is not None]
+    for owner in (*known, cls):
+        yield from (found for name in names if isinstance(found := getattr(owner, name, None), FunctionType))
+    yield from (found for found in known if isinstance(found, FunctionType))
 
 
 def _untaken(mark: pytest.Mark) -> tuple[bool, str] | None:

@@ -17,6 +17,26 @@ def test_a_test_that_calls_nothing_fails(run, kernel_test, fixtures):
     assert "raised" not in result.stdout.str(), "the kernel did nothing wrong"
 
 
+CHECKING = "def helper(out, exact):\n    assert out.shape == exact.shape\n"
+FORGOTTEN = [
+    ("attn.workload", ""),
+    ("print(attn.workload, attn.backend)", ""),
+    ("if attn.workload.heads > 2:\n    attn.check(sdpa)", ""),
+    ("attn.check", ""),
+    ("sdpa(attn.q, attn.k, attn.v, scale=attn.workload.scale)", ""),
+    ("out, exact = sdpa(attn.q, attn.k, attn.v), attn.reference.out", CHECKING),
+    ("helper(attn.q, attn.k)", "def helper(q, k):\n    return q + k\n"),
+]
+
+
+@pytest.mark.parametrize(("body", "before"), FORGOTTEN, ids=[body for body, _ in FORGOTTEN])
+def test_a_forgotten_check_fails_whatever_the_test_reads(run, kernel_test, body, before):
+    kernel_test(body, before=before)
+    result = run()
+    result.assert_outcomes(failed=1)
+    assert CALL in result.stdout.str()
+
+
 def test_a_test_without_a_fixture_fails(run, kernel_test):
     kernel_test("pass", fixtures="")
     result = run()
@@ -26,11 +46,17 @@ def test_a_test_without_a_fixture_fails(run, kernel_test):
 
 @pytest.mark.parametrize(
     ("body", "fixtures"),
-    [("sdpa(attn.q, attn.k, attn.v)", "attn"), ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv))", "qkv")],
+    [
+        ("assert sdpa(attn.q, attn.k, attn.v).isfinite().all()", "attn"),
+        ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv))", "qkv"),
+        ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv, scale=attn.workload.scale))", "qkv, attn"),
+        ("helper(sdpa(*qkv), qkv[0])", "qkv"),
+        ("given(sdpa(*qkv), qkv[0])", "qkv, given"),
+    ],
 )
 def test_a_test_that_compares_by_itself_is_warned(run, kernel_test, body, fixtures):
     """What it compares with, nobody knows: it may be right to."""
-    kernel_test(body, fixtures=fixtures)
+    kernel_test(body, fixtures=fixtures, before=f"{CHECKING}\n@pytest.fixture\ndef given():\n    return helper\n")
     result = run("-Wdefault")
     result.assert_outcomes(passed=1, warnings=1)
     assert TENSORS in result.stdout.str()
@@ -44,6 +70,7 @@ JUDGES = [
     ("torch.testing.assert_close(sdpa(*qkv).double(), attn_reference.out, atol=0.1, rtol=0.1)", "qkv, attn_reference"),
     ("with pytest.raises(AssertionError):\n    attn.check(lambda q, k, v: q)", "attn"),
     ("def no(q, k, v):\n    raise NotImplementedError\nwith pytest.raises(NotImplementedError):\n    attn.check(no)", "attn"),
+    ("helper(sdpa(*qkv), attn_reference.out)", "qkv, attn_reference"),
     ("import pytest_attn\npytest_attn.check(sdpa, attn.workload, device='cpu')", "attn"),
     ("assert attn.backend.name == 'math'", "attn, attn_backend"),
     ("assert attn_workload.heads == 2", "attn_workload"),
@@ -53,7 +80,7 @@ JUDGES = [
 
 @pytest.mark.parametrize(("body", "fixtures"), JUDGES, ids=[body.splitlines()[0] for body, _ in JUDGES])
 def test_a_test_that_judges_passes_without_a_word(run, kernel_test, body, fixtures):
-    kernel_test(body, fixtures=fixtures)
+    kernel_test(body, fixtures=fixtures, before=CHECKING)
     result = run("--attn-backends=math", "-Wdefault")
     result.assert_outcomes(passed=1, warnings=0)
 
