@@ -321,8 +321,8 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     Its attributes describe the case: workload, backend, device, q, k, v, mask, bias, sinks, alibi_slopes, cu_seqlens, kv_lens,
     page_table and reference. `attn.check(fn)` compares fn with exact attention and raises AssertionError with a
     diagnosis where it is wrong. fn may be a callable of (q, k, v), attn_backend, or a backend's name.
-    `attn.check_invariants(fn)` asks what needs no tolerance. `attn.measure(fn)` checks fn, times it, and raises AssertionError
-    where its p50 is slower than the baseline of this machine.
+    `attn.check_invariants(fn)` checks what holds of every kernel. `attn.measure(fn)` checks fn, times it, and raises
+    AssertionError where its p50 is slower than the baseline of this machine.
     """
     make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
     case: AttentionCase = make_case(request, _attn_parameter)

@@ -38,6 +38,7 @@ FEATURES = tuple(REFUSALS)
 #: Which quantized inputs it takes: fp8 q, k and v, or k and v quantized beside another q, and of what one descale may be.
 QUANTIZED = ("fp8", "kv_dtype", "tensor", "head", "token")
 COLUMNS = ("dtypes", "head_dim", "masks", "takes")
+_ALIGNMENTS = {"top-left": "causal", "bottom-right": "causal-bottom-right"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Capabilities:
     """The limits of one backend's interface.
 
     Args:
-        masks: words out of `capability_words` ("top-left", "bottom-right", "window", ...; "any": an arbitrary tensor or
-            mask_mod); no mask at all is always taken.
+        masks: words out of `capability_words` ("causal", "causal-bottom-right", "window", ...; "any": an arbitrary
+            tensor or mask_mod); no mask at all is always taken. "top-left" and "bottom-right" stand for the first two.
         features: parts of FEATURES.
         dtypes: full names of the dtypes that it takes.
         head_dim: the largest; None for no limit.
@@ -68,6 +69,7 @@ class Capabilities:
     quantized: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", frozenset(_ALIGNMENTS.get(word, word) for word in self.masks))
         unknown = (self.masks - set(capability_words())) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
         unknown |= self.quantized - set(QUANTIZED)
         assert not unknown, f"unknown capabilities: {unknown}"

@@ -141,7 +141,7 @@ def check_invariants(
     dequantized: Dequantizer | None = None,
     **declared: Unpack[Declared],
 ) -> InvariantReport:
-    """Run every invariant that applies on a callable, without pytest: what holds of right kernels and needs no tolerance.
+    """Run every invariant that applies on a callable, without pytest: what holds of every attention kernel.
 
     Args:
         fn: as for `check`.

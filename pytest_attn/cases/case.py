@@ -168,14 +168,14 @@ class AttentionCase(CaseTensors):
         name: str | None = None,
         dequantized: Dequantizer | None = None,
     ) -> InvariantReport:
-        """Ask `fn` what needs no tolerance: poisoned memory, odd strides, leaks, reruns, state, equivalences, algebra.
+        """Check what holds of every attention kernel: poisoned memory, odd strides, leaks, reruns, state, equivalences.
 
         Skips the test where no invariant applies, or fn declines the case itself; an invariant whose variant fn declines does
         not apply. Expects the failure (xfail) where a known defect explains what is broken.
 
         Args:
             fn: as for `check`.
-            only: names of the invariants to ask (docs/reference/invariants.md).
+            only: names of the invariants to run (docs/reference/invariants.md).
             skip: names of invariants to leave out.
             name: as for `check`.
             dequantized: as for `check`.

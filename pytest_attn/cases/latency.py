@@ -496,7 +496,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         if self._requires_decision:
             text = f"not timed, which --attn-latency=require asks for: {self._measurement.name}: {reason}"
             return self._found(Verdict.UNTIMED, reason, text=text)
-        return self._found(Verdict.UNTIMED, reason, skip=f"{self.subject.name} passed the check, but was not timed: {reason}")
+        return self._found(Verdict.UNTIMED, reason, skip=f"not timed: {reason}; the check of {self.subject.name} passed")
 
     def _decided(self, latency: Latency, decision: Decision) -> Judgment[Latency]:
         """Return what a decision means for the test: what accepts a regression, and what helps where nothing can be said."""
@@ -505,7 +505,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         if decision.verdict == Verdict.REGRESSED:
             baseline = self._mode.baselines.of(self._measurement)
             assert baseline is not None
-            facts["text"] = describe_regression(decision, baseline, latency, self._run.session.collected.selected)
+            facts["text"] = describe_regression(decision, baseline, latency)
             facts["remedies"] = [labeled("accept", f"{command} {ACCEPT}")]
         elif decision.verdict == Verdict.UNCONFIRMED:
             facts["text"] = describe_unconfirmed(name, decision)

@@ -1,4 +1,4 @@
-"""How a mismatch reads: the verdict first, then the worst element, the levels, where, the usual figures, what it suggests."""
+"""How a mismatch reads: the verdict, then the worst element, the largest z, where, the usual figures, what it suggests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def describe(comparison: Comparison) -> str:
         f"mismatch: {whose}: {_excess(row)} ({comparison.workload}, inputs {row.distribution})",
         labeled("worst", f"{row.name}[{at}] = {found}, exact {exact}, budget {figure(row.budget, '.3g')}"),
         labeled(
-            "levels",
-            f"element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
-            f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g});"
-            f" {row.exceeding:,} of {row.elements:,} elements over",
+            "largest z",
+            f"{_levels(row)}; {row.exceeding:,} of {row.elements:,} elements above {row.limits.element:g}",
         ),
         labeled("where", _describe_location(mismatch.location, ", drawn or named by --attn-rows" if mismatch.drawn else "")),
         labeled(
@@ -62,16 +60,25 @@ def _excess(row: TensorComparison) -> str:
     if row.wrong_positions:
         return f"{row.wrong_positions:,} elements are NaN or infinite and should not be, or should be and are not"
     level, value, limit = _worst_level(row)
-    return f"z {_short(value)} over {level}, limit {limit:g}"
+    return f"z {_short(value)} in {level}, limit {limit:g}"
 
 
 def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
     levels = (
-        ("an element", row.z_element, row.limits.element),
-        ("a row", row.z_row, row.limits.row),
-        ("a head", row.z_head, row.limits.head),
+        ("one element", row.z_element, row.limits.element),
+        ("one row", row.z_row, row.limits.row),
+        ("one head", row.z_head, row.limits.head),
     )
     return next((level for level in levels if not level[1] <= level[2]), levels[0])
+
+
+def _levels(row: TensorComparison) -> str:
+    if row.limits.element == 1:  # lse, max
+        return f"element {_short(row.z_element)} (limit 1: this budget is all that {row.name} may be off)"
+    return (
+        f"element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
+        f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g})"
+    )
 
 
 def _short(z: float) -> str:

@@ -148,7 +148,7 @@ def _changed_steps(name: str, reference: Reference) -> Iterator[tuple[str, str, 
             words = f"that keeps only the last tile of {tile} rows: its share overwrites the others"
             yield "row-tiles-overwrite", words, partial(_of_last_tile, tile)
     for fault in attention_faults(w, reference.inputs):
-        yield RECOMPUTED + fault.fault, f"that computes P again {fault.words}", partial(_with_p_of, fault)
+        yield RECOMPUTED + fault.fault, f"that recomputes P {fault.words}", partial(_with_p_of, fault)
         yield fault.fault, f"of attention {fault.words}", partial(_of_attention, fault)
 
 
@@ -165,7 +165,7 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
     def with_lse(changed: Callable[[torch.Tensor], torch.Tensor]) -> Changed:
         return lambda seen: dataclasses.replace(seen.honest, lse=changed(seen.honest.lse))
 
-    yield "lse-missing-in-backward", "that computes P again without lse: exp(s)", with_lse(lambda lse: lse * 0)
+    yield "lse-missing-in-backward", "that recomputes P without lse: exp(s)", with_lse(lambda lse: lse * 0)
     yield "lse-taken-for-base-2", "that takes lse for one of base 2", with_lse(lambda lse: lse * math.log(2))
     yield "lse-taken-for-natural", "that takes lse of base 2 for a natural one", with_lse(lambda lse: lse / math.log(2))
     for dtype in (torch.bfloat16, torch.float16):
@@ -176,7 +176,7 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
     if w.heads > 1:
         yield "lse-of-next-head", "with lse of the next head", with_lse(lambda lse: lse.roll(-1, 1))
     if w.sinks:
-        yield "sink-missing-in-lse", "that computes P again without the sink's share of lse", _without_sink
+        yield "sink-missing-in-lse", "that recomputes P without the sink's share of lse", _without_sink
 
 
 def _rounded(dtype: torch.dtype, lse: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What must hold of every attention kernel without any tolerance."""
+"""What holds of every attention kernel."""

@@ -250,7 +250,7 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: in
         if found.identity == identity:
             if found.anchors != anchors and any(case.protocol == protocol for case in found.cases.values()):
                 raise BaselineError(
-                    f"{path}: recorded beside other anchors ({found.anchors}, this version has {anchors});"
+                    f"{path}: recorded beside other controls ({found.anchors}, this version has {anchors});"
                     " move it away and record anew with --attn-update-baselines REASON"
                 )
             return replace(found, anchors=anchors)

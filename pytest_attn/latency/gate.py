@@ -259,7 +259,7 @@ def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agr
         limit = policy.anchors if agreed else max(0.015, 4 * _scatter(recorded, name))
         if abs(moved) > math.log1p(min(limit, policy.anchors)):
             why = "" if agreed else ", and the software is another"
-            return f"the {name} anchor moved by {math.expm1(moved):+.1%} since the recording{why}"
+            return f"the {name} control moved by {math.expm1(moved):+.1%} since the recording{why}"
     return ""
 
 

@@ -17,7 +17,7 @@ from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, scre
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Fit, Prior, Run
-from pytest_attn.reports.lines import describe_ranks, duration, labeled
+from pytest_attn.reports.lines import describe_ranks, duration, labeled, timed_as
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
@@ -28,7 +28,7 @@ _Z_RATIO, _Z_MORE = 1.5, 0.25
 _MEMORY_RATIO, _MEMORY_MORE = 1.05, 1 << 20
 #: slower than the first recording by this many times what counts as slower is said, however it was accepted since
 _CREEP = 2.5
-_LEVELS = ("an element", "a row", "a head")
+_LEVELS = ("one element", "one row", "one head")
 
 
 def with_other_gates(
@@ -58,7 +58,7 @@ def _describe_memory(recorded: Baseline, latency: Latency) -> str:
 
 def _describe_accuracy(recorded: Baseline, z: Sequence[float] | None) -> list[str]:
     return [
-        f"less accurate: z {now:.3g} over {level}, recorded {then:.3g}"
+        f"less accurate: z {now:.3g} in {level}, recorded {then:.3g}"
         for level, now, then in zip(_LEVELS, z or (), recorded.z or (), strict=False)
         if now > _Z_RATIO * then + _Z_MORE
     ]
@@ -225,20 +225,20 @@ def _unusable_because(baseline: Baseline | None, baselines: DeviceBaselines, mea
     return None
 
 
-def describe_regression(decision: Decision, recorded: Baseline, latency: Latency, cases: int) -> str:
-    """Return the text of a regression: what changed, and on what evidence. cases: how many the suite decides over."""
+def describe_regression(decision: Decision, recorded: Baseline, latency: Latency) -> str:
+    """Return the text of a regression: what changed, and on what evidence."""
     runs = ", ".join(map(duration, decision.runs))
     moved = ", ".join(f"{name} {change:+.1%}" for name, change in (decision.anchors or {}).items())
-    calls = "1 call" if latency.calls == 1 else f"{latency.calls} calls"
     span = f"{duration(min(recorded.p50))} to {duration(max(recorded.p50))} in {len(recorded.p50)} processes"
     lines = [
         f"regressed: {latency.subject} on {latency.workload}, {latency.direction}: {describe_change(decision)}",
         labeled("because", decision.reason) if decision.reason else "",
         labeled("runs", f"{duration(latency.p50)} in this process; decided on {runs}"),
         labeled("recorded", f"{span}, {recorded.date}: {recorded.reason}"),
-        labeled("anchors", f"{moved or 'none'} (timed as {latency.mode}, {calls} a sample, L2 {latency.l2})"),
+        labeled("controls", f"{moved}: fixed operations that were timed beside it") if moved else "",
+        labeled("timed", timed_as(latency.mode, latency.calls, latency.l2)),
         labeled("ranks", describe_ranks(latency.ranks)) if latency.ranks else "",
-        labeled("certainty", _describe_certainty(decision.detectable, cases)) if decision.detectable is not None else "",
+        labeled("certainty", _describe_certainty(decision.detectable)) if decision.detectable is not None else "",
     ]
     return "\n".join(line for line in lines if line)
 
@@ -273,8 +273,5 @@ def describe_change(decision: Decision) -> str:
     )
 
 
-def _describe_certainty(detectable: float, cases: int) -> str:
-    return (
-        f"four of five suites would find a slowdown of {detectable:.1%};"
-        f" of suites of {cases:,} cases, at most 1 % alarm falsely"
-    )
+def _describe_certainty(detectable: float) -> str:
+    return f"a slowdown of {detectable:.1%} is found in four of five runs; where nothing is slower, at most 1 run in 100 fails"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import aligned, describe_ranks, duration, duration_in_column, narrowed
+from pytest_attn.reports.lines import aligned, describe_ranks, duration, duration_in_column, narrowed, timed_as
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, count
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
@@ -21,9 +21,9 @@ _COUNTED = (
 #: what cannot be timed raised, or kept its results
 _COUNTED_AS = {Verdict.RAISED: "cannot be timed"}
 _MOST_ROWS = 40
-_FIGURES = ("p50", "+-", "change", "finds")
+_FIGURES = ("p50", "+-", "change", "detects")
 #: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before
-_EXPENDABLE = ("mode", "finds", "direction", "+-")
+_EXPENDABLE = ("mode", "detects", "direction", "+-")
 
 
 def latency_summary(records: Sequence[Record], verbose: bool, width: int | None = None) -> Iterator[Line]:
@@ -35,7 +35,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
     ranked = sorted(timed, key=lambda r: (not _markup(r), not r["reason"]))
     shown = timed if verbose or len(timed) <= _MOST_ROWS else ranked[:_MOST_ROWS]
     if shown:
-        table = [("p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
+        table = [("p50", "+-", "change", "detects", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
         rows = [_row(r, shown) for r in shown]
         idle = [title for at, title in enumerate(table[0]) if all(row[at] == "-" for row in rows)]
         shorter = narrowed([*table, *rows], None if verbose else width, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
@@ -72,19 +72,18 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
     latency = latency_of(record)
     decision = latency.get("decision") or {}
     low, high, _ = latency["interval"]
-    change, finds = decision.get("change"), decision.get("detectable")
-    calls = f" x{latency['calls']}" if latency["calls"] > 1 else ""
+    change, detectable = decision.get("change"), decision.get("detectable")
     runs = decision.get("runs") or [latency["p50"]]  # of new processes, where these decided
     row: tuple[str, ...] = (
         duration_in_column(median(runs)),
         f"{(high - low) / 2 / latency['p50']:.1%}",
         "-" if change is None else f"{change:+.1%}",
-        "-" if finds is None else f"{finds:.1%}",
+        "-" if detectable is None else f"{detectable:.1%}",
         record["verdict"],
         record["subject"],
         record["workload"],
         latency["direction"],
-        f"{latency['mode']}{calls}, {latency['l2']}",
+        timed_as(latency["mode"], latency["calls"], latency["l2"]),
     )
     return (*row, duration_in_column(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
 

@@ -51,6 +51,11 @@ def duration(seconds: float, milliseconds_from: float = 1e-4) -> str:
     return f"{seconds:.4g} s"
 
 
+def timed_as(mode: str, calls: int, l2: str) -> str:
+    """Return how a time was taken: "host clock, 4 calls a sample, L2 warm"."""
+    return f"{'host clock' if mode == 'host' else mode}, {calls} {'call' if calls == 1 else 'calls'} a sample, L2 {l2}"
+
+
 def duration_in_column(seconds: float) -> str:
     """Return a time with its unit, aligned by the decimal point within a unit."""
     if seconds < 1e-4:

@@ -71,9 +71,9 @@ class Record(TypedDict):
     backward: Annotated[bool, "whether gradients were asked for"]
     tensor: Annotated[str, "of all tensors and input distributions, the one closest to its limits, or furthest over them"]
     distribution: Annotated[str, "its input distribution"]
-    z_element: Annotated[float | None, "its largest residual over an element, in budgets (limit 8)"]
-    z_row: Annotated[float | None, "the largest RMS over a row (limit 4)"]
-    z_head: Annotated[float | None, "the largest RMS over a head (limit 1.5)"]
+    z_element: Annotated[float | None, "its largest z: the error of an element divided by its budget (limit 8)"]
+    z_row: Annotated[float | None, "the largest RMS of a row (limit 4)"]
+    z_head: Annotated[float | None, "the largest RMS of a head (limit 1.5)"]
     tensors: Annotated[
         Sequence[dict[str, Any]],
         "every tensor and distribution: name, distribution, passed, z_element, z_row, z_head, absmax, mean_abs, mse,"

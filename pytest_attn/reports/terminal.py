@@ -331,7 +331,7 @@ _CONDITIONS = {
 
 
 def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator[Line]:
-    """Yield killed and reached mutants by test and by class, the survivors with what would kill them, and the score."""
+    """Yield how many mutants were found, by test and by class, the survivors with what would find them, and the score."""
     reached: dict[str, MutantRecord] = {}
     killers: dict[str, set[str]] = {}
     by_test: dict[str, dict[str, bool]] = {}
@@ -354,13 +354,13 @@ def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator
         yield f"survived  {record['name']}: {record['summary']} Try {advice}.", {"yellow": True}
     if verbose:
         for name, found_by in killers.items():
-            yield f"killed    {name} by {', '.join(sorted(found_by))}", {}
+            yield f"found     {name} by {', '.join(sorted(found_by))}", {}
     score = (len(reached) - len(survivors)) / len(reached)
     text = f"mutation score {score:.0%}: {len(reached) - len(survivors)} of {len(reached)} faulty kernels found"
     yield text, {"green": not survivors, "yellow": bool(survivors)}
 
 
 def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:
-    table = [(title, "killed", "reached", ""), *((name, str(a), str(b), f"{a / b:.0%}") for name, a, b in rows)]
+    table = [(title, "found", "tried", ""), *((name, str(a), str(b), f"{a / b:.0%}") for name, a, b in rows)]
     for number, line in enumerate(aligned(table, right=(1, 2, 3))):
         yield line, {"bold": number == 0}

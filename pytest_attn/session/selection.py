@@ -211,7 +211,7 @@ class Mutants(SelectedKernels):
 
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say that the same test has killed a mutant on another workload."""
-        return f"{name.removeprefix(MUTANT)} was killed already" if (test, name) in self._killed else None
+        return f"{name.removeprefix(MUTANT)} was found already" if (test, name) in self._killed else None
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Make a killed mutant a passed test, and note its fate on the report; the fault-free kernel must pass by itself.

@@ -61,8 +61,8 @@ class Workload:
         head_dim: of q and k.
         v_head_dim: of v and out; by default head_dim.
         dtype: "bfloat16", "float16" or "float32", of q, k, v and out; "float8_e4m3fn" of q, k and v, with out in bfloat16.
-        mask: None, "causal" (top-left), "causal-bottom-right", a mask object, or mask_mod(b, h, q_idx, kv_idx) as
-            FlexAttention's.
+        mask: None, "causal" (query i sees keys 0 to i), "causal-bottom-right", a mask object, or mask_mod(b, h, q_idx, kv_idx)
+            as FlexAttention's.
         softcap: cap of the scores, > 0.
         scale: factor on q . k; by default 1 / sqrt(head_dim).
         bias: the dimensions over which an additive bias of the dtype varies, a part of "bhqk" in this order.

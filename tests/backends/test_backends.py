@@ -45,7 +45,7 @@ def test_decoding_step_by_step_equals_one_prefill(workload):
         ("kv_cache", Workload(8), "decodes causally"),
         ("kv_cache", Workload(1024, mask="causal"), "decodes token by token: at most 512, not 1024"),
         ("varlen", Workload(8, mask=lambda b, h, q, kv: q >= kv), "has no mask given as a tensor or function"),
-        ("varlen", Workload(8, 16, mask="causal"), "has no causal mask aligned top-left"),
+        ("varlen", Workload(8, 16, mask="causal"), "has no causal mask aligned to the first key"),
         ("varlen", Workload(8, dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
     ],
 )

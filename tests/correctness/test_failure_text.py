@@ -17,12 +17,12 @@ def test_the_failure_names_worst_element_levels_place_and_figures():
     text = failure(last_row_wrong, CAUSAL)
     lines = text.splitlines()
     assert lines[0].startswith(f"mismatch: out of {last_row_wrong.__qualname__.replace('.<locals>', '')}: z ")
-    assert lines[0].endswith(" over an element, limit 8 (h4-kv2-s257-d64-causal, inputs structured)")
+    assert lines[0].endswith(" in one element, limit 8 (h4-kv2-s257-d64-causal, inputs structured)")
     assert lines[1].startswith("  worst      out[0, ")
     assert ", 256, " in lines[1]
     assert "exact" in lines[1]
     assert "budget" in lines[1]
-    assert "128 of 65,792 elements over" in lines[2]
+    assert "128 of 65,792 elements above 8" in lines[2]
     assert lines[3] == "  where      rows only 256 of 257 (the last); heads 1, 2 (of 4)"
     assert lines[4].startswith("  figures    absmax ")
     assert "cosine" in lines[4]

@@ -168,7 +168,7 @@ def _of_one(number, workload, backend, draw):
         yield record("check", "skipped", workload, backend, "forward", reason="takes float16 and bfloat16, not float32")
         return
     if subject == "xformers" and workload[1] == "gpt-oss":
-        reason = f"z 21,825 over an element, limit 8; {HOSTILE}" if number % 20 else "z 4,182 over an element, limit 8"
+        reason = f"z 21,825 in one element, limit 8; {HOSTILE}" if number % 20 else "z 4,182 in one element, limit 8"
         yield check("mismatch", workload, backend, "forward", draw, reason=reason)
     else:
         yield check("passed", workload, backend, "forward", draw, profiles=profiles, **approximate)

@@ -222,7 +222,7 @@ def test_an_older_schema_is_migrated(tmp_path, monkeypatch):
 
 def test_other_anchors_are_refused(tmp_path):
     find(tmp_path, H200, ANCHORS).write({"a": case()})
-    with pytest.raises(BaselineError, match="recorded beside other anchors"):
+    with pytest.raises(BaselineError, match="recorded beside other controls"):
         find(tmp_path, H200, {**ANCHORS, "compute": "0" * 12})
 
 
@@ -232,7 +232,7 @@ def test_times_of_another_protocol_may_have_had_other_anchors_and_stay(tmp_path)
     find(tmp_path, H200, others, protocol=3).write({"b": replace(case(2e-3), protocol=3)})
     found = find(tmp_path, H200, others, protocol=3)
     assert {key: one.protocol for key, one in found.cases.items()} == {"a": 2, "b": 3}
-    with pytest.raises(BaselineError, match="recorded beside other anchors"):
+    with pytest.raises(BaselineError, match="recorded beside other controls"):
         find(tmp_path, H200, ANCHORS, protocol=3)
 
 

@@ -110,7 +110,7 @@ def test_a_slow_machine_is_told_from_a_slow_kernel():
 def test_a_machine_that_is_another_makes_everything_inconclusive():
     decision = decide(runs_of(3, drift=0.3, slower=0.2), recorded(), PRIOR, GPU, cases=200)
     assert decision.verdict == "inconclusive"
-    assert "compute anchor moved by" in decision.reason
+    assert "compute control moved by" in decision.reason
 
 
 def test_other_software_needs_anchors_that_agree():
@@ -187,7 +187,7 @@ def test_the_reference_loop_tells_of_others_on_a_core_but_not_of_another_interpr
     assert "pace" not in noted.sensitivity
     prior = Prior(0.02**2, 10)
     shared = decide(beside(4, 110e-6, slower=0.5), noted, prior, cpu, cases=20)
-    assert (shared.verdict, shared.reason) == ("inconclusive", "the pace anchor moved by +57.1% since the recording")
+    assert (shared.verdict, shared.reason) == ("inconclusive", "the pace control moved by +57.1% since the recording")
     assert decide(beside(4, 76e-6, slower=0.5), noted, prior, cpu, cases=20).verdict == "regressed"
     assert decide(beside(4, 110e-6, slower=0.5), noted, prior, cpu, cases=20, agreed=False).verdict == "regressed"
 

@@ -60,7 +60,7 @@ def test_a_slow_machine_is_inconclusive_and_no_pass():
     decision = judged(measured(3e-4, anchor=3), Fresh(3e-4, 3e-4, 3e-4, 3e-4, anchor=3))
     assert (decision.verdict, decision.reason) == (
         Verdict.INCONCLUSIVE,
-        "the compute anchor moved by +200.0% since the recording",
+        "the compute control moved by +200.0% since the recording",
     )
 
 
@@ -302,7 +302,7 @@ def test_other_software_needs_anchors_that_agree(changes):
     decision = judged(measured(1.5e-4, anchor=1.1, **changes), fresh)
     assert (decision.verdict, decision.reason) == (
         Verdict.INCONCLUSIVE,
-        "the compute anchor moved by +10.0% since the recording, and the software is another",
+        "the compute control moved by +10.0% since the recording, and the software is another",
     )
     assert judged(measured(1.5e-4, anchor=1.1), fresh).verdict == Verdict.REGRESSED
     assert judged(measured(1.5e-4, **changes), Fresh(*[1.5e-4] * 4)).verdict == Verdict.REGRESSED
@@ -325,7 +325,7 @@ def test_less_accuracy_is_a_regression():
     decision = judged(measured(1e-4, z=(1.0, 0.05, 0.5)))
     assert (decision.verdict, decision.reason) == (
         Verdict.REGRESSED,
-        "less accurate: z 1 over an element, recorded 0.1; less accurate: z 0.5 over a head, recorded 0.01",
+        "less accurate: z 1 in one element, recorded 0.1; less accurate: z 0.5 in one head, recorded 0.01",
     )
 
 

@@ -77,7 +77,7 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
             "*_ test_kernel[[]fuzz[]] _*",
             "*@pytest.mark.attention*",
             f">*{CHECK_FORGETS}",
-            "E*AssertionError: mismatch: out of *lambda*: z * over an element, limit 8 (s71-d16-causal, inputs structured)",
+            "E*AssertionError: mismatch: out of *lambda*: z * in one element, limit 8 (s71-d16-causal, inputs structured)",
             "E*suggests   it equals attention without the mask *",
             "E*reproduce  pytest '*.py::test_kernel[[]fuzz[]]' *",
             'E*fuzz       draw * failed; the smallest workload that does is Workload(71, head_dim=16, mask="causal")',

@@ -15,8 +15,8 @@ def test_without_a_baseline_the_time_is_shown_and_what_to_type(project, pytester
     result.stdout.re_match_lines(
         [
             r".* attention latency .*",
-            r" +p50 +\+- +change +finds +verdict +backend +workload +direction +mode",
-            r" ?(100|0\.10)\S+ .s +\d.* +- +- +no baseline +mine +tiny +forward +host, warm",
+            r" +p50 +\+- +change +detects +verdict +backend +workload +direction +mode",
+            r" ?(100|0\.10)\S+ .s +\d.* +- +- +no baseline +mine +tiny +forward +host clock, 1 call a sample, L2 warm",
             r"no baseline +mine on tiny: none recorded in .*baselines",
             r'latency: 1 without a baseline; record with --attn-update-baselines "first recording"',
         ],
@@ -53,8 +53,9 @@ def test_a_slower_time_is_a_failed_test_with_its_evidence(recorded, real_process
             r" interval \+\d.*",
             r"E +runs +0\.15\d* ms in this process; decided on 0\.15\d* ms, 0\.15\d* ms",
             r"E +recorded +0\.1\d* ms to 0\.1\d* ms in 3 processes, \d{4}-\d\d-\d\d: first recording",
-            r"E +anchors +compute [+-]0\.\d%, memory [+-]0\.\d% \(timed as host, 1 call a sample, L2 warm\)",
-            r"E +certainty +four of five suites would find a slowdown of \d.*%; of suites of 1 cases, at most 1 % .*",
+            r"E +controls +compute [+-]0\.\d%, memory [+-]0\.\d%: fixed operations that were timed beside it",
+            r"E +timed +host clock, 1 call a sample, L2 warm",
+            r"E +certainty +a slowdown of \d.*% is found in four of five runs; where nothing .* 1 run in 100 fails",
             r"E +reproduce +pytest 'test_mine\.py::test_mine\[tiny\]'.*",
             r'E +accept +pytest .* --attn-update-baselines "why it is slower"',
             r"latency: 1 regressed",
@@ -68,7 +69,7 @@ def test_a_slow_machine_is_inconclusive_and_no_pass(recorded):
     result = recorded("-rs", TIMES="300", ANCHOR="3")
     result.assert_outcomes(skipped=1)
     result.stdout.re_match_lines(
-        [r"SKIPPED \[1\] test_mine\.py:\d+: inconclusive latency: the compute anchor moved by \+200.*"], consecutive=False
+        [r"SKIPPED \[1\] test_mine\.py:\d+: inconclusive latency: the compute control moved by \+200.*"], consecutive=False
     )
 
 
@@ -91,7 +92,7 @@ def test_less_accuracy_is_a_regression(recorded, pytester, baseline_file):
     baseline_file().write_text(re.sub(r'"z": \[[^\]]*\]', '"z": [0.1, 0.05, 0.01]', data))
     result = recorded()
     result.assert_outcomes(failed=1)
-    result.stdout.re_match_lines([r"E +because +less accurate: z \d.* over an element, recorded 0\.1; .*"], consecutive=False)
+    result.stdout.re_match_lines([r"E +because +less accurate: z \d.* in one element, recorded 0\.1; .*"], consecutive=False)
 
 
 def test_a_wrong_kernel_is_never_timed(recorded, pytester):
@@ -115,7 +116,7 @@ def test_require_fails_where_nothing_can_be_said(recorded):
     result = recorded("--attn-latency=require", ANCHOR="3", TIMES="300")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E * inconclusive: mine on tiny, forward: the compute anchor moved by +200.*", "E *record*--attn-update-baselines*"]
+        ["E * inconclusive: mine on tiny, forward: the compute control moved by +200.*", "E *record*--attn-update-baselines*"]
     )
 
 
@@ -129,7 +130,7 @@ def test_require_asks_a_disturbed_case_again_and_does_not_replace_its_baseline(r
 def test_off_checks_and_does_not_time(project, pytester):
     result = project("--attn-latency=off", "-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*mine passed the check, but was not timed: --attn-latency=off"])
+    result.stdout.fnmatch_lines(["*not timed: --attn-latency=off; the check of mine passed"])
 
 
 def test_max_slowdown_is_the_limit(recorded):
@@ -198,7 +199,7 @@ def test_workers_that_share_a_device_do_not_time(recorded):
     result = recorded("-rs", TIMES="150", PYTEST_XDIST_WORKER="gw0", PYTEST_XDIST_WORKER_COUNT="2")  # as xdist tells them
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(
-        ["latency: 1 not timed", "*mine passed the check, but was not timed: 2 workers share the cpu; latencies need -n 0"]
+        ["latency: 1 not timed", "*not timed: 2 workers share the cpu; latencies need -n 0; the check of mine passed"]
     )
 
 

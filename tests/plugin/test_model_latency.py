@@ -67,7 +67,7 @@ def test_backends_are_checked_timed_and_ranked_in_a_model(timed, pytester):
     result.assert_outcomes(passed=2)
     result.stdout.re_match_lines(
         [
-            r" ?(100|0\.10)\S+ .s .* no baseline +math +Sequential-fp32 +forward\+backward +host, warm",
+            r" ?(100|0\.10)\S+ .s .* no baseline +math +Sequential-fp32 +forward\+backward +host clock, 1 call .*",
             r"step +math in Sequential-fp32: first call \S+ .s; attention.*",
             r"step +sdpa_flash in Sequential-fp32: first call \S+ .s; attention.*",
             r".* attention rank .*",

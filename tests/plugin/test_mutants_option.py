@@ -48,9 +48,9 @@ def test_a_test_that_checks_kills_what_it_reaches(pytester):
     result.stdout.re_match_lines(
         [
             r".* attention mutants .*",
-            r"test +killed +reached",
+            r"test +found +tried",
             r"test_it\.py::test_checked +\d\d +\d\d +\d+%",
-            r"class +killed +reached",
+            r"class +found +tried",
             r"masks +\d+ +\d+ +\d+%",
             r"mutation score \d+%: \d\d of \d\d faulty kernels found",
         ],
@@ -86,7 +86,7 @@ def test_a_test_that_fails_on_the_honest_kernel_is_a_failed_test(pytester):
 @pytest.mark.slow
 def test_a_mutant_is_run_until_it_is_killed(pytester):
     result = run(pytester, TEST.replace("def test_checked", "def checked") + BACKEND, "-rs")
-    result.stdout.re_match_lines([r"SKIPPED \[\d+\] .* was killed already"], consecutive=False)
+    result.stdout.re_match_lines([r"SKIPPED \[\d+\] .* was found already"], consecutive=False)
     result.stdout.re_match_lines([r"masks +(\d+) +\1 +100%"], consecutive=False)
 
 

@@ -23,7 +23,7 @@ def test_list_shows_backends_workloads_and_what_would_run(run, kernel_test):
             r"flex_decode +- +- +is a Triton kernel: needs a GPU",
             r"flash2 +- +.* flash-attn is not installed; pip install flash-attn --no-build-isolation",
             r"backend +needs +precision +dtypes +head_dim +masks +takes",
-            r"flash2 +CUDA, sm80 to sm121 +flash2 +bf16 fp16 +<=256 %8 +bottom-right, window, documents +softcap, alibi, .*",
+            r"flash2 +CUDA, sm80 to sm121 +flash2 +bf16 fp16 +<=256 %8 +causal-bottom-right, window, documents +softcap, .*",
             r"workload +group +shape +source",
             r"flux-L512 +flux +h24-s4608-d128 +HF kernels-benchmarks.*",
             r"not run +1 case of sdpa_cudnn: needs a CUDA device",
@@ -104,7 +104,7 @@ def test_kernel(attn, worker_id, number):
 def test_strict_limits_reach_the_judgment(run, kernel_test):
     kernel_test("attn.check(lambda q, k, v: q)")
     result = run("--attn-limits=strict")
-    result.stdout.fnmatch_lines(["*over an element, limit 6*", "*reproduce*--attn-limits=strict*"])
+    result.stdout.fnmatch_lines(["*in one element, limit 6*", "*reproduce*--attn-limits=strict*"])
 
 
 def test_memory_bounds_the_shared_references(run, kernel_test):

@@ -27,14 +27,14 @@ def test_a_wrong_kernel_fails_with_a_diagnosis_and_a_command(run, kernel_test, p
     result.stdout.fnmatch_lines(
         [
             ">*attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True))",
-            "E*AssertionError: mismatch: out of *lambda*: z * over an element, limit 8 (h2-s32-d32, inputs structured)",
+            "E*AssertionError: mismatch: out of *lambda*: z * in one element, limit 8 (h2-s32-d32, inputs structured)",
             "E*  worst      out[[]0, *] = *, exact *, budget *",
-            "E*  levels     element * (limit 8), row * (4), head * (1.5); * of 2,048 elements over",
+            "E*  largest z  element * (limit 8), row * (4), head * (1.5); * of 2,048 elements above 8",
             "E*  where      rows *; all 2 heads",
             "E*  figures    absmax *, mean abs *, mse *, relative L2 *, cosine *, slope *",
             "E*  suggests   it equals attention with a causal mask that nobody asked for (z * there)",
             "E*  reproduce  pytest '*.py::test_kernel[[]h2-s32-d32[]]' --attn-device=cpu",
-            "mismatch      *lambda* on h2-s32-d32: out z * over an element, limit 8 (inputs structured)",
+            "mismatch      *lambda* on h2-s32-d32: out z * in one element, limit 8 (inputs structured)",
             "1 wrong; 1 kernel on 1 workload; 1 case judged; --lf --attn-save-failures=failures keeps the tensors",
         ]
     )

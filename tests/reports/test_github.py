@@ -12,7 +12,7 @@ def record(verdict="mismatch", **fields):
         "line": 7,
         "question": "check",
         "verdict": verdict,
-        "reason": "out z 21,825 over an element, limit 8",
+        "reason": "out z 21,825 in one element, limit 8",
         "workload": "flux-L512",
         "name": "flux-L512",
         "subject": "mine",
@@ -36,7 +36,7 @@ def timed(verdict, change, **fields):
 def test_a_mismatch_is_an_error_at_its_line():
     (command,) = workflow_commands([record(), record("passed")])
     assert command == (
-        "::error file=tests/test_mine.py,line=7,title=mismatch%3A mine on flux-L512::out z 21,825 over an element, limit 8"
+        "::error file=tests/test_mine.py,line=7,title=mismatch%3A mine on flux-L512::out z 21,825 in one element, limit 8"
         "%0Apytest 'tests/test_mine.py::test_right[flux-L512-mine]'"
     )
 

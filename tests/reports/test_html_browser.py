@@ -159,7 +159,7 @@ def test_speed_is_told_against_the_fastest_that_is_exact(page):
 
 
 def test_errors_are_held_against_three_limits(page):
-    assert texts(page, "#errors figcaption") == ["over an element, limit 8", "over a row, limit 4", "over a head, limit 1.5"]
+    assert texts(page, "#errors figcaption") == ["in one element, limit 8", "in one row, limit 4", "in one head, limit 1.5"]
     assert page("document.querySelectorAll('#errors svg').length") == 3
     backends = texts(page, "#errors svg:first-of-type .role-axis-label text")
     assert "xformers" in backends

@@ -33,7 +33,7 @@ def lines(records, verbose=False):
 
 def test_a_row_per_case_and_one_closing_sentence():
     header, row, closing = lines([record()])
-    assert header.split() == ["p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode"]
+    assert header.split() == ["p50", "+-", "change", "detects", "verdict", "backend", "workload", "direction", "mode"]
     assert row.split() == [
         "1.0000",
         "ms",
@@ -45,6 +45,11 @@ def test_a_row_per_case_and_one_closing_sentence():
         "flux-L512",
         "forward",
         "events,",
+        "1",
+        "call",
+        "a",
+        "sample,",
+        "L2",
         "cold",
     ]
     assert closing == "latency: 1 as fast as recorded"
@@ -105,11 +110,11 @@ def test_units(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("width", "gone"), [(200, []), (80, ["mode"]), (72, ["mode", "finds"]), (40, ["mode", "finds", "direction", "+-"])]
+    ("width", "gone"), [(200, []), (80, ["mode"]), (72, ["mode", "detects"]), (40, ["mode", "detects", "direction", "+-"])]
 )
 def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(width, gone):
     header, row, _ = (text for text, _ in latency_summary([record(subject="sdpa_efficient")], False, width))
-    everything = ["p50", "+-", "change", "finds", "verdict", "backend", "workload", "direction", "mode"]
+    everything = ["p50", "+-", "change", "detects", "verdict", "backend", "workload", "direction", "mode"]
     assert header.split() == [title for title in everything if title not in gone]
     assert len(row) <= width or len(gone) == 4
     assert row.lstrip().startswith("1.0000 ms")

@@ -83,7 +83,7 @@ def test_it_has_an_id_and_can_be_written_in_code():
 def test_a_backend_says_whether_it_takes_it():
     assert Capabilities(masks=frozenset(("dilated",))).refusals(WORKLOAD) == []
     assert Capabilities(masks=frozenset(("any",))).refusals(WORKLOAD) == []
-    assert Capabilities(masks=frozenset(("window", "top-left"))).refusals(WORKLOAD) == ["has no dilated causal mask"]
+    assert Capabilities(masks=frozenset(("window", "causal"))).refusals(WORKLOAD) == ["has no dilated causal mask"]
     only_square = Capabilities(masks=frozenset(("window", "dilated")), square=True)
     assert only_square.refusals(WORKLOAD) == ["takes a dilated causal mask for q_len == kv_len only"]
     assert only_square.row()[2] == "window, dilated, if q_len == kv_len"

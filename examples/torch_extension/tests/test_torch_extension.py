@@ -1,4 +1,4 @@
-"""The operator against exact attention, forward and backward, and against what needs no tolerance."""
+"""The operator against exact attention, forward and backward, and against what holds of every attention kernel."""
 
 import pytest
 from example_torch_extension import attention

@@ -31,7 +31,7 @@ class CudnnFrontend(LibraryBackend):
     needs = "CUDA, sm80 to sm121"
     known_defects = (CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, CUDNN_FULLY_MASKED_ROWS)
     capabilities = Capabilities(
-        masks=frozenset(("top-left", "bottom-right", "window")),
+        masks=frozenset(("causal", "causal-bottom-right", "window")),
         features=frozenset(("bias", "scale", "grouped heads", "padded", "backward")),
         v_head_dim=True,
     )

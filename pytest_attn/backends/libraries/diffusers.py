@@ -24,10 +24,10 @@ from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
-_TOP_LEFT = may_say("backward", masks=("top-left",))
-_BOTTOM_RIGHT = may_say("backward", masks=("bottom-right",))
-_BOTTOM_RIGHT_FORWARD = may_say(masks=("bottom-right",))
-_PADDED = may_say("padded", "backward", masks=("bottom-right",))
+_TOP_LEFT = may_say("backward", masks=("causal",))
+_BOTTOM_RIGHT = may_say("backward", masks=("causal-bottom-right",))
+_BOTTOM_RIGHT_FORWARD = may_say(masks=("causal-bottom-right",))
+_PADDED = may_say("padded", "backward", masks=("causal-bottom-right",))
 
 _FLEX_IGNORES_CAUSAL = KnownDefect(
     issue="diffusers flex ignores is_causal (no report found)",
@@ -98,7 +98,7 @@ class DiffusersDispatch(Dispatcher):
         dispatch, w = self.source.load(), inputs.workload
         options: dict[str, Any] = {"scale": w.scale, "enable_gqa": w.group > 1}
         options["backend"] = dispatch.AttentionBackendName(self.dispatched)
-        if "top-left" in self.capabilities.masks:
+        if "causal" in self.capabilities.masks:
             options["is_causal"] = is_plain_causal(w)
             options["attn_mask"] = None if is_plain_causal(w) else additive_or_boolean_mask(inputs)
         else:

@@ -25,7 +25,7 @@ def may_say(*words: str, masks: tuple[str, ...]) -> Capabilities:
 
 
 #: what can be told with a mask as a tensor
-ANY_MASK = may_say("bias", "alibi", "padded", "backward", masks=("top-left", "any"))
+ANY_MASK = may_say("bias", "alibi", "padded", "backward", masks=("causal", "any"))
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Flash2(FlashAttention):
     launches = ("FlashAttention-2",)
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")),
+        masks=frozenset(("causal-bottom-right", "window", "documents")),
         features=_SCORE | {"packed", "padded", "paged", "packed pages", "backward"},
     )
     tunable = frozenset(("num_splits",))
@@ -177,7 +177,7 @@ class Flash2KvCache(Flash2):
 
     name = "flash2_kvcache"
     variants = ()
-    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_SCORE | {"cached"})
+    capabilities = Capabilities(masks=frozenset(("causal-bottom-right", "window")), features=_SCORE | {"cached"})
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
         """Into how many parts the keys are split; by default the library's heuristic decides."""
@@ -247,7 +247,7 @@ class Flash3(FlashAttention):
     needs = "CUDA, sm90"
     capability_range = ((9, 0), (9, 0))
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")),
+        masks=frozenset(("causal-bottom-right", "window", "documents")),
         features=frozenset(("softcap", "scale", "grouped heads", "packed", "padded", "paged", "backward")),
         v_head_dim=True,
         quantized=frozenset(("fp8", "tensor", "head")),
@@ -353,7 +353,7 @@ class Flash4(FlashAttention):
     launches = ("FlashAttention-4",)
     needs = "CUDA, sm80 to sm121; backward and pages from sm90 on"
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")),
+        masks=frozenset(("causal-bottom-right", "window", "documents")),
         features=frozenset(("softcap", "sinks", "scale", "grouped heads", "packed", "padded", "paged", "backward")),
         v_head_dim=True,
     )

@@ -124,7 +124,7 @@ class FlashInferFa3(FlashInferFa2):
     launches = ("FlashInfer", "fa3")
     needs = "CUDA, sm90, nvcc, ninja"
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")), features=_FEATURES, head_dims=_DIMS, v_head_dim=True
+        masks=frozenset(("causal-bottom-right", "window", "documents")), features=_FEATURES, head_dims=_DIMS, v_head_dim=True
     )
     known_defects = (
         *_OF_ANY_WORKLOAD,

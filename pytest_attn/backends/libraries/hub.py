@@ -45,7 +45,7 @@ class HubKernel(LibraryBackend):
     is_contained = False  # anybody's code
     needs = "what the kernel was built for"
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")),
+        masks=frozenset(("causal-bottom-right", "window", "documents")),
         features=frozenset(("softcap", "alibi", "scale", "grouped heads", "packed", "padded", "backward")),
     )
 

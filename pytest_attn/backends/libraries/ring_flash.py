@@ -18,7 +18,7 @@ from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
-_CAUSAL = frozenset(("top-left", "bottom-right"))
+_CAUSAL = frozenset(("causal", "causal-bottom-right"))
 _FEATURES = frozenset(("scale", "grouped heads", "backward"))
 
 

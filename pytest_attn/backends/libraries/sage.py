@@ -31,7 +31,7 @@ from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
 _SAGE = Library(("sageattention",), "sageattention", "pip install sageattention")
-_MASKS = frozenset(("top-left", "bottom-right"))
+_MASKS = frozenset(("causal", "causal-bottom-right"))
 _FEATURES = frozenset(("scale", "grouped heads"))
 #: what 2.x has kernels for
 _FP8_ARCHITECTURES = ((8, 9), (9, 0), (12, 0), (12, 1))

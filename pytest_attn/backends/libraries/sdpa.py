@@ -146,7 +146,7 @@ class Flash(Automatic):
     launches = ("PyTorch (flash)",)
     needs = "CUDA, sm80 to sm121; a CPU has another kernel, which takes masks and float32"
     capabilities = Capabilities(
-        masks=frozenset(("top-left", "bottom-right")),
+        masks=frozenset(("causal", "causal-bottom-right")),
         features=frozenset(("scale", "grouped heads", "backward")),
         square=True,
     )
@@ -275,7 +275,7 @@ class SdpaFa3(LibraryBackend):
     needs = "CUDA, sm90, torch 2.11, flash-attn-3"
     capability_range = ((9, 0), (9, 0))
     capabilities = Capabilities(
-        masks=frozenset(("top-left",)), features=frozenset(("scale", "grouped heads", "backward")), square=True
+        masks=frozenset(("causal",)), features=frozenset(("scale", "grouped heads", "backward")), square=True
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:
@@ -385,7 +385,7 @@ class Varlen(Backend):
     launches = ("PyTorch (flash)",)
     needs = "CUDA, sm80 to sm121, torch >= 2.10"
     capabilities = Capabilities(
-        masks=frozenset(("bottom-right", "window", "documents")),
+        masks=frozenset(("causal-bottom-right", "window", "documents")),
         features=frozenset(("scale", "grouped heads", "packed", "backward")),
     )
 
@@ -456,7 +456,7 @@ class KvCache(Backend):
     needs = "CPU, CUDA or XPU"
     capabilities = replace(
         ANY_SIZE,
-        masks=frozenset(("bottom-right", "window")),
+        masks=frozenset(("causal-bottom-right", "window")),
         features=frozenset(("scale", "grouped heads", "cached")),
     )
 

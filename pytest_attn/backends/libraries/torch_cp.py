@@ -56,7 +56,7 @@ class TorchCp(_OfTorch):
     choices = MappingProxyType({"rotate": ("allgather", "alltoall"), "kernel": tuple(_KERNELS)})
     known_defects = (CUDNN_NAN_OF_A_RANK, BALANCED_RING_OF_CUTLASS)
     capabilities = Capabilities(
-        masks=frozenset(("top-left", "bottom-right")),
+        masks=frozenset(("causal", "causal-bottom-right")),
         features=frozenset(("scale", "grouped heads", "backward")),
         square=True,
     )

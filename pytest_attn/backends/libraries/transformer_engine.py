@@ -241,7 +241,7 @@ def unfilled_inputs(w: Workload, device: str) -> Inputs:
 # -- its three kernels -------------------------------------------------------------------------------------------------------
 
 
-_MASKS = frozenset(("top-left", "bottom-right", "window", "documents"))
+_MASKS = frozenset(("causal", "causal-bottom-right", "window", "documents"))
 _FEATURES = frozenset(("scale", "grouped heads", "packed", "padded", "backward"))
 
 
@@ -358,7 +358,7 @@ class TeFlash(TransformerEngine):
     name, kernel, precision = "te_flash", "FlashAttention", "flash2"
     launches = ("FlashAttention",)
     needs = "CUDA, sm80 to sm121, flash-attn"
-    capabilities = Capabilities(masks=_MASKS - {"top-left"}, features=_FEATURES | {"softcap", "alibi"}, v_head_dim=True)
+    capabilities = Capabilities(masks=_MASKS - {"causal"}, features=_FEATURES | {"softcap", "alibi"}, v_head_dim=True)
     known_defects = (
         KnownDefect(
             issue="seen on an H200 with transformer-engine 2.20.2 and flash-attn 4.0.0b36, no report found",
@@ -426,7 +426,7 @@ class TeUnfused(TransformerEngine):
         if w.alibi and (goes_in_sequence(w) or w.kv_lens is not None):
             reasons.append("takes no ALiBi for packed or padded sequences")
         if w.alibi and w.mask == Causal() and w.q_len != w.kv_len:
-            reasons.append("aligns ALiBi top-left with such a mask")
+            reasons.append("aligns ALiBi to the first key with such a mask")
         return reasons or fully_masked_rows_refused(w, machine.device)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
@@ -461,7 +461,7 @@ class TeCp(RankBackend):
     choices = MappingProxyType({"comm": ("p2p", "all_gather", "a2a"), "kernel": tuple(_KERNELS_OVER_RANKS)})
     known_defects = (CUDNN_NAN_OF_A_RANK,)
     capabilities = Capabilities(
-        masks=frozenset(("top-left", "bottom-right", "window")),
+        masks=frozenset(("causal", "causal-bottom-right", "window")),
         features=frozenset(("scale", "grouped heads", "packed", "backward")),
         square=True,
     )

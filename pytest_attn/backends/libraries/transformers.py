@@ -42,8 +42,8 @@ _SINKS_FROM_ROUNDED_LSE = KnownDefect(
 
 #: the arguments that say where packed sequences end, for flash-attention
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_FLASH_MASKS = ("bottom-right", "window", "documents")
-_FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("top-left", "any"))
+_FLASH_MASKS = ("causal-bottom-right", "window", "documents")
+_FLEX = may_say("bias", "alibi", "softcap", "sinks", "padded", "backward", masks=("causal", "any"))
 # what flash_attn_varlen_func has no parameter for, transformers drops: sinks reach FlashAttention 4 only
 _FLASH = may_say("softcap", "packed", "padded", "backward", masks=_FLASH_MASKS)
 _FLASH_WITH_SINKS = may_say("softcap", "sinks", "packed", "padded", "backward", masks=_FLASH_MASKS)

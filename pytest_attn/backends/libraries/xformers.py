@@ -54,7 +54,7 @@ class Xformers(LibraryBackend):
     #: it chooses CUTLASS for masks that flash-attn lacks
     known_defects: tuple[KnownDefect, ...] = (CUTLASS_SHARED_HEAD, CUTLASS_SHARED_GROUP)
     capabilities = Capabilities(
-        masks=frozenset(("top-left", "bottom-right", "window", "documents", "any")),
+        masks=frozenset(("causal", "causal-bottom-right", "window", "documents", "any")),
         features=frozenset(("bias", "alibi", "scale", "grouped heads", "packed", "padded", "backward")),
         dtypes=("bfloat16", "float16", "float32"),
         head_dim=None,

@@ -35,7 +35,7 @@ class Ulysses(_Yunchang):
     """UlyssesAttention: each rank computes some heads of all rows."""
 
     name = "ulysses"
-    capabilities = Capabilities(masks=frozenset(("bottom-right", "window")), features=_FEATURES)
+    capabilities = Capabilities(masks=frozenset(("causal-bottom-right", "window")), features=_FEATURES)
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
         """Refuse heads that the ranks cannot share."""
@@ -57,7 +57,7 @@ class Usp(_Yunchang):
     name = "usp"
     shards = ("contiguous", "head-tail")
     choices = MappingProxyType({"ulysses": ()})
-    capabilities = Capabilities(masks=frozenset(("top-left", "bottom-right")), features=_FEATURES, square=True)
+    capabilities = Capabilities(masks=frozenset(("causal", "causal-bottom-right")), features=_FEATURES, square=True)
     known_defects = (BFLOAT16_DQ,)
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:

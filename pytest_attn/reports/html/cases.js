@@ -7,7 +7,7 @@ const allCases = {
   draw(cases) {
     if (!cases.length) return [el("p", { class: "nothing" }, "Nothing passes the filters.")];
     return [sortableTable({
-      caption: "All judgments, the gravest first", noun: "judgment", rows: inOrder(cases, (one) => verdicts[one.verdict].rank, false),
+      caption: "All judgments, worst first", noun: "judgment", rows: inOrder(cases, (one) => verdicts[one.verdict].rank, false),
       columns: [
         { title: "verdict", value: (one) => verdicts[one.verdict].rank, cell: (one) => badge(one.verdict) },
         { title: "backend", header: true, value: (one) => one.backend },

@@ -16,10 +16,10 @@ const errors = {
     const rank = new Map(panels[0].rows.map((row) => [row.backend, row.largest]));
     panels.forEach((panel) => panel.rows.sort((a, b) => rank.get(b.backend) - rank.get(a.backend)));
     return [
-      el("p", { class: "lead" }, "z is the residual divided by the rounding error that a fault-free kernel may show at that very element: it looks the same for every shape, dtype and scale. Bars: the middle half of all tensors; whiskers: 5 to 95 %; point: the largest; dashed: the limit. A cross is over it."),
-      el("div", { class: "three" }, panels.map((panel) => el("figure", {}, el("figcaption", {}, `over ${panel.level === "element" ? "an" : "a"} ${panel.level}, limit ${panel.limit}`), panel.chart))),
+      el("p", { class: "lead" }, "z is the error divided by its budget, the rounding error that a fault-free kernel typically makes at that element: it looks the same for every shape, dtype and scale. Bars: the middle half of all tensors; whiskers: 5 to 95 %; point: the largest; dashed: the limit. A cross is over it."),
+      el("div", { class: "three" }, panels.map((panel) => el("figure", {}, el("figcaption", {}, `in one ${panel.level}, limit ${panel.limit}`), panel.chart))),
       numbersOf("The same as a table", spreadTable(panels)),
-      () => Promise.all(panels.map((panel) => draw(panel.chart, "errors", onScale(panel.rows), `z over ${panel.level}, by backend, limit ${panel.limit}`, { height: 22 * panel.rows.length }))),
+      () => Promise.all(panels.map((panel) => draw(panel.chart, "errors", onScale(panel.rows), `z in one ${panel.level}, by backend, limit ${panel.limit}`, { height: 22 * panel.rows.length }))),
     ];
   },
 };

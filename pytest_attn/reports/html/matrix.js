@@ -19,10 +19,10 @@ const matrix = {
     const panel = el("aside", { class: "panel", "aria-label": "Behind the chosen cell", "aria-live": "polite" }, el("p", { class: "quiet" }, "Choose a cell to see its reasons, its figures and the command that repeats it."));
     const tableOf = matrixTable(cases, backends, rows, this, panel);
     return [
-      el("p", { class: "lead" }, "Each cell is the gravest verdict of a backend there. Below it: how many judgments are as grave, the largest z, and how many were skipped. z is a residual in rounding errors that a fault-free kernel may show at that very element; its limit is 8."),
+      el("p", { class: "lead" }, "Each cell is the worst verdict of a backend there. Below it: how many judgments have it, the largest z, and how many were skipped. z is the error divided by the rounding error that a fault-free kernel typically makes at that element; its limit is 8."),
       el("div", { class: "choices no-print" },
         choice("Rows", "matrix-rows", [["groups", "groups"], ["workloads", "workloads"]], rows, set("rows")),
-        choice("Order", "matrix-order", [["gravest", "gravest first"], ["run", "as run"], ["name", "by name"]], this.order, set("order")),
+        choice("Order", "matrix-order", [["gravest", "worst first"], ["run", "as run"], ["name", "by name"]], this.order, set("order")),
         idle || this.skipped ? el("label", { class: "choice" }, el("input", { type: "checkbox", checked: this.skipped, onchange: (event) => set("skipped")(event.target.checked) }), `show ${plural(idle, "backend")} that ran nowhere`) : ""),
       el("div", { class: "beside" }, scrolling("Verdicts, backends by workloads", tableOf), panel),
     ];

@@ -102,7 +102,7 @@ def _clamped_sum(shift: int, count: int, most: int) -> int:
 @suggests_fields
 @dataclass(frozen=True)
 class Causal(BandMask):
-    """Query i sees keys up to i (top-left), or up to i + kv_len - q_len (bottom-right).
+    """Query i sees keys up to i (aligned to the first key), or up to i + kv_len - q_len (to the last).
 
     Args:
         bottom_right: whether the last query stands at the last key.
@@ -113,7 +113,7 @@ class Causal(BandMask):
     kinds = ("causal", "causal-bottom-right")
     strings = kinds
     spellings = ("'causal'", "'causal-bottom-right'")
-    capabilities = ("top-left", "bottom-right")
+    capabilities = kinds
     words = "causal mask"
 
     @property
@@ -140,8 +140,7 @@ class Causal(BandMask):
         """Either alignment will do where both are the same."""
         if is_aligned:
             return super().needs(is_aligned)
-        alignment = "bottom-right" if self.bottom_right else "top-left"
-        return frozenset((alignment,)), f"causal mask aligned {alignment}"
+        return frozenset((self.kind,)), f"causal mask aligned to the {'last' if self.bottom_right else 'first'} key"
 
     @classmethod
     def read(cls, written: object) -> Self | None:

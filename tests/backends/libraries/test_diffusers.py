@@ -105,7 +105,7 @@ def test_an_argument_that_is_not_handed_on_is_found(diffusers, fault):
         ("native", W.replace(softcap=2.0), "has no softcap"),
         ("native", W.replace(alibi=True), "would round ALiBi's distances to bfloat16 in attn_mask"),
         ("native", Workload(q_lens=(3, 4)), "does not support packed sequences"),
-        ("flash", W.replace(mask="causal"), "has no causal mask aligned top-left"),
+        ("flash", W.replace(mask="causal"), "has no causal mask aligned to the first key"),
         ("flash", W.replace(mask=Window(3, 3)), "has no sliding window"),
         ("flash", W.replace(kv_lens=(80, 3)), "does not support padded keys"),
         ("flash_varlen", W.replace(bias="q"), "has no additive bias"),

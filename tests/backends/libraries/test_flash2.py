@@ -76,7 +76,7 @@ def test_another_alignment_in_the_library_is_found(flash2):
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (W.replace(mask="causal"), "has no causal mask aligned top-left"),
+        (W.replace(mask="causal"), "has no causal mask aligned to the first key"),
         (W.replace(dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
         (W.replace(head_dim=264), "takes a head_dim of at most 256, not head_dim 264"),
         (W.replace(head_dim=20), "needs a head_dim that is a multiple of 8, not head_dim 20"),

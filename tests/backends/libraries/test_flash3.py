@@ -103,7 +103,7 @@ def test_another_error_is_no_refusal(flash3):
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (W.replace(mask="causal"), "has no causal mask aligned top-left"),
+        (W.replace(mask="causal"), "has no causal mask aligned to the first key"),
         (W.replace(dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
         (W.replace(head_dim=264), "takes a head_dim of at most 256, not head_dim 264"),
         (W.replace(alibi=True), "has no ALiBi"),

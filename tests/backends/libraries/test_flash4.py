@@ -59,7 +59,7 @@ def test_a_fault_of_the_library_is_found(flash4, old, new, workload):
 @pytest.mark.parametrize(
     ("machine", "workload", "backward", "reason"),
     [
-        (H200, W.replace(mask="causal"), False, "has no causal mask aligned top-left"),
+        (H200, W.replace(mask="causal"), False, "has no causal mask aligned to the first key"),
         (H200, W.replace(dtype="fp32"), False, "takes bfloat16 and float16 only, not float32"),
         (H200, W.replace(head_dim=20), False, "needs a head_dim that is a multiple of 8, not head_dim 20"),
         (H200, W.replace(head_dim=264), False, "takes a head_dim of at most 256, not head_dim 264"),

@@ -121,7 +121,7 @@ def test_another_meaning_in_the_library_is_found(flashinfer, said, instead, work
         ),
         ("fa2", W.replace(q_len=1 << 16, kv_len=1 << 15, mask="causal"), "counts the entries of a custom_mask in 32 bits"),
         ("fa2", W.replace(alibi=True), "has no ALiBi"),
-        ("fa3", W.replace(mask="causal"), "has no causal mask aligned top-left"),
+        ("fa3", W.replace(mask="causal"), "has no causal mask aligned to the first key"),
         ("fa3", W.replace(mask=Window(3, 3)), "takes windows up to the last key only (right=0)"),
         ("fa3", W.replace(mask=every_third), "has no mask given as a tensor or function"),
     ],

@@ -152,7 +152,7 @@ def test_a_kernel_that_is_none_is_refused(hub, source, reason):
 @pytest.mark.parametrize(
     ("source", "workload", "backward", "reason"),
     [
-        (FLASH2, W.replace(mask="causal"), False, "has no causal mask aligned top-left"),
+        (FLASH2, W.replace(mask="causal"), False, "has no causal mask aligned to the first key"),
         (FLASH2, W.replace(sinks=True), False, "has no sinks"),
         (FLASH2, W.replace(kv_pages=Pages(256)), False, "does not support a paged KV cache"),
         (FLASH4, W.replace(alibi=True), False, "its flash_attn_func has no alibi_slopes"),

@@ -175,7 +175,7 @@ def test_version_2_has_kernels_for_some_devices_only(installed):
     ("workload", "backward", "reason"),
     [
         (W, True, "has no backward pass"),
-        (W.replace(mask="causal"), False, "takes a causal mask aligned top-left for q_len == kv_len only"),
+        (W.replace(mask="causal"), False, "takes a causal mask aligned to the first key for q_len == kv_len only"),
         (W.replace(mask=Window(9, 3)), False, "has no sliding window"),
         (W.replace(head_dim=32), False, "takes head_dim 64, 96 and 128 only, not head_dim 32"),
         (W.replace(v_head_dim=128), False, "needs v_head_dim equal to head_dim"),

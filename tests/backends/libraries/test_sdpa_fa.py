@@ -171,8 +171,8 @@ def test_it_needs_the_switch_the_library_and_the_architecture(hooked, machine, r
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (W.replace(mask="causal"), "takes a causal mask aligned top-left for q_len == kv_len only"),
-        (W.replace(mask="causal-bottom-right"), "has no causal mask aligned bottom-right"),
+        (W.replace(mask="causal"), "takes a causal mask aligned to the first key for q_len == kv_len only"),
+        (W.replace(mask="causal-bottom-right"), "has no causal mask aligned to the last key"),
         (SQUARE.replace(mask=Window(3, 0)), "has no sliding window"),
         (W.replace(dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
         (W.replace(v_head_dim=64), "needs v_head_dim equal to head_dim"),

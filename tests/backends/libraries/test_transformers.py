@@ -130,7 +130,7 @@ def test_another_alignment_in_the_library_is_found(transformers):
         ("eager", W.replace(kv_lens=(80, 0)), "averages all values in rows that see no key"),
         ("flex_attention", PACKED, "does not support packed sequences"),
         ("flex_attention", W.replace(q_len=100), "finds no kernel for q_len * group = 200 rows"),
-        ("flash_attention_2", W.replace(mask="causal"), "has no causal mask aligned top-left"),
+        ("flash_attention_2", W.replace(mask="causal"), "has no causal mask aligned to the first key"),
         ("flash_attention_2", W.replace(sinks=True), "has no sinks"),
         ("flash_attention_2", W.replace(mask=Window(9, 3)), "takes windows (left, 0) and (n, n) only"),
         ("flash_attention_2", W.replace(mask=Window(9, None)), "takes windows (left, 0) and (n, n) only"),
