@@ -31,9 +31,9 @@ class ThreadExchange:
         self.threads.barrier.wait()
         self.threads.slots[self.rank] = mine
         self.threads.barrier.wait()
-        found = list(self.threads.slots)
-        self.threads.barrier.wait()
-        return [one.clone() if isinstance(one, torch.Tensor) else one for one in found]
+        found = [one.clone() if isinstance(one, torch.Tensor) else one for one in self.threads.slots]
+        self.threads.barrier.wait()  # after which its owner may change it
+        return found
 
     def shift(self, mine, by=1):
         """Send to rank + by, return what rank - by has sent."""

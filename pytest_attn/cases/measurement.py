@@ -430,10 +430,11 @@ class TimedOnRanks(TimingPlace):
         """Have all ranks make their tensors, and time them at once. Raises RanksLostError, too."""
         pool, device, direction = self._pool, measurement.spec.device, measurement.direction
         cold, threads = measurement.session.settings.l2 == "cold", measurement.threads
-        pool.step("begin", direction=direction, cold=cold, threads=threads or 1)
+        seed = random.SystemRandom().getrandbits(64)
+        pool.step("begin", direction=direction, cold=cold, threads=threads or 1, seed=seed)
         stopwatch = RankedStopwatch(pool, device, cold, threads or 1, ramp=not pool.is_warm)
         pool.is_warm = True
-        latency = stopwatch.measure(RankedWork(direction), measurement.spec.workload.id, measurement.subject.name, mode)
+        latency = stopwatch.measure(RankedWork(direction, pool), measurement.spec.workload.id, measurement.subject.name, mode)
         profiled = pool.step("communication") if device.type == "cuda" else []
         return replace(latency, ranks=self._figures(stopwatch, profiled, device.type), threads=threads)
 

@@ -11,7 +11,8 @@ import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.machine import current
+from pytest_attn.backends.defects import KnownDefect
+from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.named import is_name
 from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.backends.subject import AttentionFn
@@ -161,11 +162,13 @@ class RankCase(CaseTensors):
         if isinstance(fn, str) and is_name(fn):
             fn = self._registry.function_named(fn)
         spec, backend = self._spec, self._registry[fn] if isinstance(fn, str) else fn
+        defects: list[KnownDefect] = []
         if isinstance(backend, RankBackend):
             fn, spec = self._prepared(backend), spec.for_subject(backend)
+            defects = backend.defects_over(self._sharding, machine_of(self.device), spec.backward)
         assert callable(fn)
         server = RankServer(fn, self._sharding, self.rank, spec.layout, spec.declared.has_lse, self.device)
-        timing = RankTiming(fn, spec, self._sharding, self._rank)
+        timing = RankTiming(fn, spec, self._sharding, self._rank, defects)
         with threads(None):  # which a measurement may change
             return self._rank.serve(server, timing, name or "")
 

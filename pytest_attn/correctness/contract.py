@@ -77,6 +77,11 @@ class EmptyRows:
             self._rows = None
 
     @property
+    def rows(self) -> Tensor | None:
+        """Where they are, (batch, heads, q_len), packed (heads, all rows); None where there is none."""
+        return self._rows
+
+    @property
     def are_there(self) -> bool:
         """Whether there are such rows."""
         return self._rows is not None

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -320,6 +320,13 @@ def compute_reference(
     return reference
 
 
+class Held(NamedTuple):
+    """What one of several processes has of a result: query heads, in native order, and rows, each with its place there."""
+
+    heads: dict[int, int]
+    rows: dict[int, int]
+
+
 class ExactRows(NamedTuple):
     """Some rows of the query heads of one key head, exact: out, or dq, of (1, heads, rows, dim), and where a result has them.
 
@@ -329,25 +336,34 @@ class ExactRows(NamedTuple):
     expected: Expected
     batch: int
     heads: tuple[int, ...]
-    rows: torch.Tensor
+    rows: tuple[int, ...]
 
-    def of(self, tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
-        """Return these rows of a native out, or dq."""
-        whole = heads_first(tensor, workload)
-        return whole[self.batch, list(self.heads)][None][:, :, self.rows.to(whole.device)]
+    def of(self, tensor: torch.Tensor, workload: Workload, held: Held | None = None) -> torch.Tensor:
+        """Return these rows of a native out, dq or lse. held: what it has of them; None for all."""
+        whole, heads, rows = heads_first(tensor, workload)[self.batch], self.heads, self.rows
+        if held is not None:
+            heads, rows = tuple(held.heads[one] for one in heads), tuple(held.rows[one] for one in rows)
+        return whole[list(heads)][None][:, :, torch.tensor(rows, device=whole.device)]
 
 
-def exact_rows(inputs: Inputs, precision: Precision, name: str, most: int, chosen: random.Random) -> ExactRows | None:
-    """Compute out, or dq, at up to `most` rows of one key head of one sequence, chosen at random; None where none has rows."""
+def exact_rows(
+    inputs: Inputs, precision: Precision, name: str, most: int, chosen: random.Random, held: Held | None = None
+) -> ExactRows | None:
+    """Compute out, or dq, at up to `most` rows of one key head of one sequence, chosen at random; None where none has rows.
+
+    held: which rows and heads can be chosen; None for all.
+    """
     w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
+    order = grouped_order(w)
+    kv_heads = [one for one in range(w.kv_heads) if held is None or not held.heads.keys().isdisjoint(order[_group(one, w)])]
     with torch.no_grad():
-        segments = [one for one in segments_of(inputs.dequantized(), w, device) if one.lengths[0]]
-        if not segments:
+        segments = [(one, found) for one in segments_of(inputs.dequantized(), w, device) if (found := _rows_in(one, held))]
+        if not segments or not kv_heads:
             return None
-        segment = chosen.choice(segments)
-        q_len, (batches, kv_heads) = segment.lengths[0], segment.k.shape[:2]
-        batch, kv_head = chosen.randrange(batches), chosen.randrange(kv_heads)
-        rows = torch.tensor(sorted(chosen.sample(range(q_len), min(most, q_len))), device=device)
+        segment, among = chosen.choice(segments)
+        batch, kv_head = chosen.randrange(segment.k.shape[0]), chosen.choice(kv_heads)
+        picked = sorted(chosen.sample(among, min(most, len(among))))
+        rows = torch.tensor(picked, device=device)
         block = Block(replace(segment, rows=rows), slice(batch, batch + 1), slice(kv_head, kv_head + 1))
         tensors = {}
         for one, dim in (("out", w.v_head_dim), ("lse", 0), ("dq", w.head_dim))[: 3 if name == "dq" else 2]:
@@ -356,8 +372,24 @@ def exact_rows(inputs: Inputs, precision: Precision, name: str, most: int, chose
         passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
         passes.place = (slice(None), slice(None))
         passes.run()
-    heads = tuple(grouped_order(w)[block.heads])
-    return ExactRows(tensors[name], 0 if w.is_packed else batch, heads, rows + segment.q_start)
+    heads, expected = tuple(order[block.heads]), tensors[name]
+    if held is not None:
+        there = [at for at, head in enumerate(heads) if head in held.heads]
+        heads = tuple(heads[at] for at in there)
+        expected = Expected(expected.value[:, there], expected.tau[:, there], rows)
+    return ExactRows(expected, 0 if w.is_packed else batch, heads, tuple(row + segment.q_start for row in picked))
+
+
+def _rows_in(segment: Segment, held: Held | None) -> Sequence[int]:
+    """Return the rows of a segment that can be chosen, counted from its own first."""
+    q_len = segment.lengths[0]
+    if held is None:
+        return range(q_len)
+    return [row - segment.q_start for row in held.rows if 0 <= row - segment.q_start < q_len]
+
+
+def _group(kv_head: int, w: Workload) -> slice:
+    return slice(kv_head * w.group, (kv_head + 1) * w.group)
 
 
 def score_elements(w: Workload) -> int:

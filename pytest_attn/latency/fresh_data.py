@@ -11,19 +11,18 @@ import dataclasses
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
-from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
-from pytest_attn.correctness.reference import exact_rows
-from pytest_attn.correctness.spec import CheckSpec, quantized_by
+from pytest_attn.correctness.reference import Held, exact_rows
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical, spans_of
@@ -105,18 +104,28 @@ _DEVIATIONS, _SHARE = 4.0, 0.25
 class Attention:
     """What a timed result must be. name: "out", or "dq" where a backward pass is timed.
 
-    defects: those known of the subject on this workload and machine: a result that one explains is not refused.
+    quantized: what the kernel makes of its inputs, None for nothing. defects: those known of it on this workload and machine:
+    a result that one explains is not refused.
     """
 
     def __init__(
-        self, subject: Subject, spec: CheckSpec, inputs: Inputs, name: str, defects: Sequence[KnownDefect] = ()
+        self,
+        spec: CheckSpec,
+        inputs: Inputs,
+        name: str,
+        quantized: Callable[[Inputs], Inputs] | None = None,
+        defects: Sequence[KnownDefect] = (),
     ) -> None:
-        self._subject, self._spec, self.name, self._defects = subject, spec, name, defects
+        self._spec, self.name, self._quantized, self._defects = spec, name, quantized, defects
         nothing = inputs.q.new_empty(0)
         self._inputs = dataclasses.replace(inputs, q=nothing, k=nothing, v=nothing, dout=nothing)  # all that stays
         self._empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
         self._limits = limits_of(name, limits_named(spec.limits))
         self.chosen = random.Random(os.urandom(16))
+
+    def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a kernel is given of q, k and v: all of it."""
+        return list(tensors)
 
     def dout(self, drawn: Tensor) -> Tensor:
         """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""
@@ -126,17 +135,18 @@ class Attention:
 
     def fault_of(self, result: Tensor, tensors: Sequence[Tensor], dout: Tensor) -> str:
         """Say how a result, as the kernel laid it out, is not that of what it was given; "" where it is."""
-        w, inputs = self._spec.workload, self._as_inputs(tensors, dout)
-        expected_shape = inputs.q.shape if self.name == "dq" else (*inputs.q.shape[:-1], w.v_head_dim)
-        native = self._spec.in_layout(result)
-        if native.shape != torch.Size(expected_shape):
-            return f"{self.name} is of shape {tuple(native.shape)}, {tuple(expected_shape)} was expected"
-        native = self._empty_rows.blanked(native)
+        w, native = self._spec.workload, self._native(result)
+        shape, held = self._expected_of(native)
+        if tuple(native.shape) != shape:
+            return f"{self.name} is of shape {tuple(native.shape)}, {shape} was expected"
         profile, is_dropping = self._spec.profile, bool(w.dropout)
-        found = exact_rows(inputs, profile, self.name, _ROWS_WITH_DROPOUT if is_dropping else _ROWS, self.chosen)
+        rows = _ROWS_WITH_DROPOUT if is_dropping else _ROWS
+        found = exact_rows(self._as_inputs(tensors, dout), profile, self.name, rows, self.chosen, held)
         if found is None:
             return ""
-        got = found.of(native, w)
+        got = found.of(native, w, held)
+        if self._empty_rows.rows is not None:
+            got = got.masked_fill(found.of(self._empty_rows.rows, w)[..., None], 0)
         row = compare_rows(self.name, "randn", got, found.expected, w, self._limits)
         is_wrong = self._is_of_another_size(row) if is_dropping else _is_far_beyond(row)
         if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
@@ -147,15 +157,27 @@ class Attention:
             return "it is zero everywhere, as if it had not been written yet"
         return f"{self.name} differs from exact attention by {row.relative_l2:.2g} of its norm"
 
+    def _expected_of(self, native: Tensor) -> tuple[tuple[int, ...], Held | None]:
+        """Return the shape that a native result must have, and what it has of all rows and heads, None for all."""
+        del native
+        return native_shape(self.name, self._spec.workload), None
+
+    def _native(self, tensor: Tensor) -> Tensor:
+        """Return a view of a tensor with heads before rows, unless it is packed."""
+        return tensor.transpose(1, 2) if self._spec.layout == "bshd" else tensor
+
     def _as_inputs(self, tensors: Sequence[Tensor], dout: Tensor) -> Inputs:
         """Return what a kernel was given as a reference takes it: `CheckSpec.handed`, backwards."""
-        spec = self._spec
         q, k, v = tensors
-        if spec.workload.kv_pages is None:
-            k, v = spec.in_layout(k), spec.in_layout(v)
-        k, v = canonical(spec.workload, k, v)
-        inputs = dataclasses.replace(self._inputs, q=spec.in_layout(q), k=k, v=v, dout=spec.in_layout(dout))
-        return quantized_by(self._subject, inputs) if self._subject.is_approximate else inputs
+        if self._spec.workload.kv_pages is None:
+            k, v = self._native(k), self._native(v)
+        k, v = canonical(self._spec.workload, k, v)
+        q, dout = self._native(q), self._native(dout)
+        if self._quantized is None:
+            return dataclasses.replace(self._inputs, q=q, k=k, v=v, dout=dout)
+        return self._quantized(
+            dataclasses.replace(self._inputs, q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), dout=dout)
+        )
 
     def _is_of_another_size(self, row: TensorComparison) -> bool:
         """Whether a result with dropout, whose mean is exact, lies elsewhere: its slope over the exact one is not near 1."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.fresh_data import Attention, Noise, Places
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work, name_of
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -54,7 +57,8 @@ class KernelWork(Work):
     """A kernel in one direction.
 
     Without sets of tensors a call is given views of noise, each call others. With sets, whose memory stays, data are copied
-    there before each call, on the stream that launches it. changes_inputs: whether the kernel is known to write to q, k or v.
+    there before each call, on the stream that launches it. tensors, dout: all of them, of which the kernel may be given a part
+    (`Attention.given`). needs_sets: whether that is so, or the kernel is known to write to q, k or v. chosen: draws the data.
     """
 
     def __init__(
@@ -64,16 +68,18 @@ class KernelWork(Work):
         dout: torch.Tensor,
         direction: LatencyDirection,
         attention: Attention,
-        changes_inputs: bool = False,
+        needs_sets: bool = False,
+        chosen: random.Random | None = None,
     ) -> None:
         self.kernel, self.direction, self._attention = kernel, direction, attention
-        self._noise, self._noise_of_dout = Noise(tensors, attention.chosen), Noise([dout], attention.chosen)
-        self.dout, self._places_of_dout = dout.clone(), self._noise_of_dout.draw()
+        chosen = chosen or attention.chosen
+        self._noise, self._noise_of_dout = Noise(tensors, chosen), Noise([dout], chosen)
+        self.dout, self._places_of_dout = attention.dout(dout).clone(), self._noise_of_dout.draw()
         self.sets: list[list[torch.Tensor]] = []
         self._movable_sets: list[list[torch.Tensor]] = []
         self._in_sets: dict[int, Places] = {}
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
-        self._fewest_sets, self._turn = int(changes_inputs), 0
+        self._fewest_sets, self._turn = int(needs_sets), 0
         self.rotate_over(1 if self.device.type == "cuda" else 0)
         self._kept: tuple[Given, torch.Tensor] | None = None
         self._room: torch.Tensor | None = None
@@ -83,7 +89,7 @@ class KernelWork(Work):
     @property
     def nbytes(self) -> int:
         """The bytes of one set."""
-        return sum(t.nbytes for t in self._noise.at(self._noise.draw()))
+        return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(self._noise.draw())))
 
     def rotate_over(self, number: int) -> None:
         """Have `number` sets, each at another offset within its allocation; 0 for views of noise. No graph starts from one."""
@@ -91,7 +97,7 @@ class KernelWork(Work):
         del self.sets[number:]
         self._captured.clear()
         while len(self.sets) < number:
-            self.sets.append(self._own(self._noise.at(self._noise.draw()), offset=len(self.sets)))
+            self.sets.append(self._own(self._attention.given(self._noise.at(self._noise.draw())), offset=len(self.sets)))
         self._movable_sets = [_movable(one) for one in self.sets]
 
     def move(self) -> None:
@@ -190,7 +196,7 @@ class KernelWork(Work):
         for at in sets:
             self._in_sets[at] = places = self._noise.draw()
             to += self._movable_sets[at]
-            data += self._noise.movable_at(places)
+            data += self._attention.given(self._noise.movable_at(places))
         with torch.no_grad():
             torch._foreach_copy_(to, data)
 
@@ -214,8 +220,13 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection, mach
     spec, is_backward = spec.for_subject(subject), direction != "forward"
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare_timed(inputs, backward=is_backward)
-    known = subject.defects_on(spec.workload, machine, is_backward) if machine else []
-    known = [one for one in known if not one.invariants and one.inputs in (None, DISTRIBUTION)]
-    attention = Attention(subject, spec, inputs, "dq" if is_backward else "out", known)
-    changes_inputs = bool(subject.known_to_change)
-    return KernelWork(kernel, list(spec.handed(inputs)), spec.in_layout(inputs.dout), direction, attention, changes_inputs)
+    known = of_timed(subject.defects_on(spec.workload, machine, is_backward)) if machine else []
+    quantized = partial(quantized_by, subject) if subject.is_approximate else None
+    attention = Attention(spec, inputs, name_of(direction), quantized, known)
+    needs_sets = bool(subject.known_to_change)
+    return KernelWork(kernel, list(spec.handed(inputs)), spec.in_layout(inputs.dout), direction, attention, needs_sets)
+
+
+def of_timed(defects: Sequence[KnownDefect]) -> list[KnownDefect]:
+    """Return those that what is timed can have."""
+    return [one for one in defects if not one.invariants and one.inputs in (None, DISTRIBUTION)]

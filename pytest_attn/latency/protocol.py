@@ -182,7 +182,7 @@ class Stopwatch:
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
-        disturbances += [*_lost_graph(mode, plan.mode), *filter(None, [plan.doubt])]
+        disturbances += _lost_graph(mode, plan.mode)
         medians = [median(block[SUBJECT]) for block in blocks]
         anchors = {name: median(median(block[name]) for block in blocks) for name in self.anchors}
         return Latency(

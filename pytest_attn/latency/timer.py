@@ -46,8 +46,7 @@ class Item(NamedTuple):
 class Plan(NamedTuple):
     """How a work is timed.
 
-    seconds: the estimate of one call on the device; launch: of launching it; renew: between blocks. doubt: what could not be
-    found out about the work.
+    seconds: the estimate of one call on the device; launch: of launching it; renew: between blocks.
     """
 
     mode: Mode
@@ -56,7 +55,6 @@ class Plan(NamedTuple):
     launch: float
     stage: Stage
     renew: Callable[[], None]
-    doubt: str = ""
 
 
 class Timer(ABC):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -137,7 +136,7 @@ class Work:
 
     def looked_at(self, value: Any) -> torch.Tensor:
         """Return out, or dq, of what a call has returned. Raises ContractError for what is not a plain tensor."""
-        tensor: torch.Tensor = plain("out" if self.direction == "forward" else "dq", _first(value))
+        tensor: torch.Tensor = plain(name_of(self.direction), first_of(value))
         return tensor.detach()
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
@@ -163,7 +162,7 @@ class Work:
         return lambda: torch.autograd.grad(out, tensors, self.dout, retain_graph=replayed)
 
     def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        tensor: torch.Tensor = plain("out", _first(self.kernel(*tensors)))
+        tensor: torch.Tensor = plain("out", first_of(self.kernel(*tensors)))
         return tensor
 
     def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
@@ -171,7 +170,12 @@ class Work:
         return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
 
 
-def _first(value: Any) -> Any:
+def name_of(direction: LatencyDirection) -> str:
+    """Return which result of a direction is looked at."""
+    return "out" if direction == "forward" else "dq"
+
+
+def first_of(value: Any) -> Any:
     """Return a result, or the first of several."""
     several = elements(value)
     return several[0] if several else value
@@ -216,47 +220,6 @@ def _timed(work: Work, call: Callable[[], Any]) -> TimedCall:
     launched = time.perf_counter() - begun
     wait(work.device)
     return TimedCall(value, launched, time.perf_counter() - begun)
-
-
-#: how much longer a call may take after its data changed: 1.4 times, or 10 us, were seen on a CPU
-_RATIO, _SECONDS = 3.0, 20e-6
-#: pairs of calls, on the same and on changed data, all of which a kernel must give away
-PAIRS = 5
-#: share of these calls that may have been waiting for a core
-_MOST_WAITING = 0.1
-
-
-class Look(NamedTuple):
-    """Seconds of one call: on the wall, and of work by CPUs, which says nothing of a GPU's: there the wall's again."""
-
-    wall: float
-    worked: float
-
-    def is_far_longer_than(self, known: Look) -> bool:
-        """Whether both tell this call, on changed data, from one on the data of the call before."""
-        return all(mine > _RATIO * other + _SECONDS for mine, other in zip(self, known, strict=True))
-
-
-def judge_pairs(pairs: Sequence[tuple[float, float]], waited: float) -> str:
-    """Raise StaleError over `PAIRS` pairs of calls, each far longer on changed data; return why that cannot be told.
-
-    pairs: seconds on the same data, and on changed data. waited: seconds for which threads waited for a core meanwhile.
-    """
-    known, new = (f"{median(seconds) * 1e6:.3g} us" for seconds in zip(*pairs, strict=True))
-    found = f"takes {known} on the data of the call before, and {new} on changed data"
-    if waited > _MOST_WAITING * sum(map(sum, pairs)):
-        return f"whether its results are cached is unknown, because other processes compute: it {found}"
-    raise StaleError(f"{found}: its results appear to be cached")
-
-
-def look(work: Work) -> Look:
-    """Call a work once, and look at its result and its time."""
-    worked = time.process_time()
-    call = work.stage()
-    one = _timed(work, call)
-    worked = time.process_time() - worked
-    work.verify_call("called on new data", call, one.value)
-    return Look(one.done, worked if work.device.type == "cpu" else one.done)
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:

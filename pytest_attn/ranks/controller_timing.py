@@ -27,7 +27,7 @@ from pytest_attn.latency.cuda_timer import (
 from pytest_attn.latency.disturbance import REFERENCE_LOOP, DisturbanceMonitor
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
-from pytest_attn.latency.work import PAIRS, LatencyDirection, Look, StaleError, Work, judge_pairs
+from pytest_attn.latency.work import LatencyDirection, Work
 from pytest_attn.ranks.communication import RankTimes, Shared
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -49,10 +49,14 @@ class Steps(Protocol):
 
 
 class RankedWork(Work):
-    """A direction of a callable that ranks compute; its tensors are theirs."""
+    """A direction of a callable that ranks compute; its tensors, and what is kept of its results, are theirs."""
 
-    def __init__(self, direction: LatencyDirection) -> None:
-        self.direction = direction
+    def __init__(self, direction: LatencyDirection, steps: Steps) -> None:
+        self.direction, self._steps = direction, steps
+
+    def verify_kept(self, is_last: bool = False) -> None:
+        """Have each rank look at the result that it kept. Raises StaleError."""
+        self._steps.step("verify", is_last=is_last)
 
 
 class RankedTimer(Timer):
@@ -72,15 +76,14 @@ class RankedTimer(Timer):
             self._steps.step("call")
         if self._by_device and work.direction == "forward":
             self._steps.step("behind")
-        doubt = self._look_for_kept_results()
         device = None if mode == "host" or not self._by_device else self._device_seconds()
         launch = self._backlog if device is None else self._launch
         if device is None or choose_mode(mode, launch, device) == "host":
             self._by_device = False
             seconds = self._host_seconds()
-            return self._plan("host", max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9))), seconds, seconds, doubt)
+            return self._plan("host", max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9))), seconds, seconds)
         chosen: Mode = "events" if device >= OWN_EVENTS_SECONDS else "batched"
-        return self._plan(chosen, calls_per_sample(device, chosen), device, launch, doubt)
+        return self._plan(chosen, calls_per_sample(device, chosen), device, launch)
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Return for each item the seconds of a call on the rank that took longest."""
@@ -112,30 +115,10 @@ class RankedTimer(Timer):
     def _clock(self) -> str:
         return "device" if self._by_device else "host"
 
-    def _plan(self, mode: Mode, calls: int, seconds: float, launch: float, doubt: str) -> Plan:
+    def _plan(self, mode: Mode, calls: int, seconds: float, launch: float) -> Plan:
         self.taken = []
         renew: Callable[[], object] = partial(self._steps.step, "renew", clock=self._clock)
-        return Plan(mode, calls, seconds, launch, _nothing, renew, doubt)  # type: ignore[arg-type]
-
-    def _look_for_kept_results(self) -> str:
-        """Raise StaleError where the results of a rank are cached; return why that cannot be told."""
-        pairs: list[list[tuple[list[float], list[float]]]] = []
-        for _ in range(PAIRS):
-            same, changed = (self._steps.step("look", changes=changes) for changes in (False, True))
-            pairs.append(list(zip(same, changed, strict=True)))
-            slower = [
-                rank
-                for rank in range(self._steps.ranks)
-                if all(Look(*new[:2]).is_far_longer_than(Look(*known[:2])) for known, new in (pair[rank] for pair in pairs))
-            ]
-            if not slower:
-                return ""
-        rank = slower[0]
-        waited = pairs[-1][rank][1][2] - pairs[0][rank][0][2]
-        try:
-            return judge_pairs([(known[0], new[0]) for known, new in (pair[rank] for pair in pairs)], waited)
-        except StaleError as error:
-            raise StaleError(f"rank {rank}: {error}") from None
+        return Plan(mode, calls, seconds, launch, _nothing, renew)  # type: ignore[arg-type]
 
     def _device_seconds(self) -> float | None:
         """Return a call's seconds on the slowest device, None where devices cannot be kept waiting for their hosts."""

@@ -206,7 +206,7 @@ LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic
 #: what NCCL 2.30 reads as a process begins to use it
 _SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 #: what calls the callable: its own frames follow
-_CALLERS = ("ranks/rank.py", "ranks/worker_timing.py", "latency/work.py", "latency/cuda_timer.py")
+_CALLERS = ("ranks/rank.py", "ranks/worker_timing.py", "latency/kernel_work.py")
 
 
 class Steps(Protocol):

@@ -60,7 +60,7 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 #: what a rank leaves in the folder of its pool
 STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
 #: frames that are the user's are shown; those of the machinery end the stack
-_OWN = tuple(f"pytest_attn/{name}.py" for name in ("ranks/rank", "ranks/worker_timing", "latency/work"))
+_OWN = tuple(f"pytest_attn/{name}.py" for name in ("ranks/rank", "ranks/worker_timing", "latency/kernel_work"))
 #: frames that tell nothing
 _WRAPPERS = ("pytest_attn/ranks/communication.py", "c10d_logger.py", "<frozen importlib")
 

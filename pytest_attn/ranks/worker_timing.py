@@ -7,9 +7,11 @@ decides what comes next (ranks/controller_timing.py); nothing here depends on wh
 from __future__ import annotations
 
 import os
+import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,20 +19,24 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.backends.contexts import no_collection
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import wait
-from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.correctness.contract import native_shape, plain
+from pytest_attn.correctness.reference import Held
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
-from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor, process_waited
+from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor
+from pytest_attn.latency.fresh_data import Attention
+from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.work import DISTRIBUTION, Work, look, peak_of, verified
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, name_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
 from pytest_attn.ranks.rank import Rank, StartBarrier
 from pytest_attn.ranks.shards import cut, parts_of, whole_of
-from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -38,24 +44,33 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
-#: sets of tensors that calls take in turn
-_SETS = 2
+#: sets of tensors that calls take in turn, at least: each call of a sample has its own
+_FEWEST_SETS = 2
 
 
 class RankTiming:
     """Times one callable on one rank."""
 
-    def __init__(self, fn: Callable[..., Any], spec: CheckSpec, sharding: Sharding, rank: Rank) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        spec: CheckSpec,
+        sharding: Sharding,
+        rank: Rank,
+        defects: Sequence[KnownDefect] = (),
+    ) -> None:
+        """defects: those known of the callable on this workload and machine."""
         self._fn, self._spec, self._sharding, self._rank = fn, spec, sharding, rank
+        self._defects = of_timed(defects)
         self._steps: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
             "call": self._call,
-            "look": self._look,
             "behind": self._behind,
             "peak": self._peak,
             "warm": self._warm,
             "block": self._block,
             "renew": self._renew,
+            "verify": self._verify,
             "watch": self._watch,
             "disturbance": self._disturbance,
             "communication": self._communication,
@@ -68,26 +83,23 @@ class RankTiming:
         with self._work.context():
             return self._steps[what](**given)
 
-    def _begin(self, direction: Any, cold: bool, threads: int) -> None:
-        """Cut this rank's tensors. cold: whether a GPU's L2 is written before each sample. threads: of a CPU's rank."""
+    def _begin(self, direction: Any, cold: bool, threads: int, seed: int) -> None:
+        """Make this rank's tensors. cold: whether a GPU's L2 is written before each sample. threads: of a CPU's rank.
+
+        seed: of the data, from which all ranks draw alike: they make the same steps.
+        """
         self._rank.collectives.is_late = False
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
         self._cold = cold
-        self._work = self._work_of(direction)
+        self._work = self._work_of(direction, seed)
         self._clocks: dict[str, RankClock] = {"host": HostClock(self._device, self._rank.barrier, self._rank.collectives)}
         if self._device.type == "cuda":
             self._clocks["device"] = DeviceClock(self._device, cold, self._rank.group)
 
     def _call(self) -> None:
-        """Make a call whose result must be that of the data, then change the data."""
+        """Make a call whose result must be that of its data."""
         verified(self._work)
-
-    def _look(self, changes: bool) -> list[float]:
-        """Call, on changed data where so asked; return its seconds, those of CPUs, and for how many threads ever waited."""
-        if changes:
-            self._work.refresh()
-        return [*look(self._work), process_waited()]
 
     def _behind(self) -> None:
         """Look at a result while other work lies ahead on the device."""
@@ -104,19 +116,21 @@ class RankTiming:
 
     def _block(self, names: list[str], calls: int, clock: str, backlog: float) -> dict[str, Any]:
         """Take one sample of each name."""
-        op = Item(SUBJECT, repeated(self._work.stage, calls), calls)
+        self._work.rotate_over(max(_FEWEST_SETS, calls))
+        op = Item(SUBJECT, repeated(self._work.stage, calls), calls, self._work.keep)
         others = {name: anchor_item(name, anchor) for name, anchor in self._anchors.items()}
         taken = self._clocks[clock].block([others.get(name, op) for name in names], backlog)
         return {**taken._asdict(), "samples": [list(sample) for sample in taken.samples]}
 
     def _renew(self, clock: str) -> None:
-        """Change the data, on a GPU in other memory."""
-        self._work.rotate_over(_SETS)
+        """Have other memory, on a GPU."""
         found = self._clocks[clock]
         if isinstance(found, DeviceClock):
             found.renew(self._work)
-        else:
-            self._work.refresh()
+
+    def _verify(self, is_last: bool) -> None:
+        """Look at a result that was kept."""
+        self._work.verify_kept(is_last)
 
     def _watch(self) -> dict[str, Any]:
         """Begin to look for disturbances; return the state of the device."""
@@ -152,25 +166,68 @@ class RankTiming:
     def _plain_timer(self) -> CudaTimer:
         return CudaTimer(self._device, self._cold)
 
-    def _work_of(self, direction: Any) -> Work:
+    def _work_of(self, direction: LatencyDirection, seed: int) -> KernelWork:
         """Return the rank's part of the work: shards that lie in memory as those of the check do."""
-        spec = self._spec
+        spec, sharding = self._spec, self._sharding
         inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, self._device)
-        shards = [*parts_of(whole_of(inputs, spec), self._sharding, spec.layout, self._rank.rank).values()]
-        empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
-        dout = spec.in_layout(empty_rows.blanked(inputs.dout))
-        is_whole = False
+        whole = [*whole_of(inputs, spec).values()]
+        attention = AttentionOfShard(spec, inputs, direction, sharding, self._rank.rank, self._defects)
         if direction != "forward":
             with torch.no_grad():
-                is_whole = self._out_of(shards).shape == dout.shape
-        mine = dout.clone() if is_whole else cut(dout, "dout", self._sharding, spec.layout, self._rank.rank)
-        counted = (lambda result: result.nan_to_num(0.0)) if empty_rows.are_there else (lambda result: result)
-        return Work(self._fn, shards, mine, direction, counted)
+                attention.tell_what_is_held(plain("out", first_of(self._fn(*attention.given(whole)))))
+        dout = spec.in_layout(inputs.dout)
+        return KernelWork(self._fn, whole, dout, direction, attention, needs_sets=True, chosen=random.Random(seed))
 
-    def _out_of(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        result: Any = self._fn(*shards)
-        out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
-        return out
+
+class AttentionOfShard(Attention):
+    """What a rank's timed result must be: its rows of attention on the whole tensors, or all rows where it returns these."""
+
+    def __init__(
+        self,
+        spec: CheckSpec,
+        inputs: Inputs,
+        direction: LatencyDirection,
+        sharding: Sharding,
+        rank: int,
+        defects: Sequence[KnownDefect] = (),
+    ) -> None:
+        declared = replace(spec.declared, precision=spec.profile.over_ranks(sharding.ranks))
+        super().__init__(replace(spec, declared=declared), inputs, name_of(direction), defects=defects)
+        self._sharding, self._rank, self._is_whole = sharding, rank, False
+        self._shape = native_shape(self.name, spec.workload)
+        heads: Iterable[int] = range(spec.workload.heads)
+        if sharding.shares_pages:  # whose rows are everywhere
+            heads = torch.arange(spec.workload.heads).tensor_split(sharding.ranks)[rank].tolist()
+        rows = sharding.rows[rank].tolist()
+        self._held = Held(*({one: at for at, one in enumerate(ones)} for ones in (heads, rows)))
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the rank's shards of q, k and v."""
+        parts = parts_of(dict(zip("qkv", tensors, strict=True)), self._sharding, self._spec.layout, self._rank)
+        return [*parts.values()]
+
+    def dout(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Return the rank's shard of dout, or all of it, as its out is."""
+        whole = super().dout(drawn)
+        return whole if self._is_whole else cut(whole, "dout", self._sharding, self._spec.layout, self._rank)
+
+    def tell_what_is_held(self, out: torch.Tensor) -> None:
+        """See whether out has all rows."""
+        self._is_whole = tuple(self._native(out).shape) == native_shape("out", self._spec.workload)
+
+    def _expected_of(self, native: torch.Tensor) -> tuple[tuple[int, ...], Held | None]:
+        if tuple(native.shape) == self._shape:
+            return self._shape, None
+        heads, rows = map(len, self._held)
+        dim = self._shape[-1]
+        return ((rows, heads, dim) if self._spec.workload.is_packed else (self._shape[0], heads, rows, dim)), self._held
+
+    def _as_inputs(self, tensors: Sequence[torch.Tensor], dout: torch.Tensor) -> Inputs:
+        """Keys in pages are dense here: each rank has pages of its own."""
+        if not self._sharding.shares_pages:
+            return super()._as_inputs(tensors, dout)
+        q, k, v = tensors
+        return replace(self._inputs, q=self._native(q), k=k, v=v, dout=self._native(dout), page_table=None)
 
 
 def threads_of_rank() -> int:
@@ -212,15 +269,12 @@ class HostClock(RankClock):
         call = item.stage()
         wait(self._device)
         late = self._start()
-        seconds, inside = self.timed(call)
-        return RankTimes(seconds / item.calls, inside / item.calls, late)
-
-    def timed(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Return the seconds of a call, and those of them that it spent in collectives."""
-        inside, begun = self._collectives.seconds, time.perf_counter_ns()
-        call()
+        before, begun = self._collectives.seconds, time.perf_counter_ns()
+        value = call()
         wait(self._device)
-        return (time.perf_counter_ns() - begun) * 1e-9, self._collectives.seconds - inside
+        seconds, inside = (time.perf_counter_ns() - begun) * 1e-9, self._collectives.seconds - before
+        item.keep(call, value)
+        return RankTimes(seconds / item.calls, inside / item.calls, late)
 
 
 class DeviceClock(RankClock):
@@ -235,7 +289,7 @@ class DeviceClock(RankClock):
         return Taken([RankTimes(seconds) for seconds in attempt.seconds], attempt.enqueued, attempt.held)
 
     def renew(self, work: Work) -> None:
-        """Give a work other memory, and its data another sign."""
+        """Give a work other memory."""
         self._timer.move(work)
 
 

@@ -53,7 +53,8 @@ def make(self, device, starts, collectives):
     HostClock.made = (getattr(HostClock, "made", 0) + 1) % 7  # each measurement is a little off, as times are
 
 def sample(self, item):
-    item.stage()()
+    call = item.stage()
+    item.keep(call, call())
     if item.name != "op":
         return RankTimes(1e-3, 0.0, 0.0)
     whole, *own = map(float, TIMES.read_text().split())
@@ -156,10 +157,10 @@ def test_raises_later(attn):
 
 @pytest.mark.attention(W, device="cpu", ranks=2)
 def test_keeps_its_results(attn):
-    kept = {}
+    kept = []
     def fn(q, k, v):
-        out = attention(q, k, v, attn.group)
-        return kept.setdefault(q.sum().item(), out) if attn.rank == 1 else out
+        kept.append(attention(q, k, v, attn.group))
+        return kept[min(len(kept), 13 if attn.rank == 1 else 999) - 1]
     attn.measure(fn)
 
 @pytest.mark.attention(W, device="cpu", ranks=2)
@@ -190,7 +191,7 @@ def test_a_rank_that_fails_ends_the_measurement_and_no_other(story, pytester):
     result = story("--attn-json=run.jsonl", test=BROKEN)
     result.assert_outcomes(failed=3, passed=1)
     result.stdout.fnmatch_lines(["*rank 1 of 2 raised ValueError:*", "*no more memory*"])
-    result.stdout.fnmatch_lines(["*cannot be timed: fn on tiny, forward, on 2 ranks: rank 1: called again after its data*"])
+    result.stdout.fnmatch_lines(["*cannot be timed: fn on tiny, forward, on 2 ranks: rank 1: *, without gradients: its*"])
     result.stdout.fnmatch_lines(["E * mismatch: out of *"])
     directions = [latency["direction"] for latency in latencies(pytester.path / "run.jsonl") if "p50" in latency]
     assert directions == ["backward", "forward+backward"]

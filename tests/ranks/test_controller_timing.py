@@ -4,27 +4,23 @@ import pytest
 
 from pytest_attn.latency.cuda_timer import BacklogError
 from pytest_attn.latency.timer import Item
-from pytest_attn.latency.work import StaleError
 from pytest_attn.ranks import communication, controller_timing
 from pytest_attn.ranks.communication import RankTimes, Shared, figures_of, seconds_of
 from pytest_attn.ranks.controller_timing import RankedMonitor, RankedTimer, RankedWork
 from pytest_attn.reports.lines import describe_ranks, slow_rank
 
-FORWARD = RankedWork("forward")
+FORWARD = RankedWork("forward", None)
 
 
 class Steps:
-    """Ranks whose answers are said. seconds: of each rank; held: how many attempts of a block are not; looks: by rank."""
+    """Ranks whose answers are said. seconds: of each rank; not_held: how many attempts of a block are not."""
 
-    def __init__(self, kind="cpu", seconds=(1e-4, 3e-4), not_held=0, looks=None):
+    def __init__(self, kind="cpu", seconds=(1e-4, 3e-4), not_held=0):
         self.kind, self.ranks, self.seconds, self.not_held = kind, len(seconds), seconds, not_held
-        self.looks = looks or [(1e-4, 1e-4)] * self.ranks
         self.made = []
 
     def step(self, what, **given):
         self.made.append((what, given))
-        if what == "look":
-            return [[looks[given["changes"]]] * 2 + [0.0] for looks in self.looks]
         if what == "block":
             held, self.not_held = self.not_held <= 0, self.not_held - 1
             samples = [[[one, one / 2, 1e-6]] * len(given["names"]) for one in self.seconds]
@@ -73,19 +69,6 @@ def test_devices_that_cannot_be_kept_waiting_are_timed_by_their_hosts():
     assert steps.named("block")[-1]["clock"] == "host"
     with pytest.raises(BacklogError, match=r"launching 1 samples took 0\.004 s"):
         RankedTimer(Steps("cuda", not_held=9), device=True).block([Item("op", None)])
-
-
-def test_cached_results_of_one_rank_are_found():
-    steps = Steps(looks=[(1e-4, 1e-4), (1e-4, 1e-2)])
-    with pytest.raises(StaleError, match=r"rank 1: takes 100 us on the data of the call before, and 1e\+04 us on changed"):
-        RankedTimer(steps, device=False).plan(FORWARD)
-    assert len(steps.named("look")) == 10
-
-
-def test_ranks_that_keep_nothing_are_looked_at_once():
-    steps = Steps()
-    RankedTimer(steps, device=False).plan(FORWARD)
-    assert [given["changes"] for given in steps.named("look")] == [False, True]
 
 
 def test_a_disturbed_rank_is_named_unless_ranks_share_cores():
