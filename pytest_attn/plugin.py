@@ -108,18 +108,16 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Deselect tests of which the selection left nothing; under xdist's --dist loadgroup, group cases by workload.
+    """Deselect tests of which the selection left nothing.
 
     After -k and the like, keep one item of each backend that this machine lacks.
     """
     session = _session(config)
     if session.has_attention_tests:
-        from pytest_attn.session.collection import deselect_unselected, group_by_workload
+        from pytest_attn.session.collection import deselect_unselected
 
         session.kernels.open_terminal(config, session.progress)  # now, while no output is captured
         deselect_unselected(config, items)
-        if config.getoption("loadgroup", False):
-            group_by_workload(items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
         from pytest_attn.cases.pytest_benchmark import mark_measured
 
@@ -133,6 +131,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         surplus = keep_one_of_each_missing(config, session, items)
         if session.manifest is not None:
             session.manifest.note_absent(surplus)
+        if hasattr(config, "workerinput"):
+            from pytest_attn.session.scheduling import tell_groups
+
+            tell_groups(config, items)
     return result
 
 
@@ -175,6 +177,14 @@ def pytest_configure_node(node: Any) -> None:
 
         require_gpu(node.gateway.spec)
         node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # other plugins see the ids alone
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Have one worker of xdist run the cases of one backend and workload, which share what is compiled."""
+    from pytest_attn.session.scheduling import take_groups
+
+    take_groups(node.config, ids)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # xdist's own answers, too, and may have been registered later

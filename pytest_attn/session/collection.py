@@ -1,4 +1,4 @@
-"""From a marked test to its items: one per case, named; some left out, those of one workload kept together."""
+"""From a marked test to its items: one per case, named; some left out."""
 
 from __future__ import annotations
 
@@ -53,8 +53,13 @@ class Items:
         return case_id(case)
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
-        """Return the name of the items that one xdist worker should have; None where each may go anywhere."""
-        return f"{item.name.partition('[')[0]}-{case.workload.id}"  # "]" would end the group's name
+        """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
+
+        Those of a backend and workload; of a workload where its backends are to be timed on one GPU.
+        """
+        if item.config.getoption("loadgroup", False) and item.config.getoption("attn_gpu_per_worker"):
+            return case.workload.id
+        return f"{case.workload.id} {case.backend}" if case.backend else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""
@@ -105,8 +110,8 @@ class ModelItems(Items):
         return case.backend or "model"
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
-        """Keep nothing together: models share no reference."""
-        return None
+        """Keep together the tests of a file that are parametrized with the same backend and model."""
+        return f"{item.path} {item.name.partition('[')[2]}" if case.backend else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say that the backend is not here."""
@@ -173,17 +178,6 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[py
         config.hook.pytest_deselected(items=unwanted)
         left_out = set(unwanted)
         items[:] = [item for item in items if item not in left_out]
-
-
-def group_by_workload(items: list[pytest.Item]) -> None:
-    """Keep the cases of one workload and test in one xdist worker, which then computes each reference once."""
-    for item in items:
-        parameter = parameter_of(item)
-        if parameter is None or item.get_closest_marker("xdist_group") is not None:
-            continue
-        made: Items = kind_of(item).made_items()
-        if group := made.group(item, parameter):
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 # -- backends that this machine lacks: one skipped item of each says so ------------------------------------------------

@@ -103,7 +103,7 @@ def test_case(attn):
     assert re.findall(r"test_case\[(.+)\]", result.stdout.str()) == [workload]
 
 
-LOADGROUP = ("-n", "1", "--dist", "loadgroup")  # xdist adds the group to the ids of items
+LOADGROUP = ("-n", "1", "--dist", "loadgroup")
 
 
 @pytest.mark.parametrize(

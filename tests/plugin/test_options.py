@@ -219,16 +219,6 @@ def test_an_output_of_no_kind_or_of_one_twice_is_refused(run, kernel_test, optio
 
 
 @pytest.mark.slow
-def test_loadgroup_puts_the_cases_of_a_workload_into_one_group(pytester, kernel_test):
-    body = "print('group', request.node.get_closest_marker('xdist_group').args[0])"
-    kernel_test(body, marker='"smoke-full", "smoke-half", device="cpu"', fixtures="request, attn, attn_backend")
-    result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup", "-rP", "--attn-backends=math,eager")
-    groups = re.findall(r"^group (.+)$", result.stdout.str(), re.MULTILINE)
-    # a name with "]" would be none to xdist
-    assert sorted(groups) == 2 * ["test_kernel-smoke-full"] + 2 * ["test_kernel-smoke-half-fp16"]
-
-
-@pytest.mark.slow
 def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
     kernel_test("attn.check(lambda q, k, v: v)")
     result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup")

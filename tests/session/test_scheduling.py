@@ -1,0 +1,118 @@
+"""Which worker of xdist runs which items."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from xdist import scheduler
+
+from pytest_attn.session.scheduling import take_groups
+
+OWN = {
+    "load": scheduler.LoadScheduling,
+    "worksteal": scheduler.WorkStealingScheduling,
+    "loadscope": scheduler.LoadScopeScheduling,
+    "loadfile": scheduler.LoadFileScheduling,
+    "loadgroup": scheduler.LoadGroupScheduling,
+}
+#: three tests of two files and two workloads for three backends, as workers name them, and tests of other kinds
+GROUPS = [f"{workload} {backend}" for workload in ("w1", "w2") for backend in ("a", "b", "c")]
+NAMES = ("x.py::test_check", "x.py::test_times", "y.py::test_holds")
+TESTS = [f"{test}[{group}]\0{group}" for test in NAMES for group in GROUPS]
+OTHERS = [f"{file}.py::test_{name}" for file in ("p", "q") for name in range(4)]
+
+
+class Node:
+    """A worker that runs what it is sent, and says so at once."""
+
+    shutting_down = False
+
+    def __init__(self, number):
+        self.gateway, self.sent = SimpleNamespace(id=f"gw{number}"), []
+
+    def send_runtest_some(self, indices):
+        self.sent += indices
+
+    def send_runtest_all(self):
+        raise AssertionError("all at once")
+
+    def shutdown(self):
+        self.shutting_down = True
+
+
+def distributed(dist, ids, own=None):
+    """Return the scheduler that xdist uses for two workers with these ids, and them."""
+    option = SimpleNamespace(tx=["2*popen"], loadscopereorder=True, maxschedchunk=None)
+    dsession = SimpleNamespace()
+    config = SimpleNamespace(
+        option=option,
+        getoption=lambda name: dist,
+        getvalue=lambda name: getattr(option, name),
+        pluginmanager=SimpleNamespace(getplugin=lambda name: dsession),
+    )
+    dsession.sched = (own or OWN[dist])(config)
+    nodes = [Node(number) for number in (0, 1)]
+    for node in nodes:
+        dsession.sched.add_node(node)
+    for node in nodes:
+        told = list(ids)
+        take_groups(config, told)
+        dsession.sched.add_node_collection(node, told)
+    return dsession.sched, nodes, told
+
+
+@pytest.mark.parametrize("dist", OWN)
+def test_the_cases_of_a_backend_and_workload_run_one_after_the_other_in_one_worker(dist):
+    sched, nodes, ids = distributed(dist, [*TESTS, *OTHERS])
+    assert not any("\0" in one for one in ids)
+    sched.schedule()
+    done = dict.fromkeys(nodes, 0)
+    while any(done[node] < len(node.sent) for node in nodes):
+        for node in nodes:
+            if done[node] < len(node.sent):
+                sched.mark_test_complete(node, node.sent[done[node]])
+                done[node] += 1
+    assert sched.tests_finished
+    ran = [[ids[index] for index in node.sent] for node in nodes]
+    assert sorted(one for some in ran for one in some) == sorted(ids)
+    for group in GROUPS:
+        at = [[order for order, one in enumerate(some) if f"[{group}]" in one] for some in ran]
+        (places,) = filter(None, at)
+        assert places == list(range(places[0], places[0] + 3))
+    assert all(len(some) > 6 for some in ran)  # both workers have cases
+    if dist in ("loadscope", "loadfile"):
+        for file in (OTHERS[:4], OTHERS[4:]):
+            assert sum(1 for some in ran if set(file) & set(some)) == 1
+
+
+@pytest.mark.parametrize("dist", OWN)
+def test_a_run_without_cases_has_its_own_scheduler(dist):
+    assert type(distributed(dist, OTHERS)[0]) is OWN[dist]
+
+
+def test_the_scheduler_of_another_plugin_is_left_alone():
+    class Other(scheduler.LoadScheduling):
+        pass
+
+    sched, _, ids = distributed("load", [*TESTS, *OTHERS], Other)
+    assert type(sched) is Other
+    assert not any("\0" in one for one in ids)
+
+
+@pytest.mark.slow
+def test_workers_share_no_backend_and_workload(pytester):
+    test = """
+        import os, pytest
+
+        @pytest.mark.attention("smoke-full", "smoke-half", device="cpu", backends=("math", "eager"))
+        def test_it(attn_workload, attn_backend):
+            print("ran", attn_workload.name, attn_backend.name, os.environ["PYTEST_XDIST_WORKER"])
+        """
+    pytester.makepyfile(test_first=test, test_other=test)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--dist=loadfile", "-rP", "-v")
+    ran = re.findall(r"^ran (\S+ \S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
+    assert len(ran) == 8
+    assert len(set(ran)) == 4
+    assert {worker for _, worker in ran} == {"gw0", "gw1"}
+    result.stdout.fnmatch_lines(["*GroupScheduling"])
+    assert "\0" not in result.stdout.str()
