@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.backend import Backend, FunctionBackend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.named import is_name
@@ -85,6 +85,8 @@ class CaseRun:
                 found = evaluator.judge()
         except (ContractError, DeadlineError, EndsTestError, RefusedError, RankRaisedError) as error:
             found = evaluator.ended(error)
+            if isinstance(error, RefusedError):
+                self._remember(evaluator, str(error))
         if self.session.settings.declines == "fail" and self.session.kernels.are_tested:
             found = found.failing_if_declined()
         self._drawn = found.evidence.drawn if isinstance(found.evidence, FailureToSave) else ()
@@ -108,6 +110,17 @@ class CaseRun:
         kept = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
         with self.session.progress.during(evaluator.doing, evaluator.on), kept:
             yield
+
+    def _remember(self, evaluator: Evaluator[Any], reason: str) -> None:
+        """Keep what a backend has said when it compiled, so that no other test of the workload compiles to hear it again.
+
+        Not what a user's own function says, which may depend on what its test has set.
+        """
+        subject, evidence = self.asked, evaluator.evidence
+        if not isinstance(evidence, FailureToSave) or subject is None or subject is not evaluator.subject:
+            return
+        if subject.is_backend and subject.library != FunctionBackend.library:
+            self.session.refused[subject, evidence.spec.workload, evidence.spec.backward, self.machine] = reason
 
     def _require_contained(self, evaluator: Evaluator[Any]) -> None:
         """Fail under --attn-isolated for anything whose author's code runs in this process."""
@@ -246,6 +259,8 @@ class CaseRun:
             is_missing = subject is not None and subject.unavailable_because(self.machine) == obstruction
             is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
             self.skip(subject, obstruction, cause=Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
+        if subject is not None and (said := self.session.refused.get((subject, self.workload, asked[2], self.machine))):
+            self.skip(subject, said, cause=Cause.DECLINED)
 
     def skip(self, subject: Subject | None, reason: str, **fields: Any) -> NoReturn:
         """Skip the test, with a record. subject: None where the reason is none of its own. fields: more of the record."""

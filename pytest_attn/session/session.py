@@ -21,12 +21,15 @@ from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
 if TYPE_CHECKING:
+    from pytest_attn.backends.machine import Machine
+    from pytest_attn.backends.subject import Subject
     from pytest_attn.correctness.spec import ReferenceCache
     from pytest_attn.reports.records import Record
     from pytest_attn.session.deadline import Deadline
     from pytest_attn.session.manifest import JsonLines, Manifest
     from pytest_attn.session.progress import Progress
     from pytest_attn.session.selection import SelectedKernels
+    from pytest_attn.workloads.workload import Workload
 
 
 class Collected:
@@ -183,6 +186,8 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
+        #: why a backend refused a workload, with gradients or without, on a machine: what only its compiler found out
+        self.refused: dict[tuple[Subject, Workload, bool, Machine], str] = {}
         #: what the process that waits for a new one has sent to it, None in all others
         self.worker = WorkerContext.of_this_process()
         #: why a run that has judged nothing must not look like a pass, "" where it may

@@ -258,3 +258,46 @@ def test_backends_that_are_not_here(in_process, kernel_test, pytester, options, 
 def test_hardware_that_is_not_here_is_no_fault(in_process, kernel_test):
     kernel_test("attn.check(sdpa)", before='@pytest.mark.attention_requires(arch=">=9.0")')
     assert in_process("-q").ret == pytest.ExitCode.OK
+
+
+SLOW = """
+from pytest_attn import Backend
+
+class Slow(Backend):
+    name = "slow"
+    compiled = []
+
+    def unsupported_because(self, workload, machine, backward=False):
+        return ["has no softcap"] if workload.softcap else []
+
+    def refusal_in(self, error):
+        return "its compiler knows no such mask"
+
+    def prepare(self, inputs, backward=False):
+        def call(q, k, v):
+            self.compiled.append(inputs.workload)
+            raise RuntimeError("mask")
+        return call
+
+def pytest_attn_backends(registry):
+    registry.add(Slow())
+
+def pytest_sessionfinish():
+    print("compiled", len(Slow.compiled))
+"""
+
+
+def test_a_backend_that_refuses_as_it_compiles_is_asked_once(in_process, kernel_test, pytester):
+    pytester.makeconftest(SLOW)
+    workloads = ", ".join(f"Workload(32, heads=2, head_dim=32, {option})" for option in ("mask='causal'", "softcap=3.0"))
+    asked = [("check", ""), ("check_invariants", ""), ("measure", ""), ("check", gradients := ", backward=True")]
+    more = "".join(
+        f"@pytest.mark.attention({workloads}, device='cpu', backends='slow'{also})\n"
+        f"def test_{number}(attn, attn_backend):\n    attn.{judgment}(attn_backend)\n"
+        for number, (judgment, also) in enumerate([*asked, ("measure", gradients)])
+    )
+    kernel_test("attn.check(sdpa)", before=more)
+    result = in_process("-rs")
+    result.assert_outcomes(passed=1, skipped=10)
+    result.stdout.fnmatch_lines(["*compiled 2"])  # forward, and with gradients
+    assert sum("slow: its compiler knows no such mask" in line for line in result.outlines if line.startswith("SKIPPED")) == 5

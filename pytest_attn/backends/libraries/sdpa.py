@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -289,8 +290,17 @@ class SdpaFa3(LibraryBackend):
         return super().broken_because() or _not_activated_because(self.implementation)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Try torch's hook with one token like the workload's: a build may lack a head dimension, a release what is called."""
-        failure = _failure_of_one_token(self.implementation, machine.device, backward, workload.head_dim, workload.dtype)
+        """Try torch's hook with one token like the workload's: a build may lack a head dimension, a release what is called.
+
+        What a release lacks is found once, and not again for each head dimension, dtype and direction.
+        """
+        of = workload.head_dim, workload.dtype
+        hook_of = self.implementation, machine.device
+        failure = _BROKEN_HOOKS.get(hook_of) or _failure_of_one_token(*hook_of, False, *of)
+        if failure and re.match(_OF_ANY_SIZE, failure):
+            _BROKEN_HOOKS[hook_of] = failure
+        if failure is None and backward:
+            failure = _failure_of_one_token(*hook_of, True, *of)
         if failure is None:
             return []
         torch_version = machine.torch_version.partition("+")[0]
@@ -356,6 +366,12 @@ def _not_activated_because(implementation: str) -> str | None:
             return None
     except Exception as error:  # whatever the library or its registration raises
         return f"torch cannot activate {implementation}: {type(error).__name__}: {error}"
+
+
+#: why torch's hook fails for whatever it is given, by implementation and device
+_BROKEN_HOOKS: dict[tuple[str, str], str] = {}
+#: errors of Python in a hook and a library that do not fit one another, in words that say nothing of a tensor
+_OF_ANY_SIZE = r"(TypeError|ValueError|AttributeError|(Import|ModuleNotFound)Error): (?!.*(head|dim|build|support|type|shape))"
 
 
 @cache

@@ -8,7 +8,7 @@ from fakes.judged import CPU, H200, assert_passes, judged
 from torch.nn import attention as torch_attention
 
 from pytest_attn import Window, Workload, draw_inputs
-from pytest_attn.backends.libraries.sdpa import _failure_of_one_token
+from pytest_attn.backends.libraries.sdpa import _BROKEN_HOOKS, _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 
@@ -65,6 +65,12 @@ class Handle:
         self.overriding._destroy()
 
 
+def forget():
+    """Let hooks be asked anew."""
+    _failure_of_one_token.cache_clear()
+    _BROKEN_HOOKS.clear()
+
+
 @pytest.fixture
 def hooked(monkeypatch, tmp_path):
     """Install a library for a backend and put a hook into torch's registry in the place of its own."""
@@ -77,12 +83,12 @@ def hooked(monkeypatch, tmp_path):
         if hook is not None:
             hooks = {**registry._FLASH_ATTENTION_IMPLS, backend.implementation: hook.register}
             monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", hooks)
-        _failure_of_one_token.cache_clear()
+        forget()
         return backend
 
     yield put
     assert torch_attention.current_flash_attention_impl() is None
-    _failure_of_one_token.cache_clear()
+    forget()
     uninstall([path for path, _ in PATHS.values()])
 
 
@@ -130,10 +136,14 @@ def test_what_a_user_activated_comes_back(hooked):
 
 
 def test_a_hook_that_no_longer_fits_the_library_is_refused_in_its_own_words(hooked):
-    backend = hooked("sdpa_fa4", Hook(values=5))
-    assert backend.unsupported_because(SQUARE, HERE_MACHINE) == [
-        "torch 2.11.0's FA4 hook fails with flash-attn-4 4.0.0b36: ValueError: too many values to unpack (expected 2)"
-    ]
+    hook = Hook(values=5)
+    backend = hooked("sdpa_fa4", hook)
+    for workload in (SQUARE, SQUARE.replace(head_dim=64), SQUARE.replace(head_dim=128, dtype="float16")):
+        for backward in (True, False):
+            assert backend.unsupported_because(workload, HERE_MACHINE, backward) == [
+                "torch 2.11.0's FA4 hook fails with flash-attn-4 4.0.0b36: ValueError: too many values to unpack (expected 2)"
+            ]
+    assert hook.asked == ["forward"]  # which compiles
 
 
 def test_a_build_without_a_head_dimension_is_refused_in_its_own_words(hooked):
