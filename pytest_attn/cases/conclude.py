@@ -25,7 +25,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank_group import RankRaisedError
-from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
@@ -148,6 +148,7 @@ class CaseRun:
             "backward": backward,
             "verdict": (Verdict.KNOWN_DEFECT if is_known else found.verdict).value,
             "reason": found.known_defects or found.reason,
+            "explanation": taken_apart("\n".join([found.text, *found.remedies]), found.width) if found.text else (),
             "test": self.item.nodeid,
             "command": self.command,
         }

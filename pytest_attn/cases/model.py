@@ -328,7 +328,7 @@ def _workload_of(name: str, found: ModelComparison | None) -> Workload:
 
 def _facts(call: CallComparison) -> dict[str, Any]:
     """Return what a record says of one call, as builtin types."""
-    worst = call.comparison.worst if call.comparison else None
+    reported = call.comparison.reported if call.comparison else None
     return {
         "module": call.label,
         "function": call.function,
@@ -336,8 +336,8 @@ def _facts(call: CallComparison) -> dict[str, Any]:
         "workload": call.workload.id,
         "passed": call.passed,
         "backward": call.has_gradients,
-        "tensor": worst.name if worst else "",
-        **{name: getattr(worst, name) if worst else None for name in ("z_element", "z_row", "z_head")},
+        "tensor": reported.name if reported else "",
+        **{name: getattr(reported, name) if reported else None for name in ("z_element", "z_row", "z_head")},
         "reason": call.fault,
         "faults": call.comparison.faults if call.comparison else (),
     }

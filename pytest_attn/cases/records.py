@@ -46,16 +46,16 @@ def change_last_record(item: pytest.Item, **changes: Any) -> None:
 
 
 def figures_of(comparison: Comparison | None) -> dict[str, Any]:
-    """Return the fields of a record that say how close a comparison's worst tensor is to its limits; none without one."""
+    """Return the fields of a record that say how close the tensor that is reported is to its limits; none without one."""
     if comparison is None:
         return {}
-    worst, compilation = comparison.worst, comparison.compilation
+    reported, compilation = comparison.reported, comparison.compilation
     return {
-        "tensor": worst.name,
-        "distribution": worst.distribution,
-        "z_element": worst.z_element,
-        "z_row": worst.z_row,
-        "z_head": worst.z_head,
+        "tensor": reported.name,
+        "distribution": reported.distribution,
+        "z_element": reported.z_element,
+        "z_row": reported.z_row,
+        "z_head": reported.z_head,
         "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
         "faults": comparison.faults,
         "is_sampled": comparison.is_sampled,
@@ -70,8 +70,8 @@ def z_property(comparison: Comparison | None, subject: Subject | str) -> dict[st
     """Return what the report of a test says of a comparison, by the name of who was compared."""
     if comparison is None:
         return {}
-    worst, name = comparison.worst, subject if isinstance(subject, str) else subject.name
-    return {f"attn_z_{name}": f"{worst.z_element:.4g} ({worst.name})"}
+    reported, name = comparison.reported, subject if isinstance(subject, str) else subject.name
+    return {f"attn_z_{name}": f"{reported.z_element:.4g} ({reported.name})"}
 
 
 def facts_of(session: AttentionSession, workload: Workload, subject: Subject | str, device: str | None) -> dict[str, Any]:

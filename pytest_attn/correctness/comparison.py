@@ -207,6 +207,11 @@ class Comparison:
         """The tensor that comes closest to its limits, or exceeds them most."""
         return max(self.tensors, key=lambda tensor: tensor.excess)
 
+    @property
+    def reported(self) -> TensorComparison:
+        """The tensor that is reported: the first that is over its limits, which a failure is about, else `worst`."""
+        return next((tensor for tensor in self.tensors if not tensor.passed), self.worst)
+
     def to_dict(self) -> dict[str, Any]:
         """Return builtin types only, for reports."""
         tensors = [{**asdict(t), "worst": list(t.worst)} for t in self.tensors]

@@ -47,8 +47,8 @@ def describe_contract(error: ContractError) -> str:
 
 def headline(comparison: Comparison) -> str:
     """Say in a few words what is wrong: of the first tensor that is, which the diagnosis is about."""
-    row = next((t for t in comparison.tensors if not t.passed), None)
-    if row is None:
+    row = comparison.reported
+    if row.passed:
         return f"changed its input {comparison.changed[0]} in place"
     return f"{row.name} {_excess(row)} (inputs {row.distribution})"
 

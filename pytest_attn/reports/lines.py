@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -38,6 +39,23 @@ def told_apart(one: float, other: float) -> tuple[str, str]:
 def labeled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
     """Return one indented line, such as "  where      all 4 heads"."""
     return f"  {label:<{width}} {text}"
+
+
+def taken_apart(text: str, width: int = LABEL_WIDTH) -> list[dict[str, str]]:
+    """Return the lines of a text, each with its label, "" where it has none: what `labeled` put together."""
+    long = re.compile(rf"  (\S{{{width},}}) (\S.*)")  # or as long as the column is wide
+    lines = []
+    for line in text.splitlines():
+        label, rest = line[2 : 2 + width], line[2 + width :]
+        is_short = line[:2] == "  " and label[:1].strip() and label[-1] == " " and rest[:1] == " " and rest[1:2].strip()
+        found = (label.rstrip(), rest[1:]) if is_short else m.groups() if (m := long.fullmatch(line)) else ("", line)
+        lines.append({"label": found[0], "text": found[1]})
+    return lines
+
+
+def together(lines: Sequence[Mapping[str, str]]) -> str:
+    """Return the text of lines that were taken apart, whatever their labels' width was."""
+    return "\n".join(labeled(line["label"], line["text"]) if line["label"] else line["text"] for line in lines)
 
 
 def duration(seconds: float, milliseconds_from: float = 1e-4) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from pytest_attn.reports.latency import closing as closing_of_latencies
-from pytest_attn.reports.lines import duration_in_column
+from pytest_attn.reports.lines import duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
 from pytest_attn.reports.terminal import count
@@ -16,6 +16,8 @@ from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB
 _MOST_ROWS = 200
+#: failures that are shown in full, and characters of one: where it hung, stacks are part
+_MOST_IN_FULL, _LONGEST = 20, 8000
 
 
 def markdown_summary(records: Sequence[Record]) -> str:
@@ -62,6 +64,19 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
         )
         yield _row(*cells)
     yield from _rest(records)
+    for r in [r for r in records if r["explanation"]][:_MOST_IN_FULL]:
+        yield from (*_fenced(f"{_said(r)}\n{labeled('reproduce', r['command'])}"), "")
+
+
+def _said(record: Record) -> str:
+    """Return what a failure says in a terminal, but the command that repeats it."""
+    said = together(record["explanation"])
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+
+
+def _fenced(text: str) -> tuple[str, str, str]:
+    fence = "`" * max(3, _most_backticks(text) + 1)
+    return f"{fence}text", text, fence
 
 
 def _latencies(records: Sequence[Record]) -> Iterator[str]:
@@ -105,9 +120,13 @@ def _text(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))
 
 
+def _most_backticks(text: str) -> int:
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)
+
+
 def _code(text: str) -> str:
     """Return text as code: fenced by more backticks than it has, and with its pipes escaped, as tables ask for."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    longest = _most_backticks(text)
     fence, room = "`" * (longest + 1), " " if longest else ""
     return f"{fence}{room}{' '.join(text.split())}{room}{fence}".replace("|", "\\|") if text else ""
 
@@ -180,7 +199,8 @@ def workflow_commands(records: Sequence[Record]) -> Iterator[str]:
 
 def _annotation(level: str, record: Record) -> str:
     title = f"{record['verdict']}: {record['subject']} on {record['workload']}"
-    text = "\n".join(part for part in (record["reason"], record["command"]) if part) or record["verdict"]
+    said = f"{_said(record)}\n  reproduce" if record["explanation"] else record["reason"]  # the command is easily copied
+    text = "\n".join(part for part in (said, record["command"]) if part) or record["verdict"]
     place = {"file": record["test"].partition("::")[0], "line": str(record["line"] or 1), "title": title}
     properties = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in place.items())
     return f"::{level} {properties}::{_escaped(text)}"

@@ -42,6 +42,11 @@ class Record(TypedDict):
         " recorded, unrecorded, unconfirmed, untimed, no result, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
+    explanation: Annotated[
+        Sequence[dict[str, Any]],
+        "what a failure says in a terminal, line by line: label (worst, where, levels, figures, suggests, ...; empty of the"
+        " first line and of what has none), text; the last line of a terminal, which repeats the case, is command",
+    ]
     cause: Annotated[
         str,
         "the reason in a word that programs may go by, empty where there is none; of no baseline: none recorded, recorded"
@@ -69,7 +74,9 @@ class Record(TypedDict):
     ]
     direction: Annotated[str, "forward, backward or forward+backward (that, of a check: out and gradients)"]
     backward: Annotated[bool, "whether gradients were asked for"]
-    tensor: Annotated[str, "of all tensors and input distributions, the one closest to its limits, or furthest over them"]
+    tensor: Annotated[
+        str, "the first tensor over its limits, which a failure is about; of what passed, the one closest to its limits"
+    ]
     distribution: Annotated[str, "its input distribution"]
     z_element: Annotated[float | None, "its largest z: the error of an element divided by its budget (limit 8)"]
     z_row: Annotated[float | None, "the largest RMS of a row (limit 4)"]

@@ -1,6 +1,10 @@
 """The files of a run: --attn-json, --attn-summary, and what a job of GitHub Actions gets."""
 
+import html
+import json
+
 import pytest
+import vl_convert  # noqa: F401  # its extension cannot be loaded a second time by a run in this process
 
 from pytest_attn.reports.records import FIELDS, read_records
 
@@ -160,3 +164,50 @@ def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
     result.assert_outcomes(passed=4, failed=2)
     traveled = [line.partition("traveled: ")[2] for line in result.outlines if "traveled: " in line]
     assert traveled == ["passed", "passed", "mismatch", "raised", "passed", "held"]
+
+
+def test_what_a_failure_says_is_the_same_in_every_output(pytester, monkeypatch):
+    """In the terminal, the record, the page, Markdown, annotations and JUnit: each line, and one z."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
+    pytester.makepyfile(
+        """
+import html
+import json
+
+import pytest
+import vl_convert  # noqa: F401  # its extension cannot be loaded a second time by a run in this process
+from pytest_attn import Workload
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+@pytest.mark.attention(Workload(64, heads=4, kv_heads=2, head_dim=32, name="decoder"), device="cpu", backward=True)
+def test_it(attn):
+    attn.check(lambda q, k, v: sdpa(q, k, v, scale=0.13, enable_gqa=True), name="mine")
+"""
+    )
+    outputs = [f"--attn-output=run.{suffix}" for suffix in ("jsonl", "html", "md")]
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *outputs, "--junitxml=run.xml", "-v")
+    said = [
+        line.removeprefix("E       AssertionError: ").removeprefix("E         ")
+        for line in result.outlines
+        if line[:2] == "E "
+    ]
+    (record,) = read_records(pytester.path / "run.jsonl")
+    assert [line["label"] for line in record["explanation"]][:5] == ["", "worst", "levels", "where", "figures"]
+    assert "suggests" in [line["label"] for line in record["explanation"]]
+    assert said[-1] == f"reproduce  {record['command']}"
+    told = [f"{line['label']:<10} {line['text']}".strip() for line in record["explanation"]]
+    assert told == said[:-1]
+    files = {name: (pytester.path / name).read_text(encoding="utf-8") for name in ("run.md", "step.md", "run.xml", "run.html")}
+    annotations = "\n".join(line for line in result.outlines if line.startswith("::error"))
+    for line in record["explanation"]:
+        assert html.escape(line["text"], quote=False) in html.unescape(files["run.xml"])
+        assert json.dumps(line["text"], ensure_ascii=False).replace("<", "\\u003c") in files["run.html"]
+        assert line["text"] in files["run.md"]
+        assert line["text"] in files["step.md"]
+        assert line["text"].replace("%", "%25") in annotations
+    z = f"{record['z_element']:,.0f}"
+    assert f"z {z} over an element" in record["reason"]
+    assert f"element {z} (limit 8)" in annotations
+    assert f'value="{record["z_element"]:.4g} ({record["tensor"]})"' in files["run.xml"]
+    assert len({tensor["z_element"] for tensor in record["tensors"]}) > 1

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from fakes.pages import CPU, FLUX, SDPA, set_filter, settled, texts
-from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing
+from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing, workloads
 
 
 @pytest.mark.slow
@@ -301,4 +301,24 @@ def test_a_run_without_attention_tests_and_odd_records_open_as_well(show):
     assert "z infinite element, NaN row" in page(
         "document.querySelector('#matrix td.bad').click() || document.body.textContent"
     )
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_card_says_what_the_terminal_says_and_the_page_opens_with_why(show, width, dark):
+    lines = [
+        ("", "mismatch: out of mine"),
+        ("worst", "out[0, 3, 96, 63] = -0.38"),
+        ("suggests", "it equals attention with scale 0.1"),
+    ]
+    said = [{"label": label, "text": text} for label, text in lines]
+    reason, case = "out z 1,542 over an element, limit 8", next(workloads(1))
+    wrong = check("mismatch", case, BACKENDS[0], "forward", random.Random(0), explanation=said, reason=reason)
+    page = show([wrong], width=width, dark=dark)
+    assert page("document.getElementById('why').textContent").endswith("limit 8; it equals attention with scale 0.1")
+    assert page("document.getElementById('why').getBoundingClientRect().bottom < 500")
+    assert texts(page, "#wrong .explanation dt") == ["worst", "suggests"]
+    assert texts(page, "#wrong .explanation dd") == [text for _, text in lines[1:]]
+    assert page("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "nothing sticks out"
     page.close()

@@ -27,6 +27,7 @@ function caseOf(row, index) {
   for (const field of ["question", "verdict", "direction", "reason", "test", "command"]) one[field] = text(one[field]);
   one.workload = data.workloads[one.workload];
   one.backend = data.subjects[one.subject].name;
+  one.explanation = (one.explanation || []).map((line) => line.map(text));
   one.z = one.z ? one.z.map(number) : null;
   one.worst = one.worst ? one.worst.map(text).join("/") : "";
   return one;
@@ -51,7 +52,7 @@ function shownCases() {
 }
 
 function searchable(one) {
-  one.searched ??= [one.backend, one.workload.id, one.workload.group, ...one.workload.aliases, one.test, one.reason, one.question, verdicts[one.verdict].word].join(" ").toLowerCase();
+  one.searched ??= [one.backend, one.workload.id, one.workload.group, ...one.workload.aliases, one.test, one.reason, ...one.explanation.flat(), one.question, verdicts[one.verdict].word].join(" ").toLowerCase();
   return one.searched;
 }
 

@@ -27,6 +27,7 @@ function detail(one, isOpen) {
   return [
     el("p", { class: "what" }, badge(one.verdict), " ", el("strong", {}, one.workload.id), ` ${one.question}, ${one.direction || "forward"}`),
     one.reason ? el("p", { class: "reason" }, one.reason) : "",
+    explanation(one.explanation),
     facts.map((line) => el("p", { class: "quiet" }, line)),
     one.tensors ? el("details", { open: isOpen }, el("summary", {}, `Figures of ${plural(one.tensors.length, "tensor")}`), tensorTable(one)) : "",
     one.command ? command(one.command) : "",

@@ -53,6 +53,12 @@ function badge(verdict, number = 0) {
   return el("span", { class: `badge ${tone}` }, el("span", { "aria-hidden": "true" }, `${glyph} `), word, number > 1 ? ` ×${number}` : "");
 }
 
+// What a failure says in a terminal, less its first line, which is the reason.
+function explanation(lines) {
+  if (!lines.length) return "";
+  return el("dl", { class: "explanation" }, lines.slice(lines[0][0] ? 0 : 1).map(([label, words]) => [el("dt", {}, label), el("dd", {}, words)]));
+}
+
 // A command with a button that copies it; where the browser does not allow that, the text is selected, ready to copy.
 function command(text) {
   const code = el("code", { tabindex: "0" }, text);

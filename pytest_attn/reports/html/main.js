@@ -124,9 +124,10 @@ function listenToFilters() {
 // -- machine, theme, print -----------------------------------------------------------------------------------------------------
 
 function showMachine() {
-  const { sentence, facts } = data.machines[state.machine];
+  const { sentence, why, facts } = data.machines[state.machine];
   const isBad = casesOfMachine().some((one) => verdicts[one.verdict].tone === "bad");
   byId("sentence").textContent = sentence;
+  byId("why").textContent = why;
   byId("sentence").className = `sentence ${isBad ? "bad" : "fine"}`;
   byId("facts").replaceChildren(...facts.map(([term, words]) => el("div", {}, el("dt", {}, term), el("dd", {}, words))));
   state.hidden = new Set();

@@ -90,12 +90,13 @@ def _header(records: Sequence[Record]) -> str:
     """Write how the run went and where, so that it is read before, and without, any script."""
     machines = by_machine(records)
     if not machines:
-        return f'<p id="sentence" class="sentence">{escape(sentence(records))}</p><dl id="facts" class="facts"></dl>'
+        return f'<p id="sentence" class="sentence">{escape(sentence(records))}</p>'
     first = machines[0]
     tone = "bad" if _wrong(first.records) else "fine"
     facts = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in facts_in_words(first))
     return (
         f'<p id="sentence" class="sentence {tone}">{escape(sentence(first.records))}</p>'
+        f'<p id="why" class="reason">{escape(why(first.records))}</p>'
         f'<dl id="facts" class="facts">{facts}</dl>'
     )
 
@@ -110,7 +111,20 @@ _DECISION = ("change", "interval", "detectable", "recorded", "runs")
 _LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory", "threads", "disturbances", "notes", "cupti")
 #: what a row of the page says, in this order
 CASE = (
-    *("machine", "workload", "subject", "question", "verdict", "direction", "reason", "test", "command", "z", "worst"),
+    *(
+        "machine",
+        "workload",
+        "subject",
+        "question",
+        "verdict",
+        "direction",
+        "reason",
+        "explanation",
+        "test",
+        "command",
+        "z",
+        "worst",
+    ),
     *("tensors", "is_sampled", "compile", "profiles", "latency", "calls"),
 )
 
@@ -126,7 +140,9 @@ def payload(records: Sequence[Record]) -> dict[str, Any]:
     ]
     shown = dict.fromkeys([*(verdict.value for verdict in Verdict), *map(shown_verdict, records)])
     return {
-        "machines": [{"sentence": sentence(one.records), "facts": facts_in_words(one)} for one in machines],
+        "machines": [
+            {"sentence": sentence(one.records), "why": why(one.records), "facts": facts_in_words(one)} for one in machines
+        ],
         "verdicts": [[verdict, *words_of(verdict)[:3]] for verdict in shown],
         "fields": CASE,
         "cases": cases,
@@ -169,7 +185,9 @@ def _case(number: int, record: Record, texts: Table, workloads: Table, subjects:
         texts.number_of(record["question"]),
         texts.number_of(shown_verdict(record)),
         texts.number_of(record["direction"]),
-        *(texts.number_of(str(text)) for text in (record["reason"], record["test"], record["command"])),
+        texts.number_of(record["reason"]),
+        [[texts.number_of(line["label"]), texts.number_of(line["text"])] for line in record["explanation"]] or 0,
+        *(texts.number_of(text) for text in (record["test"], record["command"])),
         z if record["z_element"] is not None else 0,
         [texts.number_of(text) for text in worst] if worst else 0,
         [_tensor(tensor, texts) for tensor in record["tensors"]] or 0,
@@ -287,6 +305,20 @@ def sentence(records: Sequence[Record]) -> str:
     parts = [f"To look at: {doubtful}." if doubtful else "", f"The rest: {fine}." if wrong and fine else ""]
     parts += [f"{fine[0].upper()}{fine[1:]}." if fine and not wrong else ""]
     return " ".join(part for part in (start, *parts) if part)
+
+
+def why(records: Sequence[Record]) -> str:
+    """Say what the gravest finding is, and what it suggests; "" where nothing is wrong."""
+    order = [verdict.value for verdict in Verdict]
+    wrong = [(order.index(r["verdict"]), not _suggested(r), r) for r in records if words_of(shown_verdict(r)).tone == "bad"]
+    if not wrong:
+        return ""
+    first = min(wrong, key=lambda one: one[:2])[2]
+    return f"{first['subject']} on {first['workload']}: {'; '.join([first['reason'], *_suggested(first)[:1]])}"
+
+
+def _suggested(record: Record) -> list[str]:
+    return [line["text"] for line in record["explanation"] if line["label"] == "suggests"]
 
 
 def _wrong(records: Sequence[Record]) -> int:

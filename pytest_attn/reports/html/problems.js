@@ -20,7 +20,8 @@ const MOST_FINDINGS = 12;
 // One entry per backend, verdict and kind of reason: five hundred cases of one fault are one finding.
 function findings(cases) {
   const found = [...grouped(cases, (one) => [one.verdict, one.backend, kindOf(one.reason)].join("\n")).values()];
-  found.sort((a, b) => verdicts[a[0].verdict].rank - verdicts[b[0].verdict].rank || b.length - a.length);
+  const most = (some) => Math.max(...some.map(badness));
+  found.sort((a, b) => verdicts[a[0].verdict].rank - verdicts[b[0].verdict].rank || b.length - a.length || most(b) - most(a));
   const list = el("ol", { class: "findings" }, found.slice(0, MOST_FINDINGS).map(finding));
   const rest = found.slice(MOST_FINDINGS);
   if (!rest.length) return list;
@@ -37,8 +38,9 @@ function finding(cases) {
     el("p", { class: "what" }, badge(first.verdict), " ", el("strong", {}, first.backend), ` on ${first.workload.id}`, first.direction ? `, ${first.direction}` : "",
       others.length ? el("span", { class: "quiet" }, ` and ${plural(others.length, "more case")} like it`) : ""),
     first.reason ? el("p", { class: "reason" }, first.reason) : "",
+    explanation(first.explanation),
     command(first.command),
-    others.length ? el("details", {}, el("summary", {}, `The other ${plural(others.length, "case")}`), el("ul", {}, others.slice(0, 50).map((one) => el("li", {}, `${one.workload.id}, ${one.direction}: `, el("span", { class: "quiet" }, one.reason)))),
+    others.length ? el("details", {}, el("summary", {}, others.length > 1 ? `The other ${others.length} cases` : "The other case"), el("ul", {}, others.slice(0, 50).map((one) => el("li", {}, `${one.workload.id}, ${one.direction}: `, el("span", { class: "quiet" }, one.reason)))),
       others.length > 50 ? el("p", { class: "quiet" }, `${others.length - 50} more under All judgments`) : "") : "");
 }
 
