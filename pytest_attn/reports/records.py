@@ -44,7 +44,7 @@ class Record(TypedDict):
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     explanation: Annotated[
         Sequence[dict[str, Any]],
-        "what a failure says in a terminal, line by line: label (worst, where, levels, figures, suggests, ...; empty of the"
+        "what a failure says in a terminal, line by line: label (worst, largest z, where, figures, suggests, ...; empty of the"
         " first line and of what has none), text; the last line of a terminal, which repeats the case, is command",
     ]
     cause: Annotated[
