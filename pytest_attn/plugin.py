@@ -84,10 +84,16 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
         _session(config).progress.line.close()
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say which options differ from their defaults, ready to paste; nothing where none does."""
-    shown = _session(config).settings.as_options()
-    return f"attn: {shown}" if shown else None
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which options differ from their defaults, ready to paste, and where compilers keep what they compile."""
+    settings = _session(config).settings
+    shown = settings.as_options()
+    lines = [f"attn: {shown}"] if shown else []
+    if settings.backends:
+        from pytest_attn.backends.kept_kernels import kept_line
+
+        lines += filter(None, [kept_line(settings.backends)])
+    return lines
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

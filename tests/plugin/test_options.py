@@ -121,6 +121,13 @@ def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test
     run("--attn-backends=math").assert_outcomes(passed=1)
 
 
+def test_the_header_says_where_compiled_kernels_are_kept(run, kernel_test):
+    kernel_test("pass", fixtures="attn_backend")
+    for backend, lines in {"flex": 1, "math": 0}.items():
+        said = run(f"--attn-backends={backend}", "--collect-only").outlines
+        assert sum(line.startswith("attn: compiled kernels are kept in ") for line in said) == lines
+
+
 def test_the_header_can_be_pasted_back(run, kernel_test):
     kernel_test(**BACKENDS)
     header = next(line for line in run("--attn-backends=math,sdpa", "--attn-seed=5").outlines if line.startswith("attn: "))

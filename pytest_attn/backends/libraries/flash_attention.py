@@ -26,6 +26,7 @@ from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
+from pytest_attn.backends.kept_kernels import keeping_flash4
 from pytest_attn.backends.layouts import (
     BOUNDARIES,
     as_packed,
@@ -51,7 +52,7 @@ from pytest_attn.workloads.workload import Workload
 #: what flash2 runs on, and libraries around it
 FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
 #: what flash4, flex_flash and, where it is installed, te_flash run on
-FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4")
+FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4", keeping_flash4)
 
 
 class FlashAttention(LibraryBackend):

@@ -42,6 +42,7 @@ from pytest_attn.backends.dense import (
     needs_dense_mask,
     visible_and_bias,
 )
+from pytest_attn.backends.kept_kernels import keeping_flash4
 from pytest_attn.backends.layouts import (
     ALL_QUANTIZED,
     as_packed,
@@ -319,7 +320,7 @@ class SdpaFa4(SdpaFa3):
 
     name = "sdpa_fa4"
     implementation = "FA4"
-    source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4")
+    source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4", keeping_flash4)
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
     capability_range = ((9, 0), (10, 3))
 

@@ -1,0 +1,85 @@
+"""Where compilers keep what they compiled, for the next run; switched on for a library that leaves that off."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from getpass import getuser
+from pathlib import Path
+
+from pytest_attn.backends.machine import installed_version
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What compiles for some backends.
+
+    distribution: that it comes with. folder: where it keeps what it compiled, USER for the user's name, unless the variable
+    says otherwise. below: in either of them. switch: the variable that switches it on and off, and how it is where unset.
+    """
+
+    name: str
+    distribution: str
+    backends: frozenset[str]
+    variable: str
+    folder: str
+    switch: tuple[str, str]
+    below: str = ""
+
+    def folder_in_use(self, environ: os._Environ[str] | dict[str, str]) -> Path | None:
+        """Return where it keeps what it compiled; None where the user has switched that off, or lacks it."""
+        if environ.get(*self.switch) != "1" or installed_version(self.distribution) is None:
+            return None
+        return Path(environ.get(self.variable) or os.path.expanduser(self.folder.replace("USER", getuser()))) / self.below
+
+
+_TEMPORARY = tempfile.gettempdir()
+_FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+_INDUCTOR = "TORCHINDUCTOR_"
+COMPILERS = (
+    Compiler(
+        "inductor",
+        "torch",
+        frozenset(("flex", "flex_flash", "flex_decode", "torch_cp_flex")),
+        f"{_INDUCTOR}CACHE_DIR",
+        f"{_TEMPORARY}/torchinductor_USER",
+        (f"{_INDUCTOR}FX_GRAPH_CACHE", "1"),
+    ),
+    Compiler(
+        "flash-attn 4",
+        "flash-attn-4",
+        frozenset(("flash4", "flex_flash", "sdpa_fa4")),
+        f"{_FLASH4}_DIR",
+        f"{_TEMPORARY}/USER/flash_attention_cute_dsl_cache",
+        (f"{_FLASH4}_ENABLED", "1"),
+    ),
+    Compiler(
+        "FlashInfer",
+        "flashinfer-python",
+        frozenset(("flashinfer_fa2", "flashinfer_fa3")),
+        "FLASHINFER_WORKSPACE_BASE",
+        "~",
+        ("", "1"),
+        ".cache/flashinfer",
+    ),
+)
+
+
+def keeping_flash4() -> dict[str, str]:
+    """Return what has flash-attn 4 keep what it compiles, where the user has not said whether it does."""
+    switch, value = next(one.switch for one in COMPILERS if one.name == "flash-attn 4")
+    return {} if switch in os.environ else {switch: value}
+
+
+def kept_line(selected: Iterable[str]) -> str:
+    """Say where what the selected backends compile is kept for the next run; "" where none of them compiles."""
+    names = {name.partition("+")[0] for name in selected}
+    compiled = any(name.endswith(("+compile", "+max_autotune")) for name in selected)
+    shown = []
+    for one in COMPILERS:
+        is_asked = bool(names & {*one.backends, "all", "available"}) or (compiled and one.name == "inductor")
+        if is_asked and (folder := one.folder_in_use(os.environ)):
+            shown.append(f"{folder} ({one.name})")
+    return f"attn: compiled kernels are kept in {', '.join(shown)}" if shown else ""
