@@ -21,14 +21,14 @@ from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
-from pytest_attn.correctness.reference import Held, exact_rows
+from pytest_attn.correctness.reference import Expected, Held, exact_rows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical, spans_of
 
 #: bytes between the places where tensors may begin, and how many places there are, as bits
-_STEP, _PLACES = 64, 10
+_STEP, _PLACES = 64, 9
 
 #: where q, k and v, or dout, begin in the memory that they come from
 Places = tuple[int, ...]
@@ -53,6 +53,7 @@ class Noise:
             self._steps.append(_STEP // of_memory.element_size())
             self._own.append(_full_of(of_memory, stop - start + (self._steps[-1] << _PLACES), seed))
         self._movable = [movable(room) for room in self._own]
+        self._known: dict[tuple[int, int], Tensor] = {}
         self._handed: list[Tensor] = []
         at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
         self._lie = [
@@ -69,8 +70,15 @@ class Noise:
         return self._views(self._own, places)
 
     def movable_at(self, places: Places) -> list[Tensor]:
-        """Return them to be copied: `movable`."""
-        return self._views(self._movable, places)
+        """Return them to be copied: `movable`. Many are, between any two samples: views are made once."""
+        found = []
+        for at, (which, size, stride, start) in enumerate(self._lie):
+            view = self._known.get((at, places[which]))
+            if view is None:
+                view = self._movable[which].as_strided(size, stride, start + places[which])
+                self._known[at, places[which]] = view
+            found.append(view)
+        return found
 
     def handed(self, places: Places) -> list[Tensor]:
         """Return the same tensors for a kernel, which may write to them."""
@@ -147,6 +155,8 @@ class Attention:
         got = found.of(native, w, held)
         if self._empty_rows.rows is not None:
             got = got.masked_fill(found.of(self._empty_rows.rows, w)[..., None], 0)
+        if not is_dropping and _is_clearly_right(got, found.expected, self._limits):
+            return ""
         row = compare_rows(self.name, "randn", got, found.expected, w, self._limits)
         is_wrong = self._is_of_another_size(row) if is_dropping else _is_far_beyond(row)
         if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
@@ -185,6 +195,18 @@ class Attention:
         rows = row.elements / (w.v_head_dim if self.name == "out" else w.head_dim)
         deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
         return not abs(row.alpha - 1) <= _SHARE + _DEVIATIONS * deviation or bool(row.wrong_positions)
+
+
+#: a budget of zero, by which one can divide
+_NO_BUDGET = 1e-37
+
+
+def _is_clearly_right(got: Tensor, expected: Expected, limits: Limits) -> bool:
+    """Whether rows are finite and within the limits of a check, which waits for the device once; `compare_rows` knows the rest."""
+    squares = ((got.double() - expected.value) / expected.tau.clamp(min=_NO_BUDGET)).square_()
+    rows = squares.mean(-1)
+    largest = torch.stack([squares.amax(), rows.amax(), rows.mean(-1).amax()]).sqrt_().tolist()
+    return limits.excess(*largest) <= 1
 
 
 def _is_far_beyond(row: TensorComparison) -> bool:
