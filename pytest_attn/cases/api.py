@@ -225,7 +225,8 @@ def measure(
     require_clocks()
     kept, limited = functions_kept(_named_on(subject, spec)), threads(cpu_threads if where.type == "cpu" else None)
     with kept, current(where), subject.calling(), limited, switches_kept(where.type):
-        return stopwatch_of(where, cold).measure(work_of(subject, spec, direction), spec.workload.id, subject.name)
+        work = work_of(subject, spec, direction, machine_of(where))
+        return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
 
 
 def _checked(subject: Subject, spec: CheckSpec) -> Comparison:

@@ -72,7 +72,7 @@ class _BlockPasses:
 
     def __init__(self, block: Block, precision: Precision, tensors: dict[str, Expected], sums: Sums) -> None:
         self.block, self.tensors = block, tensors
-        self.place = (block.batches, block.heads)
+        self.place, self.key_place = (block.batches, block.heads), (block.batches, block.kv_heads, block.segment.kv_start)
         self.rounding = Rounding(precision, block.workload.out_dtype)
         self.budget = ForwardBudget(block, self.rounding)
         self.gradients = Gradients(block, self.rounding)
@@ -84,8 +84,8 @@ class _BlockPasses:
         for rows in row_chunks(self.block):
             self._run_chunk(Chunk(self.block, rows))
         for name, value, variance in () if self.key_gradients is None else self.key_gradients.rounded():
-            expected, start = self.tensors[name], self.block.segment.kv_start
-            place = (self.block.batches, self.block.kv_heads, slice(start, start + value.shape[2]))
+            expected, (batches, kv_heads, start) = self.tensors[name], self.key_place
+            place = (batches, kv_heads, slice(start, start + value.shape[2]))
             expected.value[place] = value
             expected.tau[place] = variance.sqrt_().float()
 
@@ -328,18 +328,18 @@ class Held(NamedTuple):
 
 
 class ExactRows(NamedTuple):
-    """Some rows of the query heads of one key head, exact: out, or dq, of (1, heads, rows, dim), and where a result has them.
+    """Some rows of results, by name, exact: (1, heads, rows, dim), and where they have them; of dk and dv a row is a key.
 
     batch: the batch entry, 0 where packed. heads: in their native order. rows: among all rows of the result.
     """
 
-    expected: Expected
+    expected: dict[str, Expected]
     batch: int
     heads: tuple[int, ...]
     rows: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor, workload: Workload, held: Held | None = None) -> torch.Tensor:
-        """Return these rows of a native out, dq or lse. held: what it has of them; None for all."""
+        """Return these rows of a native result. held: what it has of them; None for all."""
         whole, heads, rows = heads_first(tensor, workload)[self.batch], self.heads, self.rows
         if held is not None:
             heads, rows = tuple(held.heads[one] for one in heads), tuple(held.rows[one] for one in rows)
@@ -347,45 +347,55 @@ class ExactRows(NamedTuple):
 
 
 def exact_rows(
-    inputs: Inputs, precision: Precision, name: str, most: int, chosen: random.Random, held: Held | None = None
+    inputs: Inputs, precision: Precision, names: Sequence[str], most: int, chosen: random.Random, held: Held | None = None
 ) -> ExactRows | None:
-    """Compute out, or dq, at up to `most` rows of one key head of one sequence, chosen at random; None where none has rows.
+    """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random.
 
-    held: which rows and heads can be chosen; None for all.
+    names: "out" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen; None for all. None is returned where
+    there is no row.
     """
     w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
-    order = grouped_order(w)
-    kv_heads = [one for one in range(w.kv_heads) if held is None or not held.heads.keys().isdisjoint(order[_group(one, w)])]
+    is_of_keys, order = not {"dk", "dv"}.isdisjoint(names), grouped_order(w)
+    heads_of = [(one,) if is_of_keys else tuple(order[_group(one, w)]) for one in range(w.kv_heads)]
+    kv_heads = [one for one, heads in enumerate(heads_of) if held is None or not held.heads.keys().isdisjoint(heads)]
     with torch.no_grad():
-        segments = [(one, found) for one in segments_of(inputs.dequantized(), w, device) if (found := _rows_in(one, held))]
+        segments = [(one, _rows_in(one, is_of_keys, held)) for one in segments_of(inputs.dequantized(), w, device)]
+        segments = [(one, among) for one, among in segments if among and one.lengths[0]]
         if not segments or not kv_heads:
             return None
         segment, among = chosen.choice(segments)
         batch, kv_head = chosen.randrange(segment.k.shape[0]), chosen.choice(kv_heads)
         picked = sorted(chosen.sample(among, min(most, len(among))))
-        rows = torch.tensor(picked, device=device)
-        block = Block(replace(segment, rows=rows), slice(batch, batch + 1), slice(kv_head, kv_head + 1))
+        at = torch.tensor(picked, device=device)
+        some = replace(segment, rows=at[:0], keys=at) if is_of_keys else replace(segment, rows=at)
+        block = Block(some, slice(batch, batch + 1), slice(kv_head, kv_head + 1))
+        heads = {"dk": 1, "dv": 1} if is_of_keys else {}
+        wanted = {"out": w.v_head_dim, "lse": 0, **({} if "out" in names else {"dq": w.head_dim})}
+        wanted |= {"dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
         tensors = {}
-        for one, dim in (("out", w.v_head_dim), ("lse", 0), ("dq", w.head_dim))[: 3 if name == "dq" else 2]:
-            value = torch.zeros((1, w.group, len(rows), *([dim] if dim else [])), dtype=torch.float64, device=device)
+        for one, dim in wanted.items():
+            rows = at if one in heads else some.rows
+            assert rows is not None
+            shape = (1, heads.get(one, w.group), len(rows), *([dim] if dim else []))
+            value = torch.zeros(shape, dtype=torch.float64, device=device)
             tensors[one] = Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
         passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
-        passes.place = (slice(None), slice(None))
+        passes.place, passes.key_place = (slice(None), slice(None)), (slice(None), slice(None), 0)
         passes.run()
-    heads, expected = tuple(order[block.heads]), tensors[name]
-    if held is not None:
-        there = [at for at, head in enumerate(heads) if head in held.heads]
-        heads = tuple(heads[at] for at in there)
-        expected = Expected(expected.value[:, there], expected.tau[:, there], rows)
-    return ExactRows(expected, 0 if w.is_packed else batch, heads, tuple(row + segment.q_start for row in picked))
+    expected, first = {name: tensors[name] for name in names}, segment.kv_start if is_of_keys else segment.q_start
+    found = [(place, head) for place, head in enumerate(heads_of[kv_head]) if held is None or head in held.heads]
+    if len(found) < len(heads_of[kv_head]):
+        there = [place for place, _ in found]
+        expected = {name: Expected(one.value[:, there], one.tau[:, there], at) for name, one in expected.items()}
+    return ExactRows(expected, 0 if w.is_packed else batch, tuple(h for _, h in found), tuple(row + first for row in picked))
 
 
-def _rows_in(segment: Segment, held: Held | None) -> Sequence[int]:
-    """Return the rows of a segment that can be chosen, counted from its own first."""
-    q_len = segment.lengths[0]
+def _rows_in(segment: Segment, is_of_keys: bool, held: Held | None) -> Sequence[int]:
+    """Return the rows, or keys, of a segment that can be chosen, counted from its own first."""
+    length, first = (segment.lengths[1], segment.kv_start) if is_of_keys else (segment.lengths[0], segment.q_start)
     if held is None:
-        return range(q_len)
-    return [row - segment.q_start for row in held.rows if 0 <= row - segment.q_start < q_len]
+        return range(length)
+    return [row - first for row in held.rows if 0 <= row - first < length]
 
 
 def _group(kv_head: int, w: Workload) -> slice:

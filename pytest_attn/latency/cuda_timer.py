@@ -17,7 +17,7 @@ import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
-from pytest_attn.latency.kernel_work import Call, Given, KernelWork
+from pytest_attn.latency.kernel_work import Call, KernelWork, Seen
 from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated
 from pytest_attn.latency.work import StaleError, TimedCall, Work, called, peak_of, verified
 
@@ -133,10 +133,16 @@ _SECONDS, _FEWEST = 0.12, 3
 
 
 class Replay:
-    """A graph that was captured, ready to be replayed on other data. outputs: of its calls, each time the same memory."""
+    """A graph that was captured, ready to be replayed on other data.
 
-    def __init__(self, executable: Any, work: KernelWork, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
+    outputs: what its calls return, each time in the same memory; of all but the one at `whole` the first alone.
+    """
+
+    def __init__(
+        self, executable: Any, work: KernelWork, calls: Sequence[Call], outputs: Sequence[list[torch.Tensor]], whole: int
+    ) -> None:
         self._executable, self._work, self._calls, self._outputs = executable, work, calls, outputs
+        self._whole = whole
 
     def stage(self) -> Replay:
         """Put other data in place."""
@@ -147,9 +153,9 @@ class Replay:
         """Replay it."""
         self._executable.replay()
 
-    def seen(self, value: None) -> tuple[Given, torch.Tensor]:
-        """Return where the data of one call lie, which chance chooses, and its result."""
-        at = CHANCE.randrange(len(self._calls))
+    def seen(self, value: None) -> Seen:
+        """Return what one call has returned, which chance chooses, and where its data lie."""
+        at = CHANCE.choice((self._whole, CHANCE.randrange(len(self._calls))))
         return self._calls[at].seen(self._outputs[at])
 
 
@@ -177,19 +183,20 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     """
     torch.cuda.synchronize(work.device)
     graph = _kept_graph() if on_device else torch.cuda.CUDAGraph()
-    outputs: list[torch.Tensor] = []
+    outputs: list[list[torch.Tensor]] = []
+    whole = CHANCE.randrange(calls)  # to keep all that all calls return would change where they write it
     padding: list[torch.Tensor] = []  # until the capture is over
     try:
         with side_stream(work.device, stream):
             staged = [work.stage(replayed=True) for _ in range(calls)]
             staged[0]()
         with capturing(graph, stream):
-            for call in staged:
-                outputs.append(work.result(call()))
+            for at, call in enumerate(staged):
+                outputs.append([*work.results(call()).values()][: None if at == whole else 1])
                 padding.append(torch.empty(_PADDING_BYTES, dtype=torch.uint8, device=work.device))
         executable = DeviceGraph(graph, work.device) if on_device else graph
-        replay = Replay(executable, work, staged, outputs).stage()
-        for output in outputs:
+        replay = Replay(executable, work, staged, outputs, whole).stage()
+        for output in itertools.chain(*outputs):
             output.fill_(math.nan)
         replay()
         torch.cuda.synchronize(work.device)
@@ -198,7 +205,7 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
         torch.cuda.synchronize(work.device)
         return None
-    if any(bool(output.isnan().all()) for output in outputs):
+    if any(bool(output.isnan().all()) for output in itertools.chain(*outputs)):
         return None
     work.verify_call("replayed in a graph", replay, None)
     return replay.stage

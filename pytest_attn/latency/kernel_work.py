@@ -13,9 +13,10 @@ import torch
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, Subject
+from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.fresh_data import Attention, Noise, Places
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work, name_of
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -27,6 +28,13 @@ class Given(NamedTuple):
 
     qkv: Places
     dout: Places
+
+
+class Seen(NamedTuple):
+    """What a call has returned, by name, and where its data lie among the noise."""
+
+    given: Given
+    results: dict[str, torch.Tensor]
 
 
 class Call:
@@ -44,11 +52,13 @@ class Call:
         """Make it."""
         return self.make()
 
-    def seen(self, value: Any) -> tuple[Given, torch.Tensor]:
-        """Return where the data of what it has just returned lie, and the result that is looked at."""
-        return self._given or self._work.given_at(self.at), self._work.result(value)
+    def seen(self, value: Any) -> Seen:
+        """Return what it has just returned, and where the data of that lie."""
+        return Seen(self._given or self._work.given_at(self.at), self._work.results(value))
 
 
+#: results that are looked at together
+_TURNS = (("out", "dq"), ("dk", "dv"))
 #: seconds of looking at kept results, as a share of all, beyond which, after the fewest, one of so many blocks is looked at
 _SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 6, 4
 
@@ -81,8 +91,9 @@ class KernelWork(Work):
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
         self._fewest_sets, self._turn = int(needs_sets), 0
         self.rotate_over(1 if self.device.type == "cuda" else 0)
-        self._kept: tuple[Given, torch.Tensor] | None = None
-        self._room: torch.Tensor | None = None
+        self._kept: Seen | None = None
+        self._room: torch.Tensor | None = None  # for what is kept
+        self._turn_to_look = 0
         self._told = self._looks = self._unseen = 0
         self._looking, self._begun = 0.0, time.perf_counter()
 
@@ -152,22 +163,43 @@ class KernelWork(Work):
         """Return out, or dq."""
         return self.looked_at(value)
 
+    def results(self, value: Any) -> dict[str, torch.Tensor]:
+        """Return what can be looked at of what a call has returned, or of the first of it."""
+        several = elements(value)
+        if several is None or self.direction == "forward":
+            return {self._attention.names[0]: self.looked_at(value)}
+        return {name: plain(name, one).detach() for name, one in zip(self._attention.names, several, strict=False)}
+
     def verify_call(self, what: str, call: Any, value: Any) -> None:
-        """Raise StaleError unless what a call returned is attention on its data."""
-        given, result = call.seen(value)
-        self._verify(what, given, result)
-        if self._room is None:  # before anything is timed
-            self._room = torch.empty_like(result)
+        """Raise StaleError unless what a call returned is attention on its data.
+
+        All of it is looked at the first time; then out, or dq and the next time dk and dv.
+        """
+        given, results = call.seen(value)
+        if self._room is not None:
+            self._verify(what, given, self._next_of(results))
+            return
+        sizes = []
+        for _ in _TURNS:
+            turn = self._next_of(results)
+            sizes.append(sum(one.numel() for one in turn.values()))
+            self._verify(what, given, turn)
+        self._room = next(iter(results.values())).new_empty(max(sizes))  # before anything is timed
 
     def keep(self, call: Any, value: Any) -> None:
-        """Keep a copy of one of the results that it is given, each as likely as the others."""
+        """Keep a copy of what has its turn: of one of the calls that come here, each as likely as the others."""
         self._told += 1
         if self._attention.chosen.randrange(self._told):
             return
-        given, result = call.seen(value)
-        if self._room is None or self._room.shape != result.shape:
-            self._room = torch.empty_like(result)
-        self._kept = given, self._room.copy_(result)
+        given, results = call.seen(value)
+        results, kept, start = self._next_of(results), {}, 0
+        size = sum(one.numel() for one in results.values())
+        if self._room is None or self._room.numel() < size:
+            self._room = next(iter(results.values())).new_empty(size)
+        for name, one in results.items():
+            kept[name] = self._room[start : start + one.numel()].view(one.shape).copy_(one)
+            start += one.numel()
+        self._kept = Seen(given, kept)
 
     def verify_kept(self, is_last: bool = False) -> None:
         """Raise StaleError unless the result that was kept is attention on the data of its call, and let go of it.
@@ -180,13 +212,20 @@ class KernelWork(Work):
         if self._kept is None or (is_costly and self._unseen < _BLOCKS_OF_A_LOOK and not is_last):
             return
         kept, self._kept, self._told, self._unseen = self._kept, None, 0, 0
-        self._verify("timed", *kept)
+        self._verify("timed", kept.given, kept.results)
         self._looks += 1
         self._looking += time.perf_counter() - begun
 
-    def _verify(self, what: str, given: Given, result: torch.Tensor) -> None:
+    def _next_of(self, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return which results of a call have their turn."""
+        turn = {name: results[name] for name in _TURNS[self._turn_to_look] if name in results}
+        return turn or dict([next(iter(results.items()))])
+
+    def _verify(self, what: str, given: Given, results: dict[str, torch.Tensor]) -> None:
+        """Look at results, after which others have their turn."""
+        self._turn_to_look = 1 - self._turn_to_look
         (dout,) = self._noise_of_dout.at(given.dout)
-        if fault := self._attention.fault_of(result, self._noise.at(given.qkv), dout):
+        if fault := self._attention.fault_of(results, self._noise.at(given.qkv), dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
             raise StaleError(f"{how}: its result is not that of the data it was given ({fault})")
 
@@ -222,7 +261,7 @@ def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection, mach
     kernel = subject.prepare_timed(inputs, backward=is_backward)
     known = of_timed(subject.defects_on(spec.workload, machine, is_backward)) if machine else []
     quantized = partial(quantized_by, subject) if subject.is_approximate else None
-    attention = Attention(spec, inputs, name_of(direction), quantized, known)
+    attention = Attention(spec, inputs, direction, quantized, known)
     needs_sets = bool(subject.known_to_change)
     return KernelWork(kernel, list(spec.handed(inputs)), spec.in_layout(inputs.dout), direction, attention, needs_sets)
 

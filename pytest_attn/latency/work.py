@@ -136,7 +136,7 @@ class Work:
 
     def looked_at(self, value: Any) -> torch.Tensor:
         """Return out, or dq, of what a call has returned. Raises ContractError for what is not a plain tensor."""
-        tensor: torch.Tensor = plain(name_of(self.direction), first_of(value))
+        tensor: torch.Tensor = plain(names_of(self.direction)[0], first_of(value))
         return tensor.detach()
 
     def verify(self, what: str, *results: torch.Tensor) -> None:
@@ -170,9 +170,9 @@ class Work:
         return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
 
 
-def name_of(direction: LatencyDirection) -> str:
-    """Return which result of a direction is looked at."""
-    return "out" if direction == "forward" else "dq"
+def names_of(direction: LatencyDirection) -> tuple[str, ...]:
+    """Return what a call of a direction returns."""
+    return ("out",) if direction == "forward" else ("dq", "dk", "dv")
 
 
 def first_of(value: Any) -> Any:

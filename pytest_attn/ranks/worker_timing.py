@@ -31,7 +31,7 @@ from pytest_attn.latency.fresh_data import Attention
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, name_of, peak_of, verified
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
 from pytest_attn.ranks.rank import Rank, StartBarrier
@@ -192,14 +192,13 @@ class AttentionOfShard(Attention):
         defects: Sequence[KnownDefect] = (),
     ) -> None:
         declared = replace(spec.declared, precision=spec.profile.over_ranks(sharding.ranks))
-        super().__init__(replace(spec, declared=declared), inputs, name_of(direction), defects=defects)
+        super().__init__(replace(spec, declared=declared), inputs, direction, defects=defects)
         self._sharding, self._rank, self._is_whole = sharding, rank, False
-        self._shape = native_shape(self.name, spec.workload)
         heads: Iterable[int] = range(spec.workload.heads)
         if sharding.shares_pages:  # whose rows are everywhere
             heads = torch.arange(spec.workload.heads).tensor_split(sharding.ranks)[rank].tolist()
-        rows = sharding.rows[rank].tolist()
-        self._held = Held(*({one: at for at, one in enumerate(ones)} for ones in (heads, rows)))
+        self._held = _held(heads, sharding.rows[rank])
+        self._held_keys = _held(range(spec.workload.kv_heads), sharding.keys[rank])
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rank's shards of q, k and v."""
@@ -215,12 +214,12 @@ class AttentionOfShard(Attention):
         """See whether out has all rows."""
         self._is_whole = tuple(self._native(out).shape) == native_shape("out", self._spec.workload)
 
-    def _expected_of(self, native: torch.Tensor) -> tuple[tuple[int, ...], Held | None]:
-        if tuple(native.shape) == self._shape:
-            return self._shape, None
-        heads, rows = map(len, self._held)
-        dim = self._shape[-1]
-        return ((rows, heads, dim) if self._spec.workload.is_packed else (self._shape[0], heads, rows, dim)), self._held
+    def _expected_of(self, name: str, native: torch.Tensor) -> tuple[tuple[int, ...], Held | None]:
+        whole, held = native_shape(name, self._spec.workload), self._held_keys if name in ("dk", "dv") else self._held
+        if tuple(native.shape) == whole:
+            return whole, None
+        heads, rows = map(len, held)
+        return ((rows, heads, whole[-1]) if self._spec.workload.is_packed else (whole[0], heads, rows, whole[-1])), held
 
     def _as_inputs(self, tensors: Sequence[torch.Tensor], dout: torch.Tensor) -> Inputs:
         """Keys in pages are dense here: each rank has pages of its own."""
@@ -228,6 +227,10 @@ class AttentionOfShard(Attention):
             return super()._as_inputs(tensors, dout)
         q, k, v = tensors
         return replace(self._inputs, q=self._native(q), k=k, v=v, dout=self._native(dout), page_table=None)
+
+
+def _held(heads: Iterable[int], rows: torch.Tensor) -> Held:
+    return Held(*({one: at for at, one in enumerate(ones)} for ones in (heads, rows.tolist())))
 
 
 def threads_of_rank() -> int:

@@ -218,3 +218,17 @@ def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
         kernel_work.KernelWork, "_verify", lambda self, what, *of: looks.append(what) or verify(self, what, *of)
     )
     refused(lambda q, k, v: v * 0.5 if "timed" in looks else attention(q, k, v))
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["dk", "dv"])
+@pytest.mark.parametrize("direction", ["backward", "forward+backward"])
+@pytest.mark.parametrize("known", [0, 12])
+def test_gradients_of_keys_of_another_call(at, direction, known):
+    kept = []
+
+    def keeping(gradients, dout):
+        found = list(gradients(dout))
+        kept.extend([found[at]] if len(kept) <= known else [])
+        return (*found[:at], kept[-1], *found[at + 1 :])
+
+    refused(with_gradients(keeping), direction, ("timed: " if known else "") + "its result is not")

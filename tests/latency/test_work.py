@@ -8,6 +8,8 @@ import pytest
 import torch
 from judging import SMALL, attention, measure, timed
 
+import pytest_attn
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.registry import Registry
 from pytest_attn.latency import timer
 from pytest_attn.latency.timer import HostTimer, Item
@@ -117,3 +119,21 @@ def test_a_call_that_was_looked_at_leaves_no_graph_of_autograd_behind(device):
     kept = [verified(work), called(work)]
     assert [out() for out in outs] == [None, None]
     assert all(one.done > 0 for one in kept)
+
+
+def test_a_known_defect_of_what_is_timed_is_not_refused():
+    class Off(type(Registry()["sdpa"])):
+        known = ()
+
+        def prepare_timed(self, inputs, backward=False):
+            kernel = super().prepare_timed(inputs, backward)
+            return lambda *tensors: kernel(*tensors) * 1.01
+
+        def defects_on(self, workload, machine, backward):
+            return list(self.known)
+
+    off = Off()
+    with pytest.raises(StaleError, match=r"out differs from exact attention by 0\.01 of its norm"):
+        pytest_attn.measure(off, SMALL, device="cpu")
+    off.known = (KnownDefect("a link", "it is off by 1 %", lambda workload, machine: True, ("out",)),)
+    assert pytest_attn.measure(off, SMALL, device="cpu").p50 > 0
