@@ -276,6 +276,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         comparison = found.worst.comparison if found.worst else None
         fields = {
             **figures_of(comparison),
+            "untested": found.untested,
             "calls": [_facts(call) for call in found.calls],
             "ratios": dict(found.ratios),
             "notes": list(found.notes),

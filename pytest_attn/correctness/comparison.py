@@ -174,6 +174,8 @@ class Comparison:
         changes: inputs that it changed in place, and by how much at most.
         compilation: what torch.compile took, where the callable was compiled.
         sampled: how many "rows" and "keys" of how many were compared with exact attention, where only some were.
+        untested: what nothing of this would have shown: options without which exact attention passes as well, and "long sums"
+            in a half precision over fewer keys than show it.
     """
 
     workload: str
@@ -185,6 +187,7 @@ class Comparison:
     changes: Mapping[str, float] = field(default_factory=dict)
     compilation: Compilation | None = None
     sampled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    untested: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

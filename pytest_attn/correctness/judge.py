@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,10 +50,11 @@ from pytest_attn.correctness.contract import (
     require_unlike,
     with_mask,
 )
-from pytest_attn.correctness.reference import Expected, Reference, always_sampled, as_compared
+from pytest_attn.correctness.reference import Expected, Reference, always_sampled, as_compared, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.workloads.masks.band import Window
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
-from pytest_attn.workloads.workload import Workload
+from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 #: With fewer rows the RMS over a head adds nothing to that of its rows, and the row's limit applies.
 FEW_ROWS = 16
@@ -137,6 +139,7 @@ class _Judgment:
         self.keep: torch.Tensor | None = None
         self.is_sampled = self.is_approximate = False
         self.sampled: dict[str, tuple[int, int]] = {}
+        self.unshown = list(without_each(spec.workload))
 
     def judge_distribution(self, distribution: str, reference: Reference, pattern: StridePattern) -> None:
         """Judge the results on one distribution, of tensors that lie in memory as wished.
@@ -166,6 +169,8 @@ class _Judgment:
                 hints = hints or self._about_equal_calls(row, reference, tensors, pattern)
                 self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
+        if self.failed is None:
+            self.unshown = unshown_by(reference, w, tuple(tensors), self.unshown)
 
     def judge_again(self) -> None:
         """Judge the first distribution once more, where its results are others now: nothing may be left of other calls."""
@@ -223,6 +228,7 @@ class _Judgment:
             self.changes,
             compilation_of(self.kernel) if self.kernel else None,
             self.sampled,
+            () if self.failed else untested(self.spec.workload, self.unshown),
         )
 
     # -- details -------------------------------------------------------------------------------------------------------
@@ -546,3 +552,61 @@ def _true_index(at: tuple[int, ...], expected: Expected) -> tuple[int, ...]:
     if expected.rows is None:
         return at
     return (*at[:2], int(expected.rows[at[2]]), *at[3:])
+
+
+# -- what nothing would have shown ---------------------------------------------------------------------------------------
+
+#: what is untested over fewer keys than show a sum in a half precision, which passes with 600
+LONG_SUMS, _LONG = "long sums", 2048
+#: rows that are tried before all are
+_TRIED_ROWS = 32
+
+
+def without_each(w: Workload) -> dict[str, Workload]:
+    """Return the workload without each option that it has: softcap, window, sinks, bias, ALiBi, score_mod."""
+    fields: dict[str, tuple[object, dict[str, Any]]] = {
+        "softcap": (w.softcap, {"softcap": None, "bias_before_softcap": False}),
+        "window": (isinstance(w.mask, Window), {"mask": Window(None, 0 if getattr(w.mask, "right", None) == 0 else None)}),
+        "sinks": (w.sinks, {"sinks": False}),
+        "bias": (w.bias, {"bias": None, "bias_before_softcap": False, "bias_dtype": None}),
+        "alibi": (w.alibi, {"alibi": False}),
+        "score_mod": (w.score_mod, {"score_mod": None}),
+    }
+    others = {name: replace(w, **changes) for name, (is_there, changes) in fields.items() if is_there}
+    return {name: other for name, other in others.items() if other != w}
+
+
+def unshown_by(reference: Reference, workload: Workload, judged: tuple[str, ...], options: Sequence[str]) -> list[str]:
+    """Return those options without which exact attention is within the limits of all tensors that are judged."""
+    without, unshown = without_each(workload), []
+    for option in options:
+        key = (option, *judged)
+        if key not in reference.shown:
+            reference.shown[key] = f"d{option}" in judged or _is_shown(reference, without[option], judged)
+        if not reference.shown[key]:
+            unshown.append(option)
+    return unshown
+
+
+def _is_shown(reference: Reference, without: Workload, judged: tuple[str, ...]) -> bool:
+    out, limits = reference.tensors["out"], limits_named("default")
+    compute = partial(compute_reference, reference.inputs, reference.precision, workload=without)
+    if not without.is_packed and out.value.shape[2] > _TRIED_ROWS:
+        at = torch.linspace(0, out.value.shape[2] - 1, _TRIED_ROWS).round().long().to(out.value.device)
+        some = Expected(out.value[:, :, at], out.tau[:, :, at])
+        found = compute(rows=at if out.rows is None else out.rows.to(at.device)[at]).tensors["out"].value
+        if not compare_rows("out", "", found, some, without, replace(limits_of("out", limits), head=math.inf)).passed:
+            return True
+    exact = compute("dq" in judged, out.rows, keys=reference.keys).tensors
+    return not all(
+        compare_rows(name, "", exact[name].value, reference.tensors[name], without, limits_of(name, limits)).passed
+        for name in judged
+        if name in exact and name in reference.tensors
+    )
+
+
+def untested(workload: Workload, unshown: Sequence[str]) -> tuple[str, ...]:
+    """Return what a judgment that passed cannot have shown, as `Comparison.untested`."""
+    is_half = workload.dtype in ("bfloat16", "float16")
+    longest = max((keys for _, keys in sequence_lengths(workload)), default=0)
+    return (*unshown, *((LONG_SUMS,) if is_half and longest < _LONG else ()))

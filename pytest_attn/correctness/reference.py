@@ -204,6 +204,8 @@ class Reference:
         self.precision, self.given, self.parameters = precision, given, parameters
         self.tensors = {} if tensors is None else tensors
         self.redraw: Callable[[], Inputs] | None = None
+        #: option, and tensors that were judged -> whether they show it
+        self.shown: dict[tuple[str, ...], bool] = {}
 
     @property
     def inputs(self) -> Inputs:

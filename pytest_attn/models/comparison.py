@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.judge import LONG_SUMS, without_each
 from pytest_attn.models.capture import Unread
 from pytest_attn.models.compiled import CompiledRun
 from pytest_attn.reports.lines import labeled
@@ -90,6 +91,14 @@ class ModelComparison:
         """Whether every call was judged, and is right."""
         is_right = all(call.passed for call in self.calls) and not (self.compiled and self.compiled.wrong)
         return self.is_complete and is_right
+
+    @property
+    def untested(self) -> tuple[str, ...]:
+        """What no call would have shown, as `Comparison.untested`."""
+        judged = [(call.workload, call.comparison.untested) for call in self.calls if call.comparison]
+        untested = dict.fromkeys(one for _, unshown in judged for one in unshown)
+        shown = {one for w, unshown in judged for one in (*without_each(w), LONG_SUMS) if one not in unshown}
+        return tuple(one for one in untested if one not in shown)
 
     @property
     def is_complete(self) -> bool:

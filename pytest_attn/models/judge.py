@@ -31,7 +31,7 @@ from pytest_attn.correctness.comparison import (
     limits_named,
 )
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of
+from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of, unshown_by, untested, without_each
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, with_drawn_rows
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
@@ -80,8 +80,9 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
         mismatch = mismatch_of(failed, Evidence(workload, returned, [returned], both))
     name = call.function if subject is None else subject.name
     sampled = reference.sampled
+    unshown = unshown_by(reference, workload, tuple(tensors), list(without_each(workload))) if failed is None else ()
     facts = workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, call.changes
-    return _in_a_model(diagnose(Comparison(*facts, sampled=sampled)))
+    return _in_a_model(diagnose(Comparison(*facts, sampled=sampled, untested=() if failed else untested(workload, unshown))))
 
 
 def _require_finite(inputs: Inputs) -> None:

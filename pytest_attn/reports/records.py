@@ -91,6 +91,11 @@ class Record(TypedDict):
         Sequence[str],
         "identities of the faults that explain a mismatch, or are observed in it, most telling first: see below",
     ]
+    untested: Annotated[
+        Sequence[str],
+        "of a check that passed, what nothing in it would have shown: softcap, window, sinks, bias, alibi or score_mod where"
+        " exact attention without it is within every limit as well; long sums in a half precision with fewer than 2,048 keys",
+    ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[
         dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"

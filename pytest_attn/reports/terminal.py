@@ -21,6 +21,8 @@ _MOST_OBSTACLES = 20
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
 #: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
+#: what a check over fewer keys has among what is untested
+_LONG_SUMS = "long sums"
 #: how a terminal shows the tone of a verdict
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
@@ -42,6 +44,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
+    yield from ((f"untested      {line}", {}) for line in untested(records, with_sums=verbose))
     for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
         yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
     for why in dict.fromkeys(r["reason"].partition(RAN_EAGERLY)[2] for r in records if RAN_EAGERLY in r["reason"]):
@@ -166,6 +169,28 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
         shown.update(fresh)
         if fresh:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
+
+
+def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]:
+    """Say what the checks that passed could not see: options that change nothing, and sums in a low precision."""
+    workloads: dict[str, list[str]] = {}
+    for r in records:
+        for option in r["untested"]:
+            names = workloads.setdefault(option, [])
+            names += [] if r["workload"] in names else [r["workload"]]
+    workloads.pop(_LONG_SUMS, None)
+    for option, names in workloads.items():
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"{option} of {some}: results without it are within every limit"
+    of_kernels: dict[str, list[Record]] = {}
+    for r in records:
+        if r["question"] == "check" and r["verdict"] == Verdict.PASSED and r["shape"].get("dtype") in ("bfloat16", "float16"):
+            of_kernels.setdefault(r["subject"], []).append(r)
+    short = [rs for rs in of_kernels.values() if all(_LONG_SUMS in r["untested"] for r in rs)] if with_sums else []
+    if short:
+        whose = f"of {short[0][0]['subject']}" if len(short) == 1 else f"of {len(short)} kernels"
+        longest = max(r["shape"]["kv_len"] for rs in short for r in rs)
+        yield f"sums {whose} in a low precision: they show over some 2,000 keys, and the longest workload has {longest:,}"
 
 
 def _next(records: Sequence[Record], are_saved: bool) -> str:
