@@ -3,7 +3,7 @@
     python benchmarks/features.py            prints the lines of `_pairs` in pytest_attn/workloads/catalog.py
     python benchmarks/features.py --kernels  prints how many pairs each kernel can take, and how many it is given
 
-What an option is, `words_of` says; OPTIONS says how each is asked for. What excludes what is not written down: `Workload` is
+What an option is, `options_of` of pytest_attn/workloads/traits.py says; OPTIONS says how each is asked for. What excludes what is not written down: `Workload` is
 asked. A kernel is what a backend's capabilities say, whether or not its library is there, or the emulated one of
 pytest_attn/mutants. Every pair that one of KERNELS can take is in a workload that it takes. The lines of the catalog that were
 written by hand come first; the others are added greedily, the same in each run. Lengths and values go round, so that tiles of
@@ -34,7 +34,7 @@ from pytest_attn.workloads.catalog import (
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, Window
 from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.traits import traits_of
+from pytest_attn.workloads.traits import options_of as words_of
 from pytest_attn.workloads.workload import Workload
 
 Fields: TypeAlias = dict[str, Any]
@@ -51,28 +51,6 @@ USUAL = {"heads": 2, "head_dim": 32}
 WIDTH = 120
 #: of how many uncovered pairs each tries to grow, to keep the best
 SEEDS = 6
-
-
-def words_of(w: Workload) -> Words:
-    """Return the options of a workload: its traits, those that include another alone, and what traits leave open."""
-    traits = set(traits_of(w))
-    for special, general in (
-        ("ALiBi per batch entry", "alibi"),
-        ("sinks of another dtype", "sinks"),
-        ("bias before softcap", "bias"),
-        ("interleaved heads", "grouped heads"),
-        ("v in k", "v_head_dim"),
-    ):
-        traits -= {general} if special in traits else set()
-    more = {
-        "one query": w.q_len == 1 and w.kv_len > 200,
-        "q < k": 1 < w.q_len < w.kv_len,
-        "q > k": w.q_len > w.kv_len,
-        "one sequence": w.is_packed and w.batch == 1,
-        "page size": w.kv_pages is not None and w.kv_pages.size != 16,
-        **{dtype: w.dtype == dtype for dtype in DTYPES if dtype != "bfloat16"},
-    }
-    return frozenset(traits - {"plain", "fewer queries", "fewer keys"} | {word for word, is_there in more.items() if is_there})
 
 
 # -- how each option is asked for ---------------------------------------------------------------------------------------------

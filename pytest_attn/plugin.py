@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_attn.cases.tensors import ReferenceTensors
     from pytest_attn.workloads.workload import Workload
 
-MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requires(...)")
+MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requires(...)", "attention_chosen(timed=False)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,16 +114,18 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Deselect tests of which the selection left nothing.
+    """Deselect tests of which the selection left nothing, and what need not run.
 
     After -k and the like, keep one item of each backend that this machine lacks.
     """
     session = _session(config)
     if session.has_attention_tests:
+        from pytest_attn.session.choice import choose
         from pytest_attn.session.collection import deselect_unselected
 
         session.kernels.open_terminal(config, session.progress)  # now, while no output is captured
         deselect_unselected(config, items)
+        choose(config, session, items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
         from pytest_attn.cases.pytest_benchmark import mark_measured
 
@@ -204,6 +206,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over how many cases a worker of xdist has chosen, all of them the same."""
+    if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
+        collected = _session(node.config).collected
+        collected.chosen, collected.unchosen = counts
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Say in pytest-benchmark's files which GPU and software times belong to."""
     from pytest_attn.cases.pytest_benchmark import machine_info as add_facts
@@ -215,6 +225,8 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
     attention = _session(session.config)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["attn_chosen"] = (attention.collected.chosen, attention.collected.unchosen)
     if attention.settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     is_asked = attention.settings.unjudged != "ignore" and not hasattr(session.config, "workerinput")

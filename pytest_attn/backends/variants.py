@@ -32,6 +32,7 @@ class Variant(Backend):
         self.name = f"{inner.name}+{variant}"
         for said in _OF_THE_INNER:
             setattr(self, said, getattr(inner, said))
+        self.compiles = inner.compiles or variant != "graph"
 
     @property
     def is_contained(self) -> bool:

@@ -194,7 +194,7 @@ def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, i
     told: set[tuple[str, str]] = set()
     surplus: list[pytest.Item] = []
     for item in items:
-        reason = _missing_because(session, item)
+        reason = missing_because(session, item)
         if reason in told:
             surplus.append(item)
         elif reason:
@@ -203,7 +203,7 @@ def keep_one_of_each_missing(config: pytest.Config, session: AttentionSession, i
     return surplus
 
 
-def _missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str, str] | None:
+def missing_because(session: AttentionSession, item: pytest.Item) -> tuple[str, str] | None:
     """Return the backend of an item and why this machine cannot run it at all; None where it can, or nobody can say."""
     parameter = parameter_of(item)
     if parameter is None or parameter.backend is None:

@@ -120,7 +120,7 @@ class Manifest:
         """Note which tests are left, and who took the others away."""
         kept = {stable_id(item.nodeid) for item in (*session.items, *self._absent)}
         removed = [item for item in self._collected if stable_id(item.nodeid) not in kept]
-        chosen = set(_chosen(self._config, removed))
+        chosen = set(left_in(self._config, removed))
         self._noted |= {
             "is_narrowed": self._config.pluginmanager.has_plugin(_NARROWS),
             "collected": len({stable_id(item.nodeid) for item in self._collected}),
@@ -156,7 +156,7 @@ class Manifest:
             self._noted = {**noted, "device": noted["device"] or self._noted["device"]}
 
 
-def _chosen(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def left_in(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return those of some tests that -k, -m and --deselect leave in, as pytest's own plugins say."""
 
     class Asking:

@@ -202,6 +202,11 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "skip the test, with the reason, where something that it needs is missing",
             tuple(arguments_of(RequiresMark)),
         ),
+        MarkerHelp(
+            "attention_chosen",
+            "run without --attn-workloads, -k or an id only as many cases as reach every option and kernel of each backend",
+            (Argument("timed", False, "whether all cases are to run where times can be taken", ""),),
+        ),
     )
 
 

@@ -130,6 +130,19 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if timed and (verbosity >= 0 or any(map(is_notable, timed))):
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
+    if verbosity >= 0 and (said := chosen_words(session)):
+        reporter.write_line(said)
+
+
+def chosen_words(session: AttentionSession) -> str:
+    """Say what of a large suite was chosen, and what would run besides; "" where nothing was left out."""
+    collected = session.collected
+    if not collected.unchosen:
+        return ""
+    return (
+        f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend;"
+        f" --attn-workloads=all adds {collected.unchosen:,}"
+    )
 
 
 def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
@@ -215,3 +228,5 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     )
     shown = tables(registrations.registry, registrations.catalog, machine)
     print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))
+    if said := chosen_words(session):
+        reporter.write_line(said)

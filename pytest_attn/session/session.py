@@ -39,6 +39,7 @@ class Collected:
         self.tests = self.cases = 0  # the tests with cases, and the cases of them all
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.runnable = 0  # cases of a listing that would run
+        self.chosen = self.unchosen = 0  # of those that a choice was made of (session/choice.py), as far as they would run
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 

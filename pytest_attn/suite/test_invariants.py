@@ -6,6 +6,8 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
+pytestmark = pytest.mark.attention_chosen
+
 WORKLOADS = ("smoke", "edges", "features")
 #: floating-point operations of the forward pass above which some twenty calls take a CPU too long
 _TOO_LONG_FOR_A_CPU = 1e7
@@ -30,5 +32,5 @@ def skip_long_ones(attn: AttentionCase) -> None:
     assert attn.backend is not None
     if attn.device.type == "cpu" and attn.workload.flops() > _TOO_LONG_FOR_A_CPU:
         pytest.skip("too long for a CPU")
-    if attn.device.type == "cpu" and attn.backend.name.startswith("flex"):
+    if attn.device.type == "cpu" and attn.backend.compiles:
         pytest.skip("compiles for every layout and option that it is run with; too long for a CPU")

@@ -6,6 +6,8 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
+pytestmark = pytest.mark.attention_chosen(timed=True)
+
 WORKLOADS = ("flux", "vit", "llama3-8b", "edges-s129", "edges-s257", "edges-gqa5", "smoke-full", "smoke-causal-gqa")
 #: floating-point operations of the forward pass above which a CPU takes seconds for each call
 _TOO_LONG_FOR_A_CPU = 1e9

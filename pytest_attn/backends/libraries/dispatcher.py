@@ -64,7 +64,7 @@ class Dispatcher(LibraryBackend):
         self.name, self.dispatched = f"{self.library}:{name}", name
         self._entry = self.judged.get(name, _NOT_JUDGED)
         self.capabilities, self.variants = self._entry.capabilities, self._entry.variants
-        self.precision = self._entry.precision or self._kernel.precision
+        self.precision, self.compiles = self._entry.precision or self._kernel.precision, self._kernel.compiles
         self.known_defects = (*self._kernel.known_defects, *self._entry.known_defects)
 
     @abstractmethod

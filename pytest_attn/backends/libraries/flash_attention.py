@@ -352,6 +352,7 @@ class Flash4(FlashAttention):
     variants = ("graph",)
     full_graph = False
     launches = ("FlashAttention-4",)
+    compiles = True
     needs = "CUDA, sm80 to sm121; backward and pages from sm90 on"
     capabilities = Capabilities(
         masks=frozenset(("causal-bottom-right", "window", "documents")),

@@ -65,6 +65,7 @@ class Flex(Backend):
     name = "flex"
     variants: tuple[str, ...] = ("max_autotune",)
     launches = ("FlexAttention",)
+    compiles = True
     needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
     capabilities: Capabilities = _ALL_BUT_PAGES
     max_autotune = False

@@ -320,6 +320,7 @@ class SdpaFa4(SdpaFa3):
 
     name = "sdpa_fa4"
     implementation = "FA4"
+    compiles = True
     source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4", keeping_flash4)
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
     capability_range = ((9, 0), (10, 3))

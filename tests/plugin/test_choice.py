@@ -1,0 +1,134 @@
+"""Of a large suite a run chooses, where nobody names workloads, as few cases as reach every option and kernel of a backend."""
+
+import pytest
+
+from pytest_attn import Capabilities, Workload
+from pytest_attn.backends.builtin import BUILTIN
+from pytest_attn.backends.registry import Registry
+from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.traits import kernels_of, options_of
+
+SMALL = [w for group in ("smoke", "edges", "features") for w in builtin_catalog().select(group)]
+MASKS, FEATURES = ("top-left", "window"), ("grouped heads", "backward", "scale")
+CONFTEST = f"""
+from torch.nn.functional import scaled_dot_product_attention
+from pytest_attn import Backend, Capabilities
+
+class Plain(Backend):
+    name = "plain"
+    capabilities = Capabilities(
+        masks=frozenset({MASKS}), features=frozenset({FEATURES}), v_head_dim=True
+    )
+
+    def prepare(self, inputs, backward=False):
+        is_causal, grouped = inputs.workload.mask is not None, inputs.workload.group > 1
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+class Compiling(Plain):
+    name, compiles = "compiling", True
+
+def pytest_attn_backends(registry):
+    registry.add(Plain())
+    registry.add(Compiling())
+"""
+TEST = """
+import pytest
+
+@pytest.mark.attention_chosen{arguments}
+@pytest.mark.attention({marker})
+def test_kernel(attn, attn_backend):
+    attn.check(attn_backend)
+"""
+
+
+class Collected:
+    """A plugin that keeps the items and runs none."""
+
+    def pytest_collection_finish(self, session):
+        self.workloads = {"plain": [], "compiling": []}
+        for item in session.items:
+            parameter = item.callspec.params["_attn_parameter"]
+            self.workloads[parameter.backend].append(parameter.workload)
+        session.items[:] = []
+
+
+@pytest.fixture
+def collect(pytester):
+    """Collect one test of both backends; return their workloads."""
+
+    def collect_it(*options, marker="", arguments=""):
+        pytester.makeconftest(CONFTEST)
+        pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments))
+        found = Collected()
+        pytester.inline_run("-p", "no:cacheprovider", "--attn-backends=plain,compiling", *options, plugins=[found])
+        return found.workloads
+
+    return collect_it
+
+
+def reached(workloads):
+    return frozenset().union(*(options_of(w) | kernels_of(w) for w in workloads))
+
+
+def takes(w):
+    plain = Capabilities(masks=frozenset(MASKS), features=frozenset(FEATURES), v_head_dim=True)
+    return not plain.refusals(w) and not w.dropout
+
+
+def test_a_backend_that_compiles_gets_few_workloads_that_reach_all_that_it_takes(collect):
+    found = collect()
+    assert found["plain"] == SMALL
+    assert 5 < len(found["compiling"]) < 20
+    assert reached(found["compiling"]) == reached(filter(takes, SMALL))
+
+
+def test_any_other_backend_gets_a_larger_workload_only_for_a_kernel_that_the_small_ones_do_not_reach(collect):
+    found = collect(marker='"smoke", "edges", "features", "vit", "sdxl", "llama3-8b"')["plain"]
+    larger = [w for w in found if w not in SMALL]
+    assert found[: len(SMALL)] == SMALL
+    assert [w.name for w in larger] == ["sdxl-1024"]  # the least with so many keys
+    assert reached(larger) > {"keys 2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "marker"),
+    [(["--attn-workloads=all"], '"smoke"'), (["--attn-workloads=smoke"], ""), (["-k", "smoke-window"], ""), ([], '"smoke-window"')],
+)
+def test_what_is_named_runs(collect, options, marker):
+    found = collect(*options, marker=marker)["compiling"]
+    is_one = "smoke-window" in (*options, marker.strip('"'))
+    assert [w.name for w in found] == ["smoke-window"] if is_one else found == builtin_catalog().select("smoke")
+
+
+def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkeypatch):
+    smoke = builtin_catalog().select("smoke")
+    assert collect(marker='"smoke"', arguments="(timed=True)")["compiling"] == smoke
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    assert len(collect(marker='"smoke"', arguments="(timed=True)")["compiling"]) < len(smoke)
+
+
+@pytest.mark.twice
+def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TEST.format(marker='"smoke-full", "edges-s127", "edges-s129"', arguments=""))
+    result = run("--attn-backends=compiling")
+    result.stdout.fnmatch_lines(
+        ["chosen: 2 cases, which reach every option and kernel of each backend; --attn-workloads=all adds 1"]
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_which_backends_compile_is_declared():
+    registry = Registry()
+    compiling = {name for name in BUILTIN if registry[name].compiles}
+    assert compiling == {"flex", "flex_flash", "flex_decode", "flash4", "sdpa_fa4", "flashinfer_fa2", "flashinfer_fa3"}
+    assert registry["sdpa+compile"].compiles
+    assert registry["flex+max_autotune"].compiles
+    assert registry["flash4+graph"].compiles
+    assert not registry["flash2+graph"].compiles
+
+
+def test_a_kernel_is_told_by_dtype_head_dim_rows_and_keys():
+    assert kernels_of(Workload(1, 2000, head_dim=40)) == {"bfloat16, head_dim 64", "rows 0", "keys 2"}
+    assert kernels_of(Workload(300, head_dim=192, v_head_dim=128)) == {"bfloat16, head_dim 192/128", "rows 2", "keys 1"}
