@@ -10,7 +10,8 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 # MODELS= leaves out timm, transformers and diffusers, and the suite skips their models
 MODELS ?= $(VENV)/models
-WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || printf -- '-n 2')
+# that share a GPU, too: then nothing is timed. WORKERS= times, one case after the other
+WORKERS ?= -n $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 8 || echo 2)
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
 
@@ -33,7 +34,7 @@ $(VENV)/models: $(VENV)/ready
 	touch $@
 
 suite: $(VENV)/ready $(MODELS)
-	@echo "suite: every backend, forward and backward; about three minutes on two CPU cores, an hour on a GPU (SUITE=--attn-list counts)"
+	@echo "suite: every backend, forward and backward; a minute or two on two CPU cores, about five on a GPU (SUITE=--attn-list counts)"
 	@if $(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE); then \
 	echo "suite: every backend that ran here is right. Skipped is what this machine or a backend cannot do: SUITE=-rs lists why."; \
 	echo "next: test a kernel of your own, docs/tutorial.md"; \

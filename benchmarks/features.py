@@ -3,11 +3,11 @@
     python benchmarks/features.py            prints the lines of `_pairs` in pytest_attn/workloads/catalog.py
     python benchmarks/features.py --kernels  prints how many pairs each kernel can take, and how many it is given
 
-What an option is, `options_of` of pytest_attn/workloads/traits.py says; OPTIONS says how each is asked for. What excludes what is not written down: `Workload` is
-asked. A kernel is what a backend's capabilities say, whether or not its library is there, or the emulated one of
-pytest_attn/mutants. Every pair that one of KERNELS can take is in a workload that it takes. The lines of the catalog that were
-written by hand come first; the others are added greedily, the same in each run. Lengths and values go round, so that tiles of
-32, 64 and 128 tokens, and splits of 256 keys, end everywhere.
+What an option is, `options_of` of pytest_attn/workloads/traits.py says; OPTIONS says how each is asked for. What excludes
+what is not written down: `Workload` is asked. A kernel is what a backend's capabilities say, whether or not its library is
+there, or the emulated one of pytest_attn/mutants. Every pair that one of KERNELS can take is in a workload that it takes. The
+lines of the catalog that were written by hand come first; the others are added greedily, the same in each run. Lengths and
+values go round, so that tiles of 32, 64 and 128 tokens, and splits of 256 keys, end everywhere.
 """
 
 from __future__ import annotations

@@ -34,6 +34,12 @@ class _Case:
     parameter: CaseParameter
     runs: bool
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether its test takes times."""
+        marker = self.item.get_closest_marker(MARKER)
+        return bool(marker and marker.kwargs.get("timed"))
+
     @cached_property
     def reached(self) -> frozenset[str]:
         """What it reaches: options and kernels, and the values of other parameters of its test."""
@@ -58,7 +64,8 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     for group in groups.values():
         if missing_because(session, group[0]):
             continue  # one of them is skipped, and says so
-        cases = [_Case(item, parameter, _runs(item, parameter, session)) for item in group if (parameter := parameter_of(item))]
+        known = [(item, parameter) for item in group if (parameter := parameter_of(item))]
+        cases = [_Case(item, parameter, _runs(item, parameter, session)) for item, parameter in known]
         chosen = _chosen(cases, session)
         session.collected.chosen += sum(case.runs for case in chosen)
         session.collected.unchosen += sum(case.runs for case in cases) - sum(case.runs for case in chosen)
@@ -82,7 +89,7 @@ def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession
     marker, made = marker_of(item), kind_of(item).made_items()
     assert isinstance(made, Items)
     assert marker is not None
-    with contextlib.suppress(Exception):  # what raises will raise when it runs, and is told then
+    with contextlib.suppress(Exception):  # what raises will raise when it runs, and the test says so then
         return made.obstacle(parameter, marker, session) is None
     return True
 
@@ -91,6 +98,8 @@ def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
     kept = [] if _backend(cases[0], session).compiles else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
+    if not kept and cases[0].is_timed:
+        return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check
     missing = frozenset().union(*(case.reached for case in left)).difference(*(case.reached for case in kept))
     while missing:
         best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))

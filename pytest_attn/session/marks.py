@@ -204,7 +204,8 @@ def marker_help() -> tuple[MarkerHelp, ...]:
         ),
         MarkerHelp(
             "attention_chosen",
-            "run without --attn-workloads, -k or an id only as many cases as reach every option and kernel of each backend",
+            "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
+            " backend",
             (Argument("timed", False, "whether all cases are to run where times can be taken", ""),),
         ),
     )

@@ -92,7 +92,12 @@ def test_any_other_backend_gets_a_larger_workload_only_for_a_kernel_that_the_sma
 
 @pytest.mark.parametrize(
     ("options", "marker"),
-    [(["--attn-workloads=all"], '"smoke"'), (["--attn-workloads=smoke"], ""), (["-k", "smoke-window"], ""), ([], '"smoke-window"')],
+    [
+        (["--attn-workloads=all"], '"smoke"'),
+        (["--attn-workloads=smoke"], ""),
+        (["-k", "smoke-window"], ""),
+        ([], '"smoke-window"'),
+    ],
 )
 def test_what_is_named_runs(collect, options, marker):
     found = collect(*options, marker=marker)["compiling"]
@@ -105,7 +110,7 @@ def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkey
     assert collect(marker='"smoke"', arguments="(timed=True)")["compiling"] == smoke
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert len(collect(marker='"smoke"', arguments="(timed=True)")["compiling"]) < len(smoke)
+    assert len(collect(marker='"smoke"', arguments="(timed=True)")["compiling"]) == 1
 
 
 @pytest.mark.twice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -147,8 +147,10 @@ class TorchCpFlex(_OfTorch):
         whole = block_mask_of(inputs, BLOCK)
         if whole is None:
             whole = create_block_mask(lambda b, h, q, kv: q >= 0, None, None, w.q_len, w.kv_len, device=str(place.device))
-        (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
-        flex = flex_attention if place.device.type == "cpu" else torch.compile(flex_attention, dynamic=False)
+        is_cpu = place.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if is_cpu else nullcontext():  # it compiles create_block_mask
+            (mask,) = api._context_parallel_shard(place.mesh, [whole], [2], balancer)
+        flex = flex_attention if is_cpu else torch.compile(flex_attention, dynamic=False)
 
         class Attention(torch.nn.Module):
             """What a model's attention module is."""
