@@ -5,6 +5,7 @@ Names are loaded when first used, so that pytest, which imports this package at 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Neighborhood, Window
     from pytest_attn.workloads.pages import Pages
     from pytest_attn.workloads.workload import Workload
+
+# pytest rewrites assertions in all modules of a plugin's distribution: in a first run it would parse 200 files anew
+for _finder in sys.meta_path:
+    getattr(_finder, "_must_rewrite", set()).discard(__name__)
 
 __all__ = [
     "AttentionCall",

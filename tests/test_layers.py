@@ -371,3 +371,9 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "session",
         *(f"session.{name}" for name in ("devices", "kinds", "option_types", "options", "registrations", "session")),
     ]
+
+
+def test_pytest_parses_no_module_of_the_package_for_its_assertions():
+    ours = [one for name, one in sys.modules.items() if name.startswith("pytest_attn.") and ".suite" not in name]
+    assert len(ours) > 5
+    assert {type(module.__loader__).__name__ for module in ours} == {"SourceFileLoader"}
