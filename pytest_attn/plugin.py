@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn import hooks
+from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_marked, kind_of
 from pytest_attn.session.options import add_options
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(fixtures_of_kinds(own), "attn-fixtures-of-kinds")
     session = config.stash[SESSION] = AttentionSession(config)
     settings = session.settings
+    if not is_asked_for(config):
+        config.pluginmanager.register(BenchmarkTraces(), "attn-benchmark-traces")
     if settings.gpu_per_worker:
         from pytest_attn.session.devices import take_own_gpu
 

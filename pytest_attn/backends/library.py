@@ -189,8 +189,7 @@ def _mark_of(module: str) -> Path:
 
 
 def _folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
-    return base / "pytest-attn" / "imports"
+    return Path(tempfile.gettempdir(), f"pytest-attn-imports-{os.getuid()}")  # which nobody need clear after an uninstallation
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.cases.measurement import Measurement
-from pytest_attn.cases.pytest_benchmark import is_asked_for, record_samples
+from pytest_attn.cases.pytest_benchmark import record_samples
 from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
@@ -42,6 +42,7 @@ from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.devices import device_lock, lock_name, untimed_because
 from pytest_attn.session.session import AttentionSession, WorkerContext, session_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from numbers import Real
@@ -40,16 +39,6 @@ def wants(config: pytest.Config) -> bool:
     """Whether pytest-benchmark is there and records in this process: not disabled, skipped or in an xdist run."""
     session: Any = config.pluginmanager.get_plugin("pytest-benchmark")
     return session is not None and not session.disabled and not session.skip
-
-
-def is_asked_for(config: pytest.Config) -> bool:
-    """Whether an option of pytest-benchmark was given: without, its table would only repeat ours."""
-    given = [
-        *map(str, config.invocation_params.args),
-        *os.environ.get("PYTEST_ADDOPTS", "").split(),
-        *config.getini("addopts"),
-    ]
-    return any(word.startswith("--benchmark") for word in given)
 
 
 def record_samples(request: pytest.FixtureRequest, samples: Sequence[float], facts: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from pytest_attn.session.option_types import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.dtypes import dtype_name
+from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
 from pytest_attn.workloads.sharding import SHARDS, Shard
@@ -214,7 +215,8 @@ def marker_help() -> tuple[MarkerHelp, ...]:
 def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in kwargs:
         if name not in known:
-            raise ValueError(f"{marker} got an unknown argument {name!r}; known: {', '.join(known)}")
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{marker} got an unknown argument {name!r};{hint} known: {', '.join(known)}")
 
 
 def _workloads(argument: object, catalog: Catalog) -> list[Workload]:

@@ -316,7 +316,7 @@ class OptionGroup:
     name: str
     title: str
     shown: Mapping[str, str]  # the short text of each that `pytest --help` lists
-    rarely: tuple[str, ...] = ()  # those that it leaves to ini files and the reference page
+    rarely: tuple[str, ...] = ()  # those that it leaves to ini files and the reference page; no message names them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -345,19 +345,30 @@ GROUPS = (
             "dtypes": "such as bf16,fp16,fp32",
             "seed": "of the inputs; random draws one",
             "gpu_per_worker": "one GPU for each xdist worker",
+            "rows": "of long workloads, compared in any case",
         },
-        ("memory", "rows"),
+        ("memory",),
     ),
     OptionGroup(
         "judge",
         "what to judge",
         {
-            "timeout": "stop a callable that takes longer",
             "thorough": "all invariants, with more repetitions",
             "profile": "which kernels each right case launches",
             "isolated": "run named callables in a process of their own",
+            "declines": "skip or fail what a kernel declines",
+            "unjudged": "fail or warn where a run judged nothing",
         },
-        ("limits", "declines", "unjudged", "rank_timeout", "diagnosis_timeout"),
+        ("limits",),
+    ),
+    OptionGroup(
+        "wait",
+        "how long to wait",
+        {
+            "timeout": "stop a callable that takes longer",
+            "rank_timeout": "of a call over ranks",
+            "diagnosis_timeout": "of the search for what a failure suggests",
+        },
     ),
     OptionGroup(
         "latency",
@@ -367,8 +378,10 @@ GROUPS = (
             "update_baselines": "record, in ten new processes, and why",
             "rank": "the fastest backend that is right, and its ties",
             "max_slowdown": "below this no slowdown fails",
+            "fresh": "how new processes begin: forked or started",
+            "lock_clocks": "hold a GPU's clock while it is timed",
         },
-        ("baselines", "threads", "l2", "fresh", "lock_clocks", "cupti"),
+        ("threads", "l2", "cupti"),
     ),
     OptionGroup(
         "outputs",
@@ -377,6 +390,7 @@ GROUPS = (
             "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
             "save_failures": "tensors and a script for each failing case",
             "rank_to": "--attn-rank, written to STEM.json and STEM.py",
+            "baselines": "the folder of recorded times",
         },
         ("json", "report", "summary", "support", "json_samples"),
     ),

@@ -40,8 +40,7 @@ def sound(monkeypatch, tmp_path):
 
 
 def marks():
-    folder = os.path.join(os.environ["XDG_CACHE_HOME"], "pytest-attn", "imports")
-    return os.listdir(folder) if os.path.isdir(folder) else []
+    return os.listdir(library._folder()) if library._folder().is_dir() else []
 
 
 NO_CHILD = "a child process was started"
@@ -131,7 +130,7 @@ def test_another_version_is_tried_again(sound, monkeypatch, tmp_path):
 
 def test_the_mark_is_gone_while_the_import_runs(plant):
     """A process that dies in an import that once went well leaves no mark: the next one tries it in a child again."""
-    look = "import os; seen = os.listdir(os.path.join(os.environ['XDG_CACHE_HOME'], 'pytest-attn', 'imports'))"
+    look = "from pytest_attn.backends.library import _folder; seen = os.listdir(_folder())"
     broken = plant(f"import os\nif os.environ.get('PLANTED_LOOK'):\n    {look}")
     assert broken.broken_because() is None
     assert len(marks()) == 1
@@ -159,9 +158,9 @@ def test_an_import_that_raises_after_a_mark_is_refused(plant, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_costs_a_child_only(sound, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    library._folder().touch()
     assert sound.broken_because() is None
+    assert library._folder().is_file()
 
 
 def test_a_library_is_found_without_being_imported(plant, tmp_path):

@@ -6,6 +6,7 @@ signature, layout, causal alignment, tuple and error types. `install` puts one o
 
 import importlib
 import sys
+import tempfile
 from pathlib import Path
 
 from pytest_attn.backends import library
@@ -97,7 +98,9 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.syspath_prepend(str(folder))
     tops = {Path(path).parts[0].removesuffix(".py") for path in files}
     for name in [n for n in sys.modules if n.split(".")[0] in tops]:

@@ -89,3 +89,14 @@ def test_wants_says_whether_it_records(bench, pytester):
     ):
         result = bench("-s", *args, source="def test_it():\n    pass", passed=1)
         assert f"wants {answer}" in result.stdout.str()
+
+
+def test_where_nothing_is_measured_pytest_benchmark_leaves_no_line_and_no_folder(pytester):
+    pytester.makepyfile(test_plain="def test_plain():\n    pass", test_own="def test_own(benchmark):\n    benchmark(len, ())")
+    plain = pytester.runpytest_inprocess("test_plain.py")
+    plain.stdout.no_fnmatch_line("benchmark: *")
+    assert not (pytester.path / ".benchmarks").exists()
+    pytester.runpytest_inprocess("test_own.py").stdout.fnmatch_lines(["collected 1 item", "benchmark: *"])
+    asked = pytester.runpytest_inprocess("test_own.py", "--benchmark-autosave")
+    asked.stdout.fnmatch_lines(["benchmark: *", "collected 1 item"])
+    assert list((pytester.path / ".benchmarks").rglob("*.json"))

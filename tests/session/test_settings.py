@@ -3,9 +3,11 @@
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+import pytest_attn
 from pytest_attn.session import options as module
 from pytest_attn.session.option_types import action, declared_options, option, output, size, switch, whole_number
 from pytest_attn.session.options import Settings
@@ -116,6 +118,16 @@ def test_what_the_parser_refuses_is_a_usage_error_that_says_where_it_stands(conf
     pytester.makeini(f"[pytest]\n{ini}\n")
     with pytest.raises(pytest.UsageError, match=words):
         Declared.from_config(config_of(*arguments))
+
+
+def test_an_option_that_a_message_names_is_in_the_help(pytester):
+    text = pytester.runpytest_inprocess("--help").stdout.str()
+    package = Path(pytest_attn.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.parent.name != "suite" and not path.name.startswith("option")]
+    named = {flag for path in files for flag in re.findall(r"--attn-[a-z0-9-]+[a-z0-9]", path.read_text())}
+    hidden = {one.flag for one in declared_options(Settings) if f"  {one.flag}" not in text}
+    assert hidden & named <= {"--attn-json", "--attn-report", "--attn-summary", "--attn-support", "--attn-json-samples"}
+    assert "--attn-l2" in hidden
 
 
 def test_only_options_with_a_default_have_an_ini_value(config_of):
