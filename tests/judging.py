@@ -15,7 +15,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.check import MOST_CALLS, judge_invariants
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of
 
@@ -32,6 +32,15 @@ keeps_graphs = pytest.mark.skipif(torch.__version__ < (2, 8), reason="needs a to
 def attention(q, k, v):
     """Return torch's attention of (batch, heads, seqlen, head_dim)."""
     return F.scaled_dot_product_attention(q, k, v)
+
+
+def assert_few_calls(report):
+    """Fail where the default invariants call a kernel too often, and say what helps."""
+    calls = ", ".join(f"{one.invariant} {one.calls}" for one in report.findings if one.calls)
+    assert report.calls <= MOST_CALLS, (
+        f"the default invariants call {report.subject} {report.calls} times on {report.workload}, at most {MOST_CALLS} are allowed:"
+        f" {calls}. Give a new invariant `thorough = True`, compare with `probe.base`, or let it share a call with one of these"
+    )
 
 
 def judged(target, spec, references=None, **options):

@@ -369,6 +369,7 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "processes.lifetime",
         "processes.worker",
         "session",
+        "session.benchmark_traces",
         *(f"session.{name}" for name in ("devices", "kinds", "option_types", "options", "registrations", "session")),
     ]
 

@@ -48,6 +48,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     Device(),
     Alignment(),
 )
+#: how often those that are not thorough may call a kernel on one workload: a user waits for each call
+MOST_CALLS = 25
 
 
 def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:

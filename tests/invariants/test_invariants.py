@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from honest.variants import HONEST, VARIANTS
-from judging import asked
+from judging import asked, assert_few_calls
 
 from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
@@ -125,7 +125,7 @@ def scaled_dot_product(q, k, v):
 def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
     report = ask(honest.backend(), workload)
     assert report.passed, describe(report)
-    assert report.calls <= 25
+    assert_few_calls(report)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "math", "eager"])
@@ -134,7 +134,7 @@ def test_every_invariant_holds_for_torch(name, workload):
     for backward in (False, True):
         report = check_invariants(name, workload, backward=backward, device="cpu")
         assert report.passed
-        assert report.calls <= 25
+        assert_few_calls(report)
 
 
 def test_the_thorough_set_holds_for_an_honest_kernel():
@@ -206,13 +206,9 @@ def test_memory_is_filled_without_an_import_of_the_compiler(monkeypatch):
 
 
 def test_every_invariant_has_a_fault():
-    assert {invariant.name for invariant in INVARIANTS} - set(FAULTS) == {
-        "alone",
-        "offsets",
-        "opcheck",
-        "graph",
-        "device",
-    }  # below
+    tested_below = {"alone", "offsets", "opcheck", "graph", "device"}
+    missing = {invariant.name for invariant in INVARIANTS} - set(FAULTS) - tested_below
+    assert not missing, f"FAULTS wants a mutant that each finds, with a workload: {missing}"
 
 
 def test_values_that_alone_are_transposed_are_asked_about():
