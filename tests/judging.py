@@ -38,8 +38,8 @@ def assert_few_calls(report):
     """Fail where the default invariants call a kernel too often, and say what helps."""
     calls = ", ".join(f"{one.invariant} {one.calls}" for one in report.findings if one.calls)
     assert report.calls <= MOST_CALLS, (
-        f"the default invariants call {report.subject} {report.calls} times on {report.workload}, at most {MOST_CALLS} are allowed:"
-        f" {calls}. Give a new invariant `thorough = True`, compare with `probe.base`, or let it share a call with one of these"
+        f"the default invariants call {report.subject} {report.calls} times on {report.workload}; {MOST_CALLS} are allowed:"
+        f" {calls}. Give a new one `thorough = True`, compare with `probe.base`, or let it share a call with one of these"
     )
 
 

@@ -46,6 +46,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     State(),
     Graph(),
     Device(),
+    # new ones stand above: the last may end the CUDA context, and with it all that follows
     Alignment(),
 )
 #: how often those that are not thorough may call a kernel on one workload: a user waits for each call
