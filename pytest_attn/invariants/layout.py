@@ -70,9 +70,10 @@ _DEFAULT = (
     Arrangement("v alone swapped in memory", same, same, swapped, same),
     Arrangement("v and dout swapped in memory, where v alone was right", same, same, swapped, swapped),
 )
+_DOUT_ALONE = Arrangement("dout alone swapped in memory", same, same, same, swapped)
 _THOROUGH = (
     all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
-    Arrangement("dout alone swapped in memory", same, same, same, swapped),
+    _DOUT_ALONE,
     Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
     Arrangement("q alone a slice of a wider tensor", fused, same, same, same),
     Arrangement("q alone swapped in memory", swapped, same, same, same),
@@ -95,8 +96,8 @@ class Layout(Invariant):
         """Call with each arrangement that the kernel does not refuse."""
         if probe.thorough:
             arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
-        elif probe.is_compiled:  # each costs a compilation: the most mixed one
-            arrangements = _DEFAULT[:1]
+        elif probe.is_compiled:  # each of q, k and v costs a compilation: the most mixed one
+            arrangements = (*_DEFAULT[:1], *([_DOUT_ALONE] if probe.backward else []))
         else:
             arrangements = _DEFAULT if probe.backward else _DEFAULT[:2]
         return judge_arrangements(probe, arrangements, _expanded)

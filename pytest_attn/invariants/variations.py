@@ -35,11 +35,15 @@ class Derived(Invariant):
     needs = (BACKEND, SHORT)
     #: what yields the other workloads that some inputs give rise to, the most telling first
     ways: tuple[Callable[[Inputs], Iterator[Variation]], ...]
+    #: the same for a kernel that is compiled anew for each, of which one is asked; None for the same
+    ways_compiled: tuple[Callable[[Inputs], Iterator[Variation]], ...] | None = None
 
     def run(self, probe: Probe) -> str:
         """Hold the kernel to exact attention on each variation."""
         at_most = self.calls_thorough if probe.thorough else self.calls
-        return judge_variations(probe, (variation for way in self.ways for variation in way(probe.inputs)), at_most)
+        is_asked_once = probe.is_compiled and not probe.thorough
+        ways = (is_asked_once and self.ways_compiled) or self.ways
+        return judge_variations(probe, (variation for way in ways for variation in way(probe.inputs)), at_most)
 
 
 def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:
@@ -130,6 +134,16 @@ def _left_out(inputs: Inputs) -> Iterator[Variation]:
         yield replaced(dataclasses.replace(inputs, alibi_slopes=None), "no ALiBi", alibi=False)
 
 
+def _at_once(inputs: Inputs) -> Iterator[Variation]:
+    """Change all that can be in one workload, which is compiled once."""
+    words = []
+    for way in (_lengths, _pages, _softcap, _mask, _scale):
+        if variation := next(way(inputs), None):
+            words.append(variation.words)
+            inputs = variation.inputs
+    yield Variation(", ".join(words), inputs)
+
+
 class Options(Derived):
     """Each option makes the difference that it should, whatever was asked before.
 
@@ -140,6 +154,7 @@ class Options(Derived):
     summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
     calls = 3
     ways = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
+    ways_compiled = (_at_once, *ways)
 
 
 # -- the same attention said otherwise ---------------------------------------------------------------------------------------
@@ -271,6 +286,8 @@ class Batch(Invariant):
 
     def run(self, probe: Probe) -> str:
         """Ask about the last entry alone."""
+        if probe.is_compiled and not probe.thorough:
+            raise NotApplicable("a batch of 1 would be compiled anew; the check compares each entry with exact attention")
         last = probe.workload.batch - 1
         alone = probe.on(one_sequence(probe.inputs, last))
         if alone is None:

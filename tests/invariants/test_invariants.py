@@ -1,6 +1,8 @@
 """The invariants: they hold for fault-free kernels, each sees a fault of its own, and none costs more than it says."""
 
+import re
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +188,34 @@ def test_an_invariant_sees_its_fault(invariant, name, workload):
     report = ask(mutant.backend(), workload, invariant)
     assert [finding.invariant for finding in report.broken] == [invariant], report.findings
     assert report.broken[0].evidence in describe(report)
+
+
+ROW = r"^\| `([\w-]+)` \| [^|]+ \| `([\w-]+)` \| `([\w-]+)` \|$"
+ASKED_LESS = re.findall(ROW, (Path(__file__).parents[2] / "docs/reference/invariants.md").read_text(), flags=re.M)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Let every kernel count as one that is compiled anew for other strides and options."""
+    monkeypatch.setattr(Probe, "is_compiled", True)
+
+
+@pytest.mark.parametrize(("invariant", "name", "by"), ASKED_LESS)
+def test_a_fault_of_a_compiled_kernel_is_found_though_less_is_asked(compiled, invariant, name, by):
+    (workload,) = (workload for fault, workload in FAULTS[invariant] if fault == name)
+    report = ask(mutant_named(name).backend(), workload, {invariant, by})
+    assert [finding.invariant for finding in report.broken] == [by], report.findings
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
+def test_what_is_asked_of_a_compiled_kernel_holds_for_an_honest_one(compiled, workload):
+    report = ask(HONEST.backend(), workload, ("layout", "options", "equivalence", "batch"))
+    assert report.passed, describe(report)
+    assert [finding.calls for finding in report.findings if finding.invariant in ("options", "batch")] == [1, 0]
+
+
+def test_the_table_of_what_is_asked_less_names_each_invariant():
+    assert {invariant for invariant, _, _ in ASKED_LESS} == {"layout", "options", "equivalence", "batch"}
 
 
 @pytest.mark.parametrize("name", ["last-row-tile-unwritten", "gradient-of-padding-unwritten", "lse-unwritten"])
