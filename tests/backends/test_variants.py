@@ -1,6 +1,7 @@
 """NAME+compile, NAME+max_autotune and NAME+graph: the same judgment, around the same backend."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import capturing
 from pytest_attn.backends.variants import Compiled, Graphed, compilation_of, compile_kernel
 from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.workloads.catalog import builtin_catalog
 
 W = Workload(32, heads=2, head_dim=32)
 
@@ -161,3 +163,17 @@ def test_a_replay_that_writes_nothing_shows_as_nan(graphs):
     comparison = judged(Graphed(backend), W)
     assert not comparison.passed
     assert "NaN" in describe(comparison)
+
+
+@pytest.mark.parametrize("name", ["smoke-causal-gqa", "smoke-padded", "smoke-packed", "smoke-softcap"])
+def test_flex_compiles_a_workload_once_however_often_it_is_prepared(monkeypatch, name):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    (workload,) = builtin_catalog().select(name)
+    compiled = []
+    with torch.no_grad():
+        for distribution, seed in (("structured", 0), ("flat", 0), ("structured", 1)):
+            inputs = draw_inputs(workload, distribution, seed)
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            Registry()["flex"].prepare(inputs)(inputs.q, inputs.k, inputs.v)
+            compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    assert compiled[1:] == [0, 0]  # the first may have been compiled by another test
