@@ -1,12 +1,18 @@
+import gc
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.test_operators  # it registers operators, which a pytester run in this process cannot do again
+from left_out import LEFT_OUT
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
 torch.set_num_threads(1)
+
+TESTS = Path(__file__).parent
+_LISTED = {(path, test) for files in LEFT_OUT.values() for path, tests in files.items() for test in tests}
 
 #: What pytest and the plugin read of the place they run in: a CI job's summary is longer, xdist's workers are told how wide
 #: the terminal is, and a log may be colored. A test that is about one of them sets it itself.
@@ -17,16 +23,18 @@ _OF_THE_HOST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what takes long, unless ATTN_TESTS=all.
-
-    That is slow tests, most cases of tests that ask many alike, and the second telling of most stories of tests/plugin.
-    """
+    """Leave out what tests/left_out.py says, unless ATTN_TESTS=all."""
     if os.environ.get("ATTN_TESTS") == "all":
         return
-    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
+    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow") or _is_listed(item)}
     left_out |= _between([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish():
+    """Let no collection of garbage look at torch and thousands of tests again, which took a fifth of the time."""
+    gc.freeze()
 
 
 def _between(items):
@@ -39,6 +47,11 @@ def _between(items):
                 left_out.add(item)
             seen[test] += 1
     return left_out
+
+
+def _is_listed(item):
+    path = item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else ""
+    return (path, item.originalname) in _LISTED
 
 
 def _is_told_again(item):

@@ -27,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import left_out
 import pytest
 import torch
 import yaml
@@ -207,17 +208,11 @@ def _loaded():
     torch.set_num_threads(before)
 
 
-#: pages whose blocks start ranks or other processes, or time
-SLOW = (
-    *("howto/baselines.md", "howto/model-latency.md", "howto/paged-ranks.md"),
-    *("howto/ranks.md", "howto/report.md", "howto/several-gpus.md", "howto/stronger-tests.md"),
-)
-
-
 def with_slow_ones_marked(pages):
     names = [(page, page.relative_to(DOCS.parent).as_posix()) for page in pages]
     return [
-        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name.removeprefix("docs/") in SLOW)) for page, name in names
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name.removeprefix("docs/") in left_out.PAGES))
+        for page, name in names
     ]
 
 

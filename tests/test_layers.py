@@ -62,9 +62,14 @@ def layer(path, root=ROOT):
 
 
 @cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path, top_level_only=False):
     """Return the dotted names that a file imports: in functions and for type checkers as well, unless top_level_only."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     hidden = set()
     if top_level_only:
         for block in ast.walk(tree):
@@ -186,8 +191,7 @@ def measures(root=ROOT):
     def floor(room):
         return 1 + max((floor(below) for above, below in arrows if above == room), default=0)
 
-    trees = [ast.parse(path.read_text()) for path in files]
-    hidden = [_imports_within(tree) for tree in trees]
+    hidden = [_imports_within(tree_of(path)) for path in files]
     return {
         "files": len(files),
         "rooms": len(rooms),
@@ -202,12 +206,15 @@ def _imports_within(tree):
     """Return how many imports stand within functions, and how many are for type checkers only."""
     functions, checkers = set(), set()
     for node in ast.walk(tree):
-        imports = {one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)}
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            functions |= imports
+            functions |= set(_imports_of(node))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            checkers |= imports
+            checkers |= set(_imports_of(node))
     return len(functions), len(checkers)
+
+
+def _imports_of(tree):
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def test_the_house_is_small_enough_to_hold():

@@ -128,14 +128,12 @@ def test_the_four_examples_run_where_the_wheel_is_installed(installed, tmp_path)
     assert re.search(r"test_triton_kernel.py|Triton is not installed", result.stdout), result.stdout
 
 
-@pytest.mark.slow
 def test_the_wheel_gives_the_first_verdict_of_the_readme(installed):
     python, alone = installed
     done = subprocess.run([ROOT / ".ci/first-verdict", python], env=alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_path):
     python, alone = installed
     shutil.copytree(ROOT / "examples" / "ci_gate", tmp_path / "gate")
@@ -148,7 +146,6 @@ def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_pa
     assert list((tmp_path / "gate" / "baselines").glob("*.json"))
 
 
-@pytest.mark.slow
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(installed, tmp_path):
     python, alone = installed
     project = tmp_path / "project"

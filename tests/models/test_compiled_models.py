@@ -146,7 +146,6 @@ def test_graph_breaks_and_recompilations_are_told():
     assert run.graphs > 1
 
 
-@pytest.mark.slow
 def test_a_step_that_is_compiled_again_each_time_says_so():
     model = stack(full)
     sizes = iter([1.0, 2.0, 3.0, 4.0] * 20)
@@ -200,7 +199,6 @@ class DropsByItself(torch.nn.Module):
         return F.dropout(self.inner(x), 0.5, self.training)
 
 
-@pytest.mark.slow
 def test_what_draws_random_numbers_by_itself_is_not_compared():
     model = stack(full)
     model.head = DropsByItself(model.head)

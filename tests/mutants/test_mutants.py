@@ -365,9 +365,8 @@ def test_the_honest_kernel_is_right_under_every_condition(condition, cache):
         assert not EXPERIMENTS[condition](HONEST.backend, named(name), cache)
 
 
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (n % 2)) for n, one in enumerate(MUTANTS)]
-)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_right_where_it_does_not_apply(mutant, cache):
     for w in (named("edges-one-row"), named("smoke-softcap"), named("smoke-packed")):
         backend = mutant.backend()

@@ -183,7 +183,6 @@ def test_a_listing_counts_models(run):
     result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
 
 
-@pytest.mark.slow
 def test_a_listing_counts_each_model_of_a_parametrized_test(run):
     result = run(
         """

@@ -60,7 +60,6 @@ def test_what_applies_to_nothing_is_skipped(run, kernel_test):
     result.stdout.fnmatch_lines(["SKIPPED*no invariant that was asked for applies: graph needs a CUDA device; device *"])
 
 
-@pytest.mark.slow
 @ONCE
 def test_thorough_asks_more(run, kernel_test):
     kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)

@@ -101,7 +101,6 @@ def test_groups_that_were_divided_in_different_ways(run, merge, changes):
     assert ("pytest-split divided the same tests in different ways; give all groups the same --durations-path" in said) == code
 
 
-@pytest.mark.slow
 @pytest.mark.twice
 @pytest.mark.parametrize("dist", ["load", "loadgroup", "each"])
 def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
@@ -115,7 +114,6 @@ def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
     assert merge("part-1.jsonl", "other-2.jsonl")[0] == 0
 
 
-@pytest.mark.slow
 def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
     pytester.makepyfile(test_it="import os\ndef test_one(): pass\ndef test_two(): os._exit(1)\ndef test_three(): pass\n")
     pytester.runpytest_subprocess("--attn-output=run.jsonl", "-n", "1", "--max-worker-restart=0")

@@ -31,7 +31,6 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     assert len(case["z"]) == 3
 
 
-@pytest.mark.slow
 def test_a_recording_replaces_disturbed_processes(project, baseline_file):
     result = project("--attn-update-baselines=first", HOT_IN="0,3,4")
     result.assert_outcomes(passed=1)
@@ -103,8 +102,8 @@ def test_recorded_anew_another_mode_stays(recorded, baseline_file):
     assert [entry[2] for entry in case["history"]] == ["first recording", "again"]
 
 
-def test_recording_takes_one_process(project):
-    result = project("-n", "2", "--attn-update-baselines=first")
+def test_recording_takes_one_process(project, pytester):
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-n", "2", "--attn-update-baselines=first")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--attn-update-baselines: records in processes of its own*leave out -n"])
 

@@ -305,7 +305,6 @@ def test_an_older_folder_of_the_case_is_replaced(run, kernel_test, saved):
     assert torch.equal(saved().tensors["out"], first.tensors["v"] * 2)
 
 
-@pytest.mark.slow
 def test_workers_write_a_folder_for_each_case(pytester, kernel_test):
     kernel_test("attn.check(lambda q, k, v: v)", marker='"smoke-full", "smoke-half", "smoke-window", device="cpu"')
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", SAVE, "-n", "2", "--dist", "loadgroup")

@@ -52,7 +52,7 @@ def test_the_page_names_the_functions_from_the_fixture_to_the_text_of_a_failure(
     page = re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)` \|$", PAGE.read_text(), flags=re.M)
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * 1.1)")
     pytester.makeconftest(CONFTEST)
-    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(failed=1)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(failed=1)
     assert eval((pytester.path / "walked").read_text()) == page
     assert len(page) <= 9
     assert len({file for _, file in page}) <= 5

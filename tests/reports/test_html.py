@@ -160,7 +160,6 @@ def test_the_machine_is_described_in_words():
     assert "flash-attn 2.8.3" in facts["Libraries"]
 
 
-@pytest.mark.slow
 def test_five_thousand_cases_are_a_few_megabytes():
     records = run_of(5000)
     assert sum(r["question"] == "check" and r["verdict"] != "skipped" for r in records) > 4800

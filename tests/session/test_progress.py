@@ -50,7 +50,6 @@ def project(tmp_path):
     return run
 
 
-@pytest.mark.slow
 def test_a_slow_kernel_is_named_and_nothing_stays(project):
     written = project("-q")
     assert "checking slow on smoke-full, 0:00" in written
@@ -60,7 +59,6 @@ def test_a_slow_kernel_is_named_and_nothing_stays(project):
     assert between_tests(as_seen(written)) == between_tests(as_seen(silent))
 
 
-@pytest.mark.slow
 def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
     project("-q", "-k", "smoke-full")
     (tmp_path / ".pytest_cache/v/attn/seconds").write_text('{"checking slow on smoke-full": 62.0}')

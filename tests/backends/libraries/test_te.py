@@ -78,6 +78,7 @@ CLAIMED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "workload", "backward"),
     [(name, w, back) for w, names, back in CLAIMED for name in names],
