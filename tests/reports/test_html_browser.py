@@ -319,3 +319,26 @@ def test_a_card_says_what_the_terminal_says_and_the_page_opens_with_why(show, wi
     assert texts(page, "#wrong .explanation dd") == [text for _, text in lines[1:]]
     assert page("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "nothing sticks out"
     page.close()
+
+
+def test_a_plot_of_one_point_is_a_line_of_text_and_labels_of_axes_are_round(show):
+    draw, case = random.Random(0), next(workloads(1))
+    one = check("passed", case, BACKENDS[0], "forward", draw)
+    one["tensors"] = one["tensors"][:1]
+    time = timing("passed", case, BACKENDS[0], "forward", draw)
+    page = show([one, time])
+    assert page("document.querySelectorAll('#errors .chart, #roofline .chart').length") == 0
+    assert re.fullmatch(r"sdpa_cudnn, out on flux-L128: z .+ in one element \(limit 8\), .+", texts(page, "#errors .lead")[0])
+    assert re.match(
+        r"sdpa_cudnn on flux-L128, forward: .+ at .+ FLOP per byte, the ceiling", texts(page, "#roofline .lead")[0]
+    )
+    page.close()
+    wrong = [check("mismatch", workload, BACKENDS[0], "forward", draw) for workload in workloads(8)]
+    wrong[0]["tensors"][0]["z_element"] = 3e6
+    page = show(wrong + [timing("passed", workload, BACKENDS[1], "forward", draw) for workload in workloads(8)])
+    labels = texts(page, ".chart .role-axis-label text")
+    numbers = [label for label in labels if re.fullmatch(r"[\d.]+(e.\d+)?[kMG]?( ?[mu]?s)?", label)]
+    assert numbers
+    assert max(len(label.replace(" ", "")) for label in numbers) <= 7
+    assert "1e+6" in numbers
+    page.close()

@@ -83,7 +83,8 @@ def errors() -> Drawing:
     tooltip = _tooltip(backend="backend", number="tensors", middle="median", most="largest", where="largest in")
     order = alt.Y("backend:N", sort=None, title=None, axis=alt.Axis(labelLimit=150, grid=False, ticks=False))
     scale = alt.Scale(type="log", nice=False, padding=8)
-    axis = alt.Axis(format="~g", grid=False, labelOverlap=True)
+    short = "datum.label && datum.value >= 1e4 ? format(datum.value, '.0e') : datum.label"
+    axis = alt.Axis(format="~g", labelExpr=short, grid=False, labelOverlap=True)
     base = _chart().encode(y=order)
     whisker = base.mark_rule(strokeWidth=1.5, color=_PLAIN).encode(
         x=alt.X("p5:Q", scale=scale, axis=axis, title="z"), x2="p95:Q"

@@ -12,6 +12,11 @@ const errors = {
     const byBackend = [...grouped(compared(cases), (one) => one.backend)];
     if (!byBackend.length) return [el("p", { class: "nothing" }, "Nothing that was compared passes the filters.")];
     const rows = byBackend.map(([backend, found]) => ({ backend, tensors: found.flatMap((one) => tensorsOf(one).map((tensor) => ({ tensor, one }))) }));
+    if (rows.length === 1 && rows[0].tensors.length === 1) {
+      const [{ backend, tensors: [{ tensor, one }] }] = rows;
+      const levels = LIMITS.map(([key, level, limit]) => `${digits(tensor[key], 3)} in one ${level} (limit ${limit})`).join(", ");
+      return [el("p", { class: "lead" }, `${backend}, ${tensor.name} on ${one.workload.id}: z ${levels}.`)];
+    }
     const panels = LIMITS.map(([key, level, limit]) => ({ key, level, limit, chart: el("div", { class: "chart" }), rows: rows.map((row) => spreadOf(row, key, limit)) }));
     const rank = new Map(panels[0].rows.map((row) => [row.backend, row.largest]));
     panels.forEach((panel) => panel.rows.sort((a, b) => rank.get(b.backend) - rank.get(a.backend)));

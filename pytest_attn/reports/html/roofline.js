@@ -10,6 +10,10 @@ const roofline = {
     if (!timed.length) return [el("p", { class: "nothing" }, "Nothing timed passes the filters.")];
     const ceilings = ceilingsOf(casesOfMachine());
     const points = timed.map((one) => rooflinePoint(one, ceilings));
+    if (points.length === 1) { // a plot of one point says less than its words
+      const [{ backend, workload, rate, intensity, share }] = points;
+      return [el("p", { class: "lead" }, `${backend} on ${workload}: ${rate} at ${digits(intensity, 3)} FLOP per byte, ${share === "not known" ? "the ceiling is not known: --attn-profile measures it" : `${share} of the ceiling`}.`)];
+    }
     const dtypes = new Set(points.map((point) => point.dtype));
     const roofs = [...ceilings].filter(([dtype]) => dtypes.has(dtype)).flatMap(([dtype, found]) => roofOf(dtype, found, points));
     const chart = el("div", { class: "chart" });
