@@ -19,6 +19,8 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 _MOST_OBSTACLES = 20
 #: of these, --attn-save-failures keeps the tensors
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
+#: seconds of a compilation below which it is not listed, as with pytest's own durations
+_SHORTEST = 0.005
 #: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
 #: what a check over fewer keys has among what is untested
@@ -152,6 +154,16 @@ def _compilations(records: Sequence[Record]) -> Iterator[Line]:
         breaks = max(r["graph_breaks"] for r in cases)
         times = f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most"
         yield f"compiled      {name}: {count(len(cases), 'case')}, {times}, {count(breaks, 'graph break')} at most", {}
+
+
+def slowest_compilations(records: Sequence[Record], number: int) -> Iterator[Line]:
+    """Yield by test what compilers took, the slowest first, as `pytest --durations=number` does; 0 for all."""
+    seconds: dict[str, float] = {}
+    for r in records:
+        seconds[r["test"]] = seconds.get(r["test"], 0.0) + (r["compile_seconds"] or 0.0)
+    for test, taken in sorted(seconds.items(), key=lambda one: -one[1])[: number or None]:
+        if taken >= _SHORTEST:
+            yield f"{taken:.2f}s compile  {test}", {}
 
 
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:

@@ -19,7 +19,7 @@ from pytest_attn.reports.markdown import markdown_summary, support_page, workflo
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, verdict_of
-from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, summary
+from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
@@ -132,6 +132,9 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
     if verbosity >= 0 and (said := chosen_words(session)):
         reporter.write_line(said)
+    number = reporter.config.getoption("durations", None)
+    if number is not None and (compilations := list(slowest_compilations(judged, number))):
+        print_section(reporter, compilations, "slowest compilations")
 
 
 def chosen_words(session: AttentionSession) -> str:

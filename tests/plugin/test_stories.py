@@ -299,3 +299,34 @@ def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, 
     result.assert_outcomes(failed=1)
     assert "mismatch: out of" in result.stdout.str()
     assert "traced" not in result.stdout.str().replace("debug('traced')", "")
+
+
+@pytest.mark.parametrize(("option", "listed"), [("--durations=1", 1), ("--durations=0", 2), ("-v", 0)])
+def test_durations_name_what_compilers_took_apart(run, kernel_test, pytester, option, listed):
+    pytester.makeconftest(
+        """
+        from pytest_attn import Backend
+        from pytest_attn.backends.variants import Compilation
+        from torch.nn.functional import scaled_dot_product_attention
+
+        class Compiling(Backend):
+            name = "compiling"
+
+            def prepare(self, inputs, backward=False):
+                def call(q, k, v):
+                    return scaled_dot_product_attention(q, k, v)
+
+                call.compilation = Compilation(seconds=1.5 if inputs.workload.dtype == "float16" else 0.25)
+                return call
+
+        def pytest_attn_backends(registry):
+            registry.add(Compiling())
+        """
+    )
+    kernel_test("attn.check(attn_backend)", '"smoke-full", "smoke-half"', "attn, attn_backend")
+    said = run("--attn-backends=compiling", option).stdout.str()
+    lines = [line for line in said.splitlines() if "s compile  " in line]
+    assert len(lines) == listed
+    assert ("= slowest compilations =" in said) == bool(listed)
+    assert [line.split("[")[1] for line in lines] == ["smoke-half-fp16-compiling]", "smoke-full-compiling]"][:listed]
+    assert [line.partition("s ")[0] for line in lines] == ["1.50", "0.25"][:listed]
