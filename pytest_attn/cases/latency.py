@@ -36,7 +36,7 @@ from pytest_attn.latency.regression import (
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import StaleError, WrongResultError
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import Record, latency_of
@@ -475,6 +475,7 @@ class LatencyEvaluator(Evaluator[Latency]):
             latency = mode.measure(measurement)
         except (StaleError, DeadlineError, EndsTestError) as error:
             verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
+            verdict = Verdict.MISMATCH if isinstance(error, WrongResultError) else verdict
             text = f"cannot be timed: {measurement.name}: {error}"
             return self._found(verdict, str(error).splitlines()[0].rstrip(":"), text=text)
         except Exception as error:

@@ -19,7 +19,7 @@ from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
 from pytest_attn.latency.kernel_work import Call, KernelWork, Seen
 from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated
-from pytest_attn.latency.work import StaleError, TimedCall, Work, called, peak_of, verified
+from pytest_attn.latency.work import TimedCall, Work, WrongResultError, called, peak_of, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -395,8 +395,8 @@ class CudaTimer(Timer):
         torch.cuda.synchronize(self.device)
         try:
             work.verify_call("called behind other work of its stream", call, seen)
-        except StaleError as error:
-            raise StaleError(
+        except WrongResultError as error:
+            raise WrongResultError(
                 f"{error}; does it launch on another stream? torch.cuda.current_stream().wait_stream(side) joins that"
             ) from None
 

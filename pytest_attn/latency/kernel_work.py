@@ -16,7 +16,7 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.fresh_data import Attention, Noise, Places
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, StaleError, Work
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -171,7 +171,7 @@ class KernelWork(Work):
         return {name: plain(name, one).detach() for name, one in zip(self._attention.names, several, strict=False)}
 
     def verify_call(self, what: str, call: Any, value: Any) -> None:
-        """Raise StaleError unless what a call returned is attention on its data.
+        """Raise WrongResultError unless what a call returned is attention on its data.
 
         All of it is looked at the first time; then out, or dq and the next time dk and dv.
         """
@@ -202,7 +202,7 @@ class KernelWork(Work):
         self._kept = Seen(given, kept)
 
     def verify_kept(self, is_last: bool = False) -> None:
-        """Raise StaleError unless the result that was kept is attention on the data of its call, and let go of it.
+        """Raise WrongResultError unless the result that was kept is attention on the data of its call, and let go of it.
 
         Where looking takes long, it stays for a few blocks as one of all calls since, and is looked at if that is the last.
         """
@@ -227,7 +227,7 @@ class KernelWork(Work):
         (dout,) = self._noise_of_dout.at(given.dout)
         if fault := self._attention.fault_of(results, self._noise.at(given.qkv), dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
-            raise StaleError(f"{how}: its result is not that of the data it was given ({fault})")
+            raise WrongResultError(f"{how}: its result is not that of the data it was given ({fault})")
 
     def _put(self, sets: Sequence[int]) -> None:
         """Put other data into some sets."""

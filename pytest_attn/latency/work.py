@@ -40,6 +40,10 @@ def direction_of(backward: bool | Literal["both"]) -> LatencyDirection:
 
 
 class StaleError(Exception):
+    """What a timed call left behind is not the result of its data, or its time is not that of such a call."""
+
+
+class WrongResultError(StaleError):
     """What a timed call left behind is not the result of the data that it was given."""
 
 
@@ -144,14 +148,14 @@ class Work:
         if self._first is None:
             self._first = (results[0] * self._sign).clone()
             if self.direction == "forward" and not bool(self._first.any()):
-                raise StaleError(f"{what}: its result is zero everywhere, as if it had not been written yet")
+                raise WrongResultError(f"{what}: its result is zero everywhere, as if it had not been written yet")
         expected = self._first.double() * self._sign
         norms = [expected.norm(), *((result.double() - expected).norm() for result in results)]
         norm, *differences = torch.stack(norms).tolist()  # waits for the device once
         for difference in differences:
             if not difference <= _SAME * norm:
                 share = _share(difference, norm)
-                raise StaleError(f"{what}: its result is not that of the data it was given (it differs by {share})")
+                raise WrongResultError(f"{what}: its result is not that of the data it was given (it differs by {share})")
 
     def _call_on(self, tensors: list[torch.Tensor], replayed: bool) -> Callable[[], Any]:
         if self.direction == "forward":

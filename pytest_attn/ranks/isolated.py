@@ -26,7 +26,7 @@ from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.latency.disturbance import process_waited
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.last_words import ending, last_words
@@ -126,7 +126,7 @@ class IsolatedProcess:
         if "contract" in said:
             raise ContractError(_text(said["contract"]))
         if "stale" in said:
-            raise StaleError(_text(said["stale"]))
+            raise WrongResultError(_text(said["stale"]))
         if "ends" in said:
             raise EndsTestError(_text(said["ends"]), _text(said.get("where", "")))
         if "declined" in said:

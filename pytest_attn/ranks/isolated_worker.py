@@ -30,7 +30,7 @@ from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import switches_kept
 from pytest_attn.latency.protocol import stopwatch_of, threads
-from pytest_attn.latency.work import StaleError, Work
+from pytest_attn.latency.work import Work, WrongResultError
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
@@ -92,7 +92,7 @@ class Server:
                 return self._done(order, tensors, storages)
         except ContractError as error:
             return {"contract": str(error)}
-        except StaleError as error:
+        except WrongResultError as error:
             return {"stale": str(error)}
         except EndsTestError as error:
             return {"ends": str(error), "where": error.where}

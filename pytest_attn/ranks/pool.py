@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
@@ -184,7 +184,7 @@ class Pool(RankGroup):
     def _results(self) -> dict[int, Message]:
         """Return the results of all ranks; raise what the first of them says instead."""
         answers = self._answers("result")
-        for kind, error in (("contract", ContractError), ("stale", StaleError), ("raised", RankRaisedError)):
+        for kind, error in (("contract", ContractError), ("stale", WrongResultError), ("raised", RankRaisedError)):
             for rank in (rank for rank in range(self.ranks) if kind in answers[rank]):
                 self._is_doubtful = True
                 raise error(describe_wrong(rank, self.ranks, answers[rank]))

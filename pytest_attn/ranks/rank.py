@@ -32,7 +32,7 @@ from pytest_attn.backends.contexts import judged_code
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import functions_kept, switches_kept
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Message
 from pytest_attn.processes.worker import Worker
 from pytest_attn.ranks.communication import watch_collectives
@@ -317,7 +317,7 @@ class Rank:
             self._channel.send(result=result)
         except ContractError as error:
             self._channel.send(contract=str(error))
-        except StaleError as error:
+        except WrongResultError as error:
             self._channel.send(stale=str(error))
         except Exception as error:
             named = traceback.format_exception_only(type(error), error)[0].splitlines()[0].rstrip(":")

@@ -16,10 +16,9 @@ _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order
 _COUNTED = (
     *(Verdict.FAST, Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
-    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.NO_RESULT, Verdict.RAISED),
+    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED),
 )
-#: what cannot be timed raised, or kept its results
-_COUNTED_AS = {Verdict.RAISED: "cannot be timed"}
+_COUNTED_AS = {Verdict.RAISED: "cannot be timed", Verdict.MISMATCH: "wrong when timed"}
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "detects")
 #: columns that a narrow terminal does without, the first to go first; those in which nothing stands go before

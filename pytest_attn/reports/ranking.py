@@ -257,9 +257,9 @@ def _concerns(record: Record, direction: str) -> bool:
 
 def _doubt(latencies: Sequence[Record]) -> tuple[str, str] | None:
     """Say why none of these measurements is a time to be ranked; None where one is."""
-    failed = next((r for r in latencies if r["verdict"] in ("raised", "no result")), None)
+    failed = next((r for r in latencies if r["verdict"] in ("mismatch", "raised", "no result")), None)
     if failed:
-        return "raised", f"cannot be timed: {failed['reason']}"
+        return _WRONG[failed["verdict"]][0], f"cannot be timed: {failed['reason']}"
     found = None
     for r in latencies:
         if not latency_of(r).get("p50"):

@@ -38,8 +38,8 @@ class Record(TypedDict):
     verdict: Annotated[
         str,
         "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
-        " result, known defect, expected, skipped, raised; of a latency: passed, regressed, inconclusive, no baseline,"
-        " recorded, unrecorded, unconfirmed, untimed, no result, raised",
+        " result, known defect, expected, skipped, raised; of a latency: passed, mismatch, regressed, inconclusive, no"
+        " baseline, recorded, unrecorded, unconfirmed, untimed, no result, raised",
     ]
     reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
     explanation: Annotated[

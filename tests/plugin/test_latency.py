@@ -239,16 +239,23 @@ def test_bad_options_are_refused_before_anything_runs(pytester, option, words):
     result.stderr.fnmatch_lines([words])
 
 
-def test_a_stale_result_fails_the_test(pytester):
-    """With the real clock: a kernel that keeps what it computed first."""
+def test_a_result_that_is_wrong_when_timed_is_called_wrong(pytester):
+    """With the real clock: a kernel that is right in its check, and then returns what it has."""
     pytester.makepyfile(
-        KERNEL.replace("    return sdpa(q, k, v)", "    return KEPT.setdefault(q.data_ptr(), sdpa(q, k, v))").replace(
-            "def mine", "KEPT = {}\ndef mine"
-        )
+        KERNEL.replace(
+            "    return sdpa(q, k, v)", "    KEPT.append(sdpa(q, k, v))\n    return KEPT[min(len(KEPT), 13) - 1]"
+        ).replace("def mine", "KEPT = []\ndef mine")
     )
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-output=run.jsonl")
     result.assert_outcomes(failed=1)
-    assert re.search(r"cannot be timed|mismatch", result.stdout.str())
+    result.stdout.fnmatch_lines(
+        [
+            "E*cannot be timed: mine on tiny, forward: *: its result is not that of the data it was given*",
+            "mismatch *mine on tiny: *its result is not that of the data it was given*",
+            "latency: 1 wrong when timed",
+        ]
+    )
+    assert [one["verdict"] for one in read_records(pytester.path / "run.jsonl")] == ["passed", "mismatch"]
 
 
 def test_every_direction_returns_its_latency(pytester):
