@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 
@@ -31,8 +30,7 @@ def cut(
     tensor: torch.Tensor, name: str, sharding: Sharding, layout: str, rank: int, device: torch.device | None = None
 ) -> torch.Tensor:
     """Return a rank's shard of a whole tensor, which lies in memory as the whole one does. device: by default the whole's."""
-    positions = sharding.of(name)[rank].to(tensor.device)
-    shard = tensor.index_select(rows_dim(name, layout), positions)
+    shard = tensor.index_select(rows_dim(name, layout), sharding.on_device(name, rank, tensor.device))
     return laid_like(shard.to(device or tensor.device), tensor)
 
 
@@ -105,11 +103,12 @@ class RankCache:
     """
 
     def __init__(self, sharding: Sharding, rank: int) -> None:
-
         w = sharding.workload
         assert w.kv_pages is not None
         self._workload, self._size = w, w.kv_pages.size
+        self._sharding, self._rank = sharding, rank
         self._positions = sharding.keys[rank]
+        self._slots: dict[torch.device, torch.Tensor] = {}  # of the pages, on each device that was asked for
         lengths = torch.tensor(w.kv_lens or (w.kv_len,) * w.batch)
         self.kv_lens = (self._positions[None] < lengths[:, None]).sum(1, dtype=torch.int32)
         per_sequence = math.ceil(len(self._positions) / self._size)
@@ -120,27 +119,33 @@ class RankCache:
         """Return the rank's pools of whole keys and values, (batch, kv_heads, kv_len, dim), as `Pages` says that they lie."""
         return handed_over(self._workload, self._pool(k), self._pool(v))
 
-    @cached_property
-    def _slots(self) -> torch.Tensor:
-        return self.page_table.flatten().long()
-
     def _pool(self, dense: torch.Tensor) -> torch.Tensor:
         """Return pages (pages, size, kv_heads, dim); the last one is nobody's, and NaN."""
-        mine = dense[:, :, self._positions.to(dense.device)]
+        mine = dense[:, :, self._sharding.on_device("k", self._rank, dense.device)]
         pages = cut_into_pages(mine, self.page_table.shape[1], self._size)
         pool = pages.new_full((len(pages) + 1, *pages.shape[1:]), math.nan)
-        pool[self._slots.to(dense.device)] = pages
+        if dense.device not in self._slots:
+            self._slots[dense.device] = self.page_table.flatten().long().to(dense.device)
+        pool[self._slots[dense.device]] = pages
         return pool
 
 
 def parts_of(
-    tensors: Mapping[str, torch.Tensor], sharding: Sharding, layout: str, rank: int, device: torch.device | None = None
+    tensors: Mapping[str, torch.Tensor],
+    sharding: Sharding,
+    layout: str,
+    rank: int,
+    device: torch.device | None = None,
+    cache: RankCache | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return a rank's q, k and v. tensors: the whole ones; keys in pages are read out of them, as `Inputs.gathered` does."""
+    """Return a rank's q, k and v. tensors: the whole ones; keys in pages are read out of them, as `Inputs.gathered` does.
+
+    cache: where they lie, if that is known.
+    """
     if sharding.workload.kv_pages is None:
         return {name: cut(tensor, name, sharding, layout, rank, device) for name, tensor in tensors.items()}
     q = cut(tensors["q"], "q", sharding, layout, rank, device)
-    k, v = RankCache(sharding, rank).pools(*(tensors[name].to(device or tensors[name].device) for name in "kv"))
+    k, v = (cache or RankCache(sharding, rank)).pools(*(tensors[name].to(device or tensors[name].device) for name in "kv"))
     return {"q": q, "k": k, "v": v}
 
 

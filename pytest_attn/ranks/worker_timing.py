@@ -35,7 +35,7 @@ from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
 from pytest_attn.ranks.rank import Rank, StartBarrier
-from pytest_attn.ranks.shards import cut, parts_of, whole_of
+from pytest_attn.ranks.shards import RankCache, cut, parts_of, whole_of
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.sharding import Sharding
 
@@ -194,6 +194,7 @@ class AttentionOfShard(Attention):
         declared = replace(spec.declared, precision=spec.profile.over_ranks(sharding.ranks))
         super().__init__(replace(spec, declared=declared), inputs, direction, defects=defects)
         self._sharding, self._rank, self._is_whole = sharding, rank, False
+        self._cache = RankCache(sharding, rank) if sharding.shares_pages else None
         heads: Iterable[int] = range(spec.workload.heads)
         if sharding.shares_pages:  # whose rows are everywhere
             heads = torch.arange(spec.workload.heads).tensor_split(sharding.ranks)[rank].tolist()
@@ -201,9 +202,9 @@ class AttentionOfShard(Attention):
         self._held_keys = _held(range(spec.workload.kv_heads), sharding.keys[rank])
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the rank's shards of q, k and v."""
-        parts = parts_of(dict(zip("qkv", tensors, strict=True)), self._sharding, self._spec.layout, self._rank)
-        return [*parts.values()]
+        """Return the rank's shards of q, k and v, without waiting for the device."""
+        whole = dict(zip("qkv", tensors, strict=True))
+        return [*parts_of(whole, self._sharding, self._spec.layout, self._rank, cache=self._cache).values()]
 
     def dout(self, drawn: torch.Tensor) -> torch.Tensor:
         """Return the rank's shard of dout, or all of it, as its out is."""

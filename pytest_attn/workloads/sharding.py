@@ -113,6 +113,17 @@ class Sharding:
         """Return the positions along which a tensor of this name is split."""
         return self.keys if name in ("k", "v", "dk", "dv") else self.rows
 
+    def on_device(self, name: str, rank: int, device: torch.device) -> torch.Tensor:
+        """Return a rank's positions on a device, where they are put once: to put them there waits for all of its work."""
+        key = name in ("k", "v", "dk", "dv"), rank, device
+        if key not in self._moved:
+            self._moved[key] = self.of(name)[rank].to(device)
+        return self._moved[key]
+
+    @cached_property
+    def _moved(self) -> dict[tuple[bool, int, torch.device], torch.Tensor]:
+        return {}
+
     def lengths_of(self, lengths: Sequence[int], rank: int) -> list[int]:
         """Return how much of each packed sequence a rank holds."""
         return [len(positions_of(self.shard, length, self.ranks)[rank]) for length in lengths]
