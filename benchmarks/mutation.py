@@ -1,13 +1,16 @@
-"""How many faulty kernels of pytest_attn/mutants are found: by check, with check_invariants, and by the rules of others.
+"""How many faulty kernels are found: by check, with check_invariants, and by the rules of others; and false alarms.
 
-    python benchmarks/mutation.py [--groups smoke,edges,features] [--classes masks,...] [--out FILE.json]
+    python benchmarks/mutation.py [--kernels mutants,reported,honest,twins] [--groups smoke,edges,features]
+                                  [--names NAME,...] [--judges ours,others] [--out FILE.json]
 
-    --classes none: only the fault-free kernels
+mutants: those of pytest_attn/mutants. reported: those of tests/reported_faults, written from reports of other projects. Each
+runs on every workload of the groups that reaches its fault, forward and backward, until it is found; its kernel lives through
+them all, as a library does. honest, twins: the variants of tests/honest and the reported kernels without their faults, on
+all of it: a judge that refuses one of them alarms falsely.
 
-Every mutant runs on every workload of the groups whose options reach its fault, forward and backward, until it is found. The
-rules of others get what they use themselves: their input distribution, exact attention as the truth, the fault-free kernel in
-one tile as the twin where they compare with one, and their tolerances for out, dq, dk, dv. At the end the fault-free kernels
-run through all of it: a rule that refuses one of them alarms falsely. CPU, one thread.
+The rules of others get what they use themselves: their input distribution, exact attention as the truth, attention written
+out in the workload's dtype as the twin where they compare with one, and their tolerances for the results that they look at.
+Dropout, quantized inputs and gradients of parameters are put to ours alone. CPU, one thread.
 """
 
 from __future__ import annotations
@@ -16,21 +19,26 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rules import RULES
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import precision_named
+from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.suite.test_correctness import INPUTS
+from pytest_attn.workloads import distributions
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.kv_layout import handed_over
@@ -38,6 +46,9 @@ from pytest_attn.workloads.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from honest.variants import VARIANTS
+from reported_faults.judging import MISSED, UNREACHED, Case, cases_of, check, check_invariants, fails, find, where
+from reported_faults.kernel import KernelBackend
+from reported_faults.table import FAULTS, Fault
 
 CPU = torch.device("cpu")
 CACHE = ReferenceCache(2 << 30)
@@ -46,11 +57,28 @@ THOROUGH = ("strides",)
 Tensors = dict[str, torch.Tensor]
 
 
-class Case(NamedTuple):
-    """One workload in one direction."""
+def _uniform(
+    low: float, high: float, draw: distributions.Draw, w: Workload, *shapes: distributions.Shape
+) -> list[torch.Tensor]:
+    """Return uniform q, k and v, made of normal ones."""
+    drawn = [draw.normal(name, shape) for name, shape in zip("qkv", shapes, strict=True)]
+    return [(torch.special.ndtr(t.double()) * (high - low) + low).to(t.dtype) for t in drawn]
 
-    workload: Workload
-    backward: bool
+
+#: of rules that draw what no test of ours does: torch.rand, and gpuemu's
+UNIFORM = {"rand": partial(_uniform, 0.0, 1.0), "uniform-10": partial(_uniform, -10.0, 10.0)}
+distributions.DISTRIBUTIONS.update(dict.fromkeys(UNIFORM, "uniform"))
+distributions._DRAWN_BY.update(UNIFORM)  # type: ignore[arg-type]
+
+
+class Row(NamedTuple):
+    """Who found one faulty kernel. by: "check", an invariant or an error; MISSED or UNREACHED. others: None if not asked."""
+
+    name: str
+    kind: str
+    condition: str
+    by: str
+    others: list[str] | None
 
 
 def call(backend: Backend, inputs: Inputs, backward: bool) -> Tensors:
@@ -65,11 +93,19 @@ def call(backend: Backend, inputs: Inputs, backward: bool) -> Tensors:
     return found
 
 
-class Peers:
+class Others:
     """The rules of others on one kernel, with truths and twins kept."""
 
     def __init__(self) -> None:
         self._truths: dict[tuple[Case, str], tuple[Inputs, Tensors, Tensors]] = {}
+
+    def finders(self, backend: Backend, cases: list[Case]) -> list[str]:
+        """Return the rules that find the kernel wrong on one of the cases."""
+        left = list(RULES)
+        for case in cases:
+            refused = self.refused_by(backend, case, left)
+            left = [name for name in left if name not in refused]
+        return [name for name in RULES if name not in left]
 
     def refused_by(self, backend: Backend, case: Case, names: list[str]) -> set[str]:
         """Return the rules that find the kernel wrong. A kernel that raises is found by all."""
@@ -85,24 +121,29 @@ class Peers:
                     results[rule.inputs] = None
             got = results[rule.inputs]
             if got is None or any(
-                got[t].shape != exact[t].shape or not rule.accepts(t, got[t], exact[t], twin[t], inputs.q.dtype) for t in exact
+                got[t].shape != exact[t].shape or not rule.accepts(t, got[t], exact[t], twin[t], case.workload)
+                for t in exact
+                if t in rule.judges
             ):
                 found.add(name)
         return found
 
     def _truth(self, case: Case, distribution: str) -> tuple[Inputs, Tensors, Tensors]:
         if (case, distribution) not in self._truths:
-            workload, backward = case
+            workload, backward = case.workload, case.backward
             reference = CACHE.get(workload, distribution, 0, CPU, precision_named("flash"), backward)
             names = ("out", "dq", "dk", "dv") if backward else ("out",)
             exact = {name: _native(reference.tensors[name].value, workload) for name in names}
             inputs = draw_inputs(workload, distribution, 0, CPU)
-            self._truths[case, distribution] = (inputs, exact, call(_twin(), inputs, backward))
+            self._truths[case, distribution] = (inputs, exact, call(_twin(workload), inputs, backward))
         return self._truths[case, distribution]
 
 
-def _twin() -> Backend:
-    """Return an implementation in the workload's own dtype that takes every workload."""
+def _twin(workload: Workload) -> Backend:
+    """Return attention written out in the workload's own dtype; a fault-free kernel in one tile where that takes it not."""
+    eager = Registry()["eager"]
+    if not eager.unsupported_because(workload, machine_of(CPU), not workload.has_no_gradient_because):
+        return eager
     return next(variant for variant in VARIANTS if variant.name == "one-tile").backend()
 
 
@@ -110,130 +151,173 @@ def _native(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     return tensor[0].transpose(0, 1) if workload.is_packed else tensor
 
 
-def cases_of(workloads: list[Workload]) -> list[Case]:
-    """Return the cases of those that the kernels take: none drops probabilities or dequantizes."""
-    taken = [w for w in workloads if not (w.dropout or w.is_quantized)]
-    return [Case(w, backward) for w in taken for backward in (False, True) if not (backward and w.has_no_gradient_because)]
+def directions(workloads: list[Workload]) -> list[Case]:
+    """Return every workload forward and, where it has gradients, backward."""
+    return [Case(w, backward) for w in workloads for backward in (False, True) if not (backward and w.has_no_gradient_because)]
 
 
-def found_by_check(mutant: Mutant, cases: list[Case]) -> bool:
-    """Whether attn.check finds the mutant on one of the cases, on the suite's inputs; one kernel lives through them all."""
-    backend = mutant.backend()
-    return any(is_refused(backend, case) for case in cases)
+def for_kernels(cases: list[Case]) -> list[Case]:
+    """Return those that mutants, honest variants and the rules of others take: none drops probabilities or dequantizes."""
+    return [case for case in cases if not (case.workload.dropout or case.workload.is_quantized)]
 
 
 def is_refused(backend: Backend, case: Case) -> bool:
-    """Whether attn.check fails; a kernel that raises does, too."""
+    """Whether attn.check fails on the suite's inputs; a kernel that raises does, too."""
     try:
         return not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
     except Exception:
         return True
 
 
-def found_by_invariants(mutant: Mutant, cases: list[Case]) -> str:
-    """Return the invariant that finds the mutant, "" where none does."""
-    for case in cases:
-        spec, is_thorough = CheckSpec(case.workload, CPU, case.backward), mutant.condition in THOROUGH
-        try:
-            report = judge_invariants(mutant.backend(), spec, CACHE, thorough=is_thorough)
-        except TypeError:  # a mistake in a call from here is nothing that a mutant was caught by
-            raise
-        except Exception as error:
-            return type(error).__name__
-        if report.broken:
-            return report.broken[0].invariant
-    return ""
+def broken_invariant(backend: Backend, case: Case, thorough: bool = False) -> str:
+    """Return the first invariant that does not hold and why, or the error that asking raised; "" where all hold."""
+    try:
+        report = judge_invariants(backend, CheckSpec(case.workload, CPU, case.backward), CACHE, thorough=thorough)
+    except TypeError:  # a mistake in a call from here is nothing that a kernel was caught by
+        raise
+    except Exception as error:
+        return type(error).__name__
+    return f"{report.broken[0].invariant}: {report.broken[0].evidence}" if report.broken else ""
+
+
+def finder_of_mutant(mutant: Mutant, cases: list[Case]) -> str:
+    """Return what of ours finds a mutant."""
+    backend = mutant.backend()
+    if not cases:
+        return UNREACHED
+    if any(is_refused(backend, case) for case in cases):
+        return "check"
+    thorough = mutant.condition in THOROUGH
+    broken = (broken_invariant(mutant.backend(), case, thorough) for case in cases)
+    return next((said.partition(":")[0] for said in broken if said), MISSED)
+
+
+def rows_of_mutants(names: list[str], cases: list[Case], judges: list[str], others: Others) -> Iterator[Row]:
+    """Judge the mutants."""
+    for mutant in MUTANTS:
+        if names and mutant.name not in names:
+            continue
+        reached = [case for case in for_kernels(cases) if mutant.applies(case.workload, case.backward)]
+        yield Row(
+            mutant.name,
+            mutant.kind,
+            mutant.condition,
+            finder_of_mutant(mutant, reached) if "ours" in judges else "",
+            others.finders(mutant.backend(), reached) if "others" in judges else None,
+        )
+
+
+def rows_of_reported(names: list[str], cases: list[Case], judges: list[str], others: Others) -> Iterator[Row]:
+    """Judge the faults of reports."""
+    workloads = list(dict.fromkeys(case.workload for case in cases))
+    for fault in FAULTS:
+        if names and fault.name not in names:
+            continue
+        reached = list(cases_of(fault, workloads))
+        by = find(fault, reached).by if "ours" in judges else ""
+        asked = [] if fault.parameters else for_kernels(reached)
+        found = others.finders(KernelBackend(fault.name, fault.kernel()), asked) if "others" in judges and asked else None
+        yield Row(fault.name, "reported", fault.report, by, found)
+
+
+def report(title: str, rows: list[Row]) -> None:
+    """Print how many of them each judge finds, by class, and what ours miss."""
+    judges: dict[str, Callable[[Row], bool | None]] = {}
+    if any(row.by for row in rows):
+        judges["check"] = lambda row: row.by == "check"
+        judges["check + invariants"] = lambda row: row.by not in (MISSED, UNREACHED)
+    for name in RULES if any(row.others is not None for row in rows) else ():
+        judges[name] = lambda row, name=name: None if row.others is None else name in row.others  # type: ignore[misc]
+    kinds = [*dict.fromkeys(row.kind for row in rows), None]
+    print(f"\n{title + ': found, in %':24}", *(f"{(kind or 'all')[:9]:>9}" for kind in kinds))
+    for name, finds in judges.items():
+        print(f"{name:24}", *(f"{_share([finds(row) for row in rows if kind in (None, row.kind)]):>9}" for kind in kinds))
+    print(f"{'kernels':24}", *(f"{sum(kind in (None, row.kind) for row in rows):>9}" for kind in kinds))
+    for row in rows:
+        if row.by in (MISSED, UNREACHED):
+            print(f"{row.by}: {row.name} ({row.condition})")
+    if alone := [row.name for row in rows if row.others is None and judges.keys() & RULES.keys()]:
+        print(f"put to ours alone: {len(alone)}: {', '.join(alone)}")
+
+
+def _share(found: list[bool | None]) -> str:
+    asked = [one for one in found if one is not None]
+    return f"{sum(asked) / len(asked):.0%}" if asked else "-"
+
+
+def false_alarms_on_honest(cases: list[Case], judges: list[str], others: Others) -> None:
+    """Print how often each judge refuses a fault-free kernel, and what ours refuse."""
+    alarms: Counter[str] = Counter()
+    kernels: dict[str, set[str]] = {}
+    number = 0
+    for variant in VARIANTS:
+        for case in for_kernels(cases):
+            number += 1
+            refused = others.refused_by(variant.backend(), case, list(RULES)) if "others" in judges else set()
+            if "ours" in judges:
+                if is_refused(variant.backend(), case):
+                    refused.add("check")
+                if said := broken_invariant(variant.backend(), case):
+                    refused.add("check_invariants")
+                    print(f"false alarm: {variant.name} on {where(case)}: {said}", flush=True)
+            alarms.update(refused)
+            for name in refused:
+                kernels.setdefault(name, set()).add(variant.name)
+    print(f"\n{number} cases of {len(VARIANTS)} fault-free kernels")
+    asked = [*(("check", "check_invariants") if "ours" in judges else ()), *(RULES if "others" in judges else ())]
+    for name in asked:
+        of = sorted(kernels.get(name, ()))
+        few = f": {', '.join(of)}" if 0 < len(of) < 7 else ""
+        print(f"{name:24} refuses {alarms[name]:5} cases, of {len(of)} kernels{few}")
+
+
+def false_alarms_on_twins(faults: list[Fault], cases: list[Case]) -> None:
+    """Run every reported kernel without its fault through both of ours; print and count what fails."""
+    alarms = judged = 0
+    parameters = tuple({name for fault in faults for name in fault.parameters})
+    for twin in dict.fromkeys(fault.twin for fault in faults):
+        for case in cases:
+            for ask in (check, check_invariants):
+                judged += 1
+                asked = case._replace(parameters=parameters) if case.backward and ask is check else case
+                if said := fails(ask, twin(), asked):
+                    alarms += 1
+                    print(f"FALSE ALARM: {twin.__name__} on {where(case)}: {said}", flush=True)
+    print(f"{judged} judgments of reported kernels without a fault, {alarms} false alarms")
 
 
 def main() -> None:
-    """Print the table by class, the survivors, and the false alarms."""
+    """Print a line for each faulty kernel, a table by class, what is not found, and the false alarms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default="mutants,reported,honest,twins")
     parser.add_argument("--groups", default="smoke,edges,features")
-    parser.add_argument("--classes", default=",".join(dict.fromkeys(mutant.kind for mutant in MUTANTS)))
+    parser.add_argument("--names", default="")
+    parser.add_argument("--judges", default="ours,others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    everything = cases_of([w for group in options.groups.split(",") for w in builtin_catalog().select(group)])
-    chosen = [mutant for mutant in MUTANTS if mutant.kind in options.classes.split(",")]
-    began, peers, rows = time.monotonic(), Peers(), []
-    for mutant in chosen:
-        cases = [case for case in everything if mutant.applies(case.workload, case.backward)]
-        by_check = bool(cases) and found_by_check(mutant, cases)
-        by_invariant = "" if by_check or not cases else found_by_invariants(mutant, cases)
-        left, backend = list(RULES), mutant.backend()
-        for case in cases:
-            left = [name for name in left if name not in peers.refused_by(backend, case, left)]
-            if not left:
-                break
-        rows.append(
-            {
-                "name": mutant.name,
-                "kind": mutant.kind,
-                "condition": mutant.condition,
-                "reached": bool(cases),
-                "check": by_check,
-                "invariant": by_invariant,
-                "peers": [name for name in RULES if cases and name not in left],
-            }
-        )
-        print(f"{time.monotonic() - began:6.0f} s {mutant.kind:10} {mutant.name:42} {_word(rows[-1])}", flush=True)
-    if rows:
-        report(rows)
-    false_alarms(everything, peers)
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def _word(row: dict[str, Any]) -> str:
-    if not row["reached"]:
-        return "not reached"
-    return "check" if row["check"] else row["invariant"] or "SURVIVED"
-
-
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print how many of the reached mutants each judge finds, by class."""
-    judges: dict[str, Callable[[dict[str, Any]], bool]] = {
-        "check": lambda row: row["check"],
-        "check + invariants": lambda row: row["check"] or bool(row["invariant"]),
-    }
-    judges |= {name: lambda row, name=name: name in row["peers"] for name in RULES}  # type: ignore[misc]
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    print(f"\n{'found, in %':24}", *(f"{kind[:9]:>9}" for kind in [*kinds, "all"]))
-    for name, finds in judges.items():
-        cells = [_share(rows, finds, kind) for kind in [*kinds, None]]
-        print(f"{name:24}", *(f"{cell:>9}" for cell in cells))
-    counts = [sum(row["kind"] == kind or kind is None for row in rows) for kind in [*kinds, None]]
-    print(f"{'mutants':24}", *(f"{count:>9}" for count in counts))
-    for row in rows:
-        if not row["check"] and not row["invariant"]:
-            print(f"survivor: {row['kind']} {row['name']} ({row['condition']}{'' if row['reached'] else ', not reached'})")
-
-
-def _share(rows: list[dict[str, Any]], finds: Callable[[dict[str, Any]], bool], kind: str | None) -> str:
-    found = [finds(row) for row in rows if kind in (None, row["kind"])]
-    return f"{sum(found) / len(found):.0%}"
-
-
-def false_alarms(cases: list[Case], peers: Peers) -> None:
-    """Print how often each judge refuses a fault-free kernel, and what ours refuse."""
-    alarms = dict.fromkeys(["check", "check_invariants", *RULES], 0)
-    number = 0
-    for variant in VARIANTS:
-        for case in cases:
-            number += 1
-            backend = variant.backend()
-            question = CheckSpec(case.workload, CPU, case.backward)
-            alarms["check"] += not judge(backend, CheckSpec(case.workload, CPU, case.backward, INPUTS), CACHE).passed
-            broken = judge_invariants(variant.backend(), question, CACHE).broken
-            alarms["check_invariants"] += bool(broken)
-            for finding in broken:
-                where = f"{variant.name} on {case.workload.id}{', backward' * case.backward}"
-                print(f"false alarm: {where}: {finding.invariant}: {finding.evidence}", flush=True)
-            for name in peers.refused_by(backend, case, list(RULES)):
-                alarms[name] += 1
-    print(
-        f"\n{number} cases of fault-free kernels; refused by", ", ".join(f"{name}: {count}" for name, count in alarms.items())
+    cases = directions([w for group in options.groups.split(",") for w in builtin_catalog().select(group)])
+    names, judges, kernels = (
+        options.names.split(",") if options.names else [],
+        options.judges.split(","),
+        options.kernels.split(","),
     )
+    began, others, kept = time.monotonic(), Others(), []
+    for title, rows_of in (("mutants", rows_of_mutants), ("reported", rows_of_reported)):
+        if title in kernels:
+            rows = []
+            for row in rows_of(names, cases, judges, others):
+                rows.append(row)
+                found = "-" if row.others is None else f"{len(row.others)} of {len(RULES)} rules"
+                print(f"{time.monotonic() - began:6.0f} s {row.kind:10} {row.name:48} {row.by:16} {found}", flush=True)
+            report(title, rows)
+            kept += rows
+    if options.out:
+        options.out.write_text(json.dumps([row._asdict() for row in kept], indent=1) + "\n")
+    if "honest" in kernels:
+        false_alarms_on_honest(cases, judges, others)
+    if "twins" in kernels and "ours" in judges:
+        false_alarms_on_twins([fault for fault in FAULTS if not names or fault.name in names], cases)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Faults from reports of other projects are found by the default groups, and the kernel without them is right.
 
-benchmarks/reported.py runs all of them, and prints the share.
+benchmarks/mutation.py runs all of them, and prints the share.
 """
 
 import re
