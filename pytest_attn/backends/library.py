@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -153,9 +154,10 @@ def import_failure(module: str) -> str | None:
 
 def try_import(module: str) -> str | None:
     """Say why a module cannot be imported, or None: what is known of it, or what it says in a child process."""
-    if _mark_of(module).exists():
+    is_kept = _has_folder()
+    if is_kept and _mark_of(module).exists():
         return None
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if is_kept else None
     if run is None:
         return _tried_and_marked(module)
     answer = _folder() / f"{module}-{run}"
@@ -192,6 +194,15 @@ def _folder() -> Path:
     return Path(tempfile.gettempdir(), f"pytest-attn-imports-{os.getuid()}")  # which nobody need clear after an uninstallation
 
 
+def _has_folder() -> bool:
+    """Make the folder, and say whether this user owns it: another's may hold links to files of this one."""
+    with contextlib.suppress(OSError):
+        _folder().mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(_folder())
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
+
+
 @functools.cache
 def installed_packages() -> list[str]:
     """List the names and versions of all installed distributions."""
@@ -204,8 +215,8 @@ def installed_packages() -> list[str]:
 
 def _mark(path: Path) -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written to: it is tried in a child every time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        if _has_folder():
+            path.touch()
 
 
 # -- what the first worker of a run found out, for the others ---------------------------------------------------------------
@@ -216,7 +227,6 @@ def _alone_with(answer: Path) -> Iterator[None]:
     """Wait until no other worker of the run tries the same library; where no file can be written, each worker tries it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            answer.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(answer.with_name(f"{answer.name}.lock"), "w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

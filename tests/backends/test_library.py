@@ -163,6 +163,17 @@ def test_a_cache_that_cannot_be_written_costs_a_child_only(sound, monkeypatch, t
     assert library._folder().is_file()
 
 
+def test_what_another_user_put_there_is_not_believed(sound, monkeypatch, tmp_path):
+    assert sound.broken_because() is None
+    uninstall(["planted_sound"])
+    there = library._folder()
+    there.rename(tmp_path / "elsewhere")
+    there.symlink_to(tmp_path / "elsewhere")
+    forbid_children(monkeypatch)
+    with pytest.raises(AssertionError, match=NO_CHILD):
+        sound.broken_because()
+
+
 def test_a_library_is_found_without_being_imported(plant, tmp_path):
     effect = tmp_path / "imported"
     effect_of_import = f"open({str(effect)!r}, 'w').close()\n"
