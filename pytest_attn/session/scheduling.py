@@ -22,7 +22,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
     """Gives the items of a group to one worker, and any other item as the user's own scheduler would."""
 
     def __init__(self, config: pytest.Config, own: Any, groups: dict[str, str]) -> None:
-        super().__init__(config)
+        super().__init__(config, own.log)  # which says something under --debug only
         self._own_scope, self._groups = getattr(own, "_split_scope", str), groups
         for node in own.nodes:
             self.add_node(node)

@@ -122,6 +122,7 @@ def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
         ["chosen: 2 cases, which reach every option and kernel of each backend; --attn-workloads=all adds 1"]
     )
     result.assert_outcomes(passed=2)
+    assert "units waiting" not in result.stdout.str() + result.stderr.str()  # as xdist's schedulers say under --debug
 
 
 def test_which_backends_compile_is_declared():
