@@ -77,7 +77,7 @@ def test_what_is_imported_is_declared(wheel):
     needed = {
         called.get(name, name) for name in imported - sys.stdlib_module_names - {"pytest_attn", "_pytest", "typing_extensions"}
     }
-    assert needed <= declared
+    assert needed - {"xdist"} <= declared  # which is there where it runs the tests, and is imported then only
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ class Backend(Subject):
     full_graph: bool = True
     #: whether it compiles a kernel for each workload, which takes seconds
     compiles: bool = False
+    #: whether a case takes seconds for another reason
+    is_slow: bool = False
     #: what it needs, in a few words, for the table of docs/reference/backends.md
     needs: str = ""
     #: the options that its configurations may set (backends/configured.py); None where it takes any

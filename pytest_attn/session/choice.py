@@ -1,7 +1,7 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
-That is for tests with the marker `attention_chosen`. A backend that compiles for each workload gets a cover of its options
-and kernels, any other all small workloads, and the larger ones that reach a kernel which those do not.
+That is for tests with the marker `attention_chosen`. A backend that compiles for each workload, or is slow, gets a cover of
+its options and kernels, any other all small workloads, and the larger ones that reach a kernel which those do not.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession
 
 def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
-    kept = [] if _backend(cases[0], session).compiles else [case for case in cases if _is_small(case, session)]
+    backend = _backend(cases[0], session)
+    kept = [] if backend.compiles or backend.is_slow else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
     if not kept and cases[0].is_timed:
         return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check

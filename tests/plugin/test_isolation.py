@@ -16,6 +16,7 @@ def test_tensors_belong_to_the_case(run, pytester):
                 tensor.zero_()
             qkv[0].requires_grad_()
             attn_reference.out.zero_()
+            assert not attn_reference.out.any()
 
         @pytest.mark.attention(WORKLOAD, device="cpu")
         def test_b(attn):

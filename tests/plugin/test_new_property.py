@@ -22,8 +22,8 @@ USE = (
     "        result = result if spec.declared.keeps_sign else -result\n",
 )
 USE_OF_TIMES = (
-    "        native = self._spec.in_layout(result)\n",
-    "        native = native if self._spec.declared.keeps_sign else -native\n",
+    "        w, native = self._spec.workload, {name: self._native(result) for name, result in results.items()}\n",
+    '        native |= {} if self._spec.declared.keeps_sign else {"out": -native["out"]}\n',
 )
 TEST = """
 import pytest

@@ -470,6 +470,7 @@ class KvCache(Backend):
     """Appends key and value of one token, attends with one query, q_len times; equals one prefill with a causal mask."""
 
     name = "kv_cache"
+    is_slow = True  # a call for each token, and cuDNN makes a plan for each number of keys
     precision = "sdpa"
     needs = "CPU, CUDA or XPU"
     capabilities = replace(
