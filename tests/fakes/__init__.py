@@ -98,7 +98,7 @@ def install(monkeypatch, folder, files, distribution, version="1.0"):
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(exist_ok=True)
     monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.syspath_prepend(str(folder))

@@ -171,10 +171,10 @@ def test_errors_are_held_against_three_limits(page):
 
 def test_the_roofline_is_drawn_where_it_is_known(page, show):
     assert "bfloat16 ceiling" in texts(page, "#roofline svg text")
-    unprofiled = show([timing("passed", FLUX[0], SDPA, "forward", random.Random(0))])
+    unprofiled = show([timing("passed", FLUX[0], backend, "forward", random.Random(0)) for backend in (SDPA, BACKENDS[3])])
     assert "not known: --attn-profile" in unprofiled("document.querySelector('#roofline .lead').textContent")
     assert unprofiled("document.querySelectorAll('#roofline .mark-line path').length") == 0
-    assert unprofiled("document.querySelectorAll('#roofline .mark-symbol path').length") == 1
+    assert unprofiled("document.querySelectorAll('#roofline .mark-symbol path').length") == 2
     unprofiled.close()
 
 
@@ -232,7 +232,7 @@ def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
 def test_work_of_both_passes_is_added_up(show):
     both = timing("passed", FLUX[0], SDPA, "forward", random.Random(0))
     both["direction"] = "forward+backward"
-    page = show([both])
+    page = show([both, timing("passed", FLUX[0], BACKENDS[3], "forward", random.Random(0))])
     page("document.querySelector('#roofline details').open = true")
     flops = FLUX[0][2]["flops"]
     expected = (flops["forward"] + flops["backward"]) / both["latency"]["p50"] * 1e-12
