@@ -203,7 +203,7 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
     if short:
         whose = f"of {short[0][0]['subject']}" if len(short) == 1 else f"of {len(short)} kernels"
         longest = max(r["shape"]["kv_len"] for rs in short for r in rs)
-        yield f"sums {whose} in low precision: faults in them show over some 2,000 keys, the longest workload has {longest:,}"
+        yield f"sums {whose} in low precision: faults in them show over about 2,000 keys, the longest workload has {longest:,}"
 
 
 def _next(records: Sequence[Record], are_saved: bool) -> str:

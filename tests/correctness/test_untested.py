@@ -76,7 +76,7 @@ def test_it_is_said_once_and_sums_only_where_no_workload_of_a_kernel_is_long():
     assert list(untested(several, with_sums=False)) == [option]
     assert list(untested(several)) == [
         option,
-        "sums of mine in low precision: faults in them show over some 2,000 keys, the longest workload has 64",
+        "sums of mine in low precision: faults in them show over about 2,000 keys, the longest workload has 64",
     ]
     assert list(untested([*several, record("long", kv_len=4096)])) == [option]
     assert list(untested([])) == []
