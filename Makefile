@@ -34,7 +34,7 @@ $(VENV)/models: $(VENV)/ready
 	touch $@
 
 suite: $(VENV)/ready $(MODELS)
-	@echo "suite: every backend, forward and backward; a minute or two on two CPU cores, about five on a GPU (SUITE=--attn-list counts)"
+	@echo "suite: every backend, forward and backward; a minute or two on two CPU cores, several on a GPU (SUITE=--attn-list counts)"
 	@if $(BIN)/pytest pytest_attn/suite --attn-backends=all $(WORKERS) $(SUITE); then \
 	echo "suite: every backend that ran here is right. Skipped is what this machine or a backend cannot do: SUITE=-rs lists why."; \
 	echo "next: test a kernel of your own, docs/tutorial.md"; \
@@ -45,7 +45,7 @@ suite: $(VENV)/ready $(MODELS)
 	exit $$code; fi
 
 test: $(VENV)/ready
-	@echo "test: the tests of the plugin itself; about four minutes on two cores"
+	@echo "test: the tests of the plugin itself; five to six minutes on two cores"
 	@if $(BIN)/pytest tests -n auto --dist worksteal $(TESTS); then \
 	echo "test: the plugin does what its documentation says. next: make lint, then commit (CONTRIBUTING.md)"; \
 	else code=$$?; \
