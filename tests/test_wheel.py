@@ -137,7 +137,7 @@ def test_the_wheel_gives_the_first_verdict_of_the_readme(installed):
 def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_path):
     python, alone = installed
     shutil.copytree(ROOT / "examples" / "ci_gate", tmp_path / "gate")
-    command = [python, "-m", "pytest", "-q"]
+    command = [python, "-m", "pytest"]
     for options, told in ((["--attn-update-baselines", "first"], "recorded in"), ([], "attention latency")):
         done = subprocess.run(
             [*command, *options], cwd=tmp_path / "gate", env=alone, capture_output=True, text=True, check=False
