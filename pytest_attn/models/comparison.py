@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.judge import LONG_SUMS, without_each
+from pytest_attn.correctness.judge import without_each
 from pytest_attn.models.capture import Unread
 from pytest_attn.models.compiled import CompiledRun
 from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.workload import Workload
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, duration
 from pytest_attn.reports.records import Record, verdict_of
-from pytest_attn.reports.verdict import Cause, Tone, Verdict
+from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
@@ -23,8 +23,6 @@ _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
 _SHORTEST = 0.005
 #: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
-#: what a check over fewer keys has among what is untested
-_LONG_SUMS = "long sums"
 #: how a terminal shows the tone of a verdict
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
@@ -190,7 +188,7 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
         for option in r["untested"]:
             names = workloads.setdefault(option, [])
             names += [] if r["workload"] in names else [r["workload"]]
-    workloads.pop(_LONG_SUMS, None)
+    workloads.pop(LONG_SUMS, None)
     for option, names in workloads.items():
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         yield f"{option} of {some}: results without it are within every limit"
@@ -199,7 +197,7 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
         dtype = r["shape"] and r["shape"]["dtype"]  # a model has no shape
         if r["question"] == "check" and r["verdict"] == Verdict.PASSED and dtype in ("bfloat16", "float16"):
             of_kernels.setdefault(r["subject"], []).append(r)
-    short = [rs for rs in of_kernels.values() if all(_LONG_SUMS in r["untested"] for r in rs)] if with_sums else []
+    short = [rs for rs in of_kernels.values() if all(LONG_SUMS in r["untested"] for r in rs)] if with_sums else []
     if short:
         whose = f"of {short[0][0]['subject']}" if len(short) == 1 else f"of {len(short)} kernels"
         longest = max(r["shape"]["kv_len"] for rs in short for r in rs)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+#: what is untested by a check whose sums in a half precision are too short to show a fault
+LONG_SUMS = "long sums"
+
 
 class Tone(str, Enum):
     """How a report shows a verdict."""
