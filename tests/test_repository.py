@@ -69,9 +69,10 @@ def test_workflows_and_forms_fit_their_schema(pattern):
     assert ended.value.code == 0
 
 
-def test_the_actions_of_this_repository_are_pinned_to_commits():
-    for path in ROOT.glob(".github/workflows/*.yml"):
-        for action in re.findall(r"uses: (.+)", path.read_text()):
+def test_actions_are_pinned_to_commits():
+    examples = ROOT.glob("examples/*/.github/workflows/*.yml")
+    for path in [*ROOT.glob(".github/workflows/*.yml"), *examples, *ROOT.glob("docs/howto/*.md")]:
+        for action in re.findall(r"^ *- uses: (.+)", path.read_text(), re.MULTILINE):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
 
 

@@ -5,7 +5,6 @@ That environment sees the libraries of this one, but not its plugin: to install 
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -113,37 +112,10 @@ def test_the_sdist_installs_and_has_what_the_wheel_has(wheel, tmp_path):
     assert {str(path.relative_to(site)) for path in (site / "pytest_attn").rglob("*") if path.is_file()} >= names
 
 
-def test_the_four_examples_run_where_the_wheel_is_installed(installed, tmp_path):
-    python, alone = installed
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    examples = sorted(path.parent for path in (tmp_path / "examples").glob("*/pyproject.toml"))
-    assert [path.name for path in examples] == ["ci_gate", "model", "torch_extension", "triton_kernel"]
-    paths = [f"--override-ini=pythonpath={' '.join(map(str, examples))}", f"--rootdir={tmp_path}"]
-    command = [python, "-m", "pytest", "--attn-device=cpu", "--attn-latency=off", "-rs", "-p", "no:cacheprovider", *paths]
-    result = subprocess.run([*command, *examples], cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "test_torch_extension.py ..." in result.stdout, result.stdout
-    assert "test_model.py ..." in result.stdout, result.stdout
-    assert "the check of attention passed" in result.stdout, result.stdout
-    assert re.search(r"test_triton_kernel.py|Triton is not installed", result.stdout), result.stdout
-
-
 def test_the_wheel_gives_the_first_verdict_of_the_readme(installed):
     python, alone = installed
     done = subprocess.run([ROOT / ".ci/first-verdict", python], env=alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_example_of_a_gate_records_and_holds_its_baselines(installed, tmp_path):
-    python, alone = installed
-    shutil.copytree(ROOT / "examples" / "ci_gate", tmp_path / "gate")
-    command = [python, "-m", "pytest"]
-    for options, told in ((["--attn-update-baselines", "first"], "recorded in"), ([], "attention latency")):
-        done = subprocess.run(
-            [*command, *options], cwd=tmp_path / "gate", env=alone, capture_output=True, text=True, check=False
-        )
-        assert told in done.stdout, done.stdout
-    assert list((tmp_path / "gate" / "baselines").glob("*.json"))
 
 
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(installed, tmp_path):

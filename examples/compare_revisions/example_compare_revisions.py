@@ -1,4 +1,4 @@
-"""The kernel whose latency is gated; a stand-in for yours."""
+"""The kernel that a change must not make slower; a stand-in for yours."""
 
 import torch
 

@@ -1,0 +1,94 @@
+"""The folders of examples/, each copied whole as a stranger does, and the steps of its workflow typed in it."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from fakes.timed import CLOCK
+
+ROOT = Path(__file__).parents[2]
+#: of each example, how many tests pass and how many are skipped on a CPU: declined, or not timed
+EXAMPLES = {"compare_revisions": (0, 2), "model": (3, 0), "torch_extension": (3, 0), "triton_kernel": (2, 2)}
+
+
+def steps(example, workflow, job):
+    """Return what follows `pytest` in each step of a job."""
+    text = (ROOT / "examples" / example / ".github/workflows" / workflow).read_text()
+    commands = [step.get("run", "").partition(" #")[0] for step in yaml.safe_load(text)["jobs"][job]["steps"]]
+    return [command.partition("pytest ")[2] for command in commands if re.match(r"(cd \w+ && )?pytest ", command)]
+
+
+@pytest.fixture
+def typed(pytester, monkeypatch, clock_of_a_conftest):
+    """Return a function that types a step in a folder, with times as a clock says."""
+
+    def type_it(folder, step, **environment):
+        monkeypatch.chdir(pytester.path / folder)
+        (pytester.path / folder / "conftest.py").write_text(CLOCK)
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            for name, value in ({"RUNNER_TEMP": str(pytester.path)} | environment).items():
+                step = step.replace(f"${name}", value)
+            return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", *shlex.split(step))
+
+    return type_it
+
+
+def test_each_is_named_here():
+    assert sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")) == sorted(EXAMPLES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_it_runs_where_it_is_copied_to(example, pytester, monkeypatch):
+    shutil.copytree(ROOT / "examples" / example, pytester.path / example)
+    monkeypatch.chdir(pytester.path / example)
+    passed, skipped = EXAMPLES[example]
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", "--attn-latency=off", "-rs")
+    result.assert_outcomes(passed=passed, skipped=skipped)
+    result.stdout.fnmatch_lines(["*right*"])
+
+
+def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):
+    shutil.copytree(ROOT / "examples/triton_kernel", pytester.path / "mine")
+    kernel = pytester.path / "mine/example_triton_kernel.py"
+    kernel.write_text(kernel.read_text().replace("is_causal=causal", "is_causal=False"))
+    monkeypatch.chdir(kernel.parent)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", "--attn-latency=off")
+    result.assert_outcomes(failed=2, passed=1, skipped=1)
+
+
+def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
+    shutil.copytree(ROOT / "examples/triton_kernel", pytester.path / "mine")
+    (fast,), (record,) = (steps("triton_kernel", "gpu.yml", job) for job in ("fast", "record"))
+    typed("mine", fast).assert_outcomes(passed=2, failed=1, skipped=1)  # no baseline
+    typed("mine", record, REASON="first").assert_outcomes(passed=3, skipped=1)
+    assert list((pytester.path / "mine/baselines").glob("*.json"))
+    typed("mine", fast).assert_outcomes(passed=3, skipped=1)
+    typed("mine", fast, TIMES="150").assert_outcomes(passed=2, failed=1, skipped=1)
+    assert (pytester.path / "mine/run.html").exists()
+
+
+def test_a_revision_is_compared_with_the_one_before_it(pytester, typed):
+    for folder in ("old", "new"):
+        shutil.copytree(ROOT / "examples/compare_revisions", pytester.path / folder)
+    before, after = steps("compare_revisions", "compare.yml", "compare")
+    typed("old", before).assert_outcomes(passed=2)
+    typed("new", after).assert_outcomes(passed=2)
+    result = typed("new", after, TIMES="150")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*regressed: attention on prefill*(+4?.?%*", "latency: 2 regressed"])
+    assert not [*(pytester.path / "new").glob("baselines")], "what was before is kept nowhere"
+
+
+@pytest.mark.parametrize(
+    ("page", "workflow"), [("tests.yml", "model"), ("gpu.yml", "triton_kernel"), ("compare.yml", "compare_revisions")]
+)
+def test_the_page_on_ci_shows_the_workflows_of_the_examples(page, workflow):
+    blocks = re.findall(
+        r"^```yaml\n# \.github/workflows/([^\n]+)\n(.*?)^```", (ROOT / "docs/howto/ci.md").read_text(), re.M | re.S
+    )
+    assert dict(blocks)[page] == (ROOT / "examples" / workflow / ".github/workflows" / page).read_text()
