@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -43,10 +43,6 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 from pytest_attn.workloads.sharding import Sharding
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which not every build of torch has
-    from torch.distributed.device_mesh import DeviceMesh
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -88,8 +84,8 @@ class AttentionCase(CaseTensors):
     """
 
     def __init__(self, run: CaseRun) -> None:
-        super().__init__(run.workload, run.mark, run.session)
-        self._run, self._executor = run, run.executor
+        super().__init__(run.workload, run.mark, run.session, run.executor)
+        self._run = run
         self._checked: Subject | None = None
         self._comparison: Comparison | None = None
         self._measuring = Measuring(self._run)
@@ -99,36 +95,6 @@ class AttentionCase(CaseTensors):
         """The backend of the case, None where the test takes none."""
         self._looked_at.add("backend")
         return self._run.backend
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among the ranks; 0 in the process that judges."""
-        return self._executor.rank
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks compute the case together; 1 in a test without ranks=."""
-        return self._executor.ranks
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group of all ranks; None in the process that judges, where no callable over ranks is called."""
-        return self._executor.group
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks as a DeviceMesh of one dimension; None in the process that judges."""
-        return self._executor.mesh
-
-    @property
-    def shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its query rows; int64, on the CPU."""
-        return self._executor.sharding.rows
-
-    @property
-    def kv_shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its keys."""
-        return self._executor.sharding.keys
 
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
@@ -316,6 +282,7 @@ class KernelEvaluator(Evaluator[Comparison]):
         self.subject: Subject = subject
         self._run, self._spec, self.workload = run, spec, run.workload
         self.doing, self.on = f"checking {subject.name}", run.workload.id
+        self.evidence: FailureToSave = FailureToSave(spec, subject)
 
     def judge(self) -> Judgment[Comparison]:
         """Compare, and look for the known defects that explain what is wrong."""
@@ -350,11 +317,6 @@ class KernelEvaluator(Evaluator[Comparison]):
             evidence=replace(self.evidence, comparison=comparison),
         )
 
-    @property
-    def evidence(self) -> FailureToSave:
-        """The inputs."""
-        return FailureToSave(self._spec, self.subject)
-
 
 class OutputEvaluator(Evaluator[None]):
     """Holds one output that a test computed itself against the reference."""
@@ -364,6 +326,7 @@ class OutputEvaluator(Evaluator[None]):
     def __init__(self, run: CaseRun, out: torch.Tensor, spec: CheckSpec, reference: Reference) -> None:
         self._run, self._out, self._spec, self._reference = run, out, spec, reference
         self.workload, self.on = run.workload, run.workload.id
+        self.evidence: FailureToSave = FailureToSave(spec, None)
 
     def judge(self) -> Judgment[None]:
         """Compare."""
@@ -377,11 +340,6 @@ class OutputEvaluator(Evaluator[None]):
         text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
         return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), text=text, evidence=evidence, **facts)
 
-    @property
-    def evidence(self) -> FailureToSave:
-        """The inputs."""
-        return FailureToSave(self._spec, None)
-
 
 class InvariantEvaluator(Evaluator[InvariantReport]):
     """Tries what must hold of a subject without a tolerance; some of it in another process, which CUDA may be lost in."""
@@ -394,6 +352,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
         self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
+        self.evidence: FailureToSave = FailureToSave(spec, subject)
 
     def judge(self) -> Judgment[InvariantReport]:
         """Try each, and look for the known defects that explain those that are broken."""
@@ -423,11 +382,6 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         run, subject = self._run, self.subject
         references, thorough, deadline = run.session.references, run.session.settings.thorough, run.deadline(subject)
         return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begin)
-
-    @property
-    def evidence(self) -> FailureToSave:
-        """The inputs."""
-        return FailureToSave(self._spec, self.subject)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

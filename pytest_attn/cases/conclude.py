@@ -16,7 +16,7 @@ from pytest_attn.backends.named import is_name
 from pytest_attn.backends.raised import EndsTestError, ending_no_test
 from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject, identity_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
-from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refusal, Result
+from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refusal, Result, Starting
 from pytest_attn.cases.measurement import TimedIsolated, TimingPlace
 from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
@@ -34,7 +34,6 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
-from pytest_attn.workloads.workload import Workload
 
 
 class CaseRun:
@@ -223,8 +222,8 @@ class CaseRun:
     def place(self, subject: Subject) -> Subject:
         """Return what computes a subject where the case runs."""
         __tracebackhide__ = True
-        if isolated_of(subject):
-            self.conclude(_Starting(self.workload, subject))
+        if function := isolated_of(subject):
+            self.conclude(Starting(subject, self.workload, f"importing {subject.name} in its process", function.start))
         return self.executor.place(subject, self.conclude)
 
     def timing(self, subject: Subject) -> TimingPlace:
@@ -278,18 +277,3 @@ class CaseRun:
     def defects_of(self, subject: Subject) -> list[KnownDefect]:
         """List the known defects that have this case in their reach."""
         return subject.defects_on(self.workload, self.machine, self.mark.backward)
-
-
-class _Starting(Evaluator[None]):
-    """Whether a function can be imported in a process of its own."""
-
-    def __init__(self, workload: Workload, subject: Subject) -> None:
-        self.subject: Subject = subject
-        self.workload, self.doing, self.on = workload, f"importing {subject.name} in its process", workload.id
-
-    def judge(self) -> Judgment[None]:
-        """Start it where it does not run."""
-        function = isolated_of(self.subject)
-        assert function is not None
-        function.start()
-        return Judgment(Verdict.PASSED, is_recorded=False)

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from pytest_attn.backends.builtin import OVER_RANKS
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import CallableSubject, Subject
-from pytest_attn.cases.judgment import Evaluator, Judgment
+from pytest_attn.cases.judgment import Evaluator, Starting
 from pytest_attn.cases.measurement import TimedOnRanks, TimingPlace
 from pytest_attn.ranks.pool import Pool, PoolRegistry
 from pytest_attn.ranks.subject import RankedBackend, RankedCallable
-from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import too_few_gpus_because
 from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.session import AttentionSession
@@ -133,7 +132,8 @@ class OnRanks(Executor):
             raise ValueError(
                 "ranks: a callable that quantizes inside is judged in one process; leave out dequantized= or ranks="
             )
-        pool = conclude(_Starting(self, subject))
+        doing = f"starting {self.ranks} ranks"
+        pool: Pool = conclude(Starting(subject, self.sharding.workload, doing, self._come_to_judgment))
         if isinstance(subject, RankBackend):
             return RankedBackend(subject, pool, self.sharding)
         return RankedCallable(subject, pool, self.sharding)
@@ -147,7 +147,7 @@ class OnRanks(Executor):
         """All ranks at once."""
         return TimedOnRanks(self._ready(), self.sharding)
 
-    def come_to_judgment(self) -> Pool:
+    def _come_to_judgment(self) -> Pool:
         """Return the pool, whose ranks have come to their next judgment. Raises RanksLostError where they do not."""
         if self._pool is None:
             pools = PoolRegistry.of(self._item.config)
@@ -165,15 +165,3 @@ class OnRanks(Executor):
     def _ready(self) -> Pool:
         assert self._pool is not None
         return self._pool
-
-
-class _Starting(Evaluator[Pool]):
-    """Whether all ranks come to a judgment of a subject."""
-
-    def __init__(self, ranks: OnRanks, subject: Subject) -> None:
-        self.subject, self.workload, self._ranks = subject, ranks.sharding.workload, ranks
-        self.doing, self.on = f"starting {ranks.ranks} ranks", self.workload.id
-
-    def judge(self) -> Judgment[Pool]:
-        """Return the pool."""
-        return Judgment(Verdict.PASSED, self._ranks.come_to_judgment(), is_recorded=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from pytest_attn.backends.raised import EndsTestError
@@ -119,6 +120,10 @@ class Evaluator(ABC, Generic[Result]):
     workload: Workload
     doing: str
     on: str
+    #: fields that each record of this question has
+    fields: Mapping[str, Any] = MappingProxyType({})
+    #: what is saved of a subject whose result cannot be compared, as `Judgment.evidence`
+    evidence: FailureToSave | str = ""
 
     @abstractmethod
     def judge(self) -> Judgment[Result]:
@@ -132,16 +137,6 @@ class Evaluator(ABC, Generic[Result]):
     def name(self) -> str:
         """What reports call the subject."""
         return self.subject if isinstance(self.subject, str) else self.subject.name
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """Fields that each record of this question has."""
-        return {}
-
-    @property
-    def evidence(self) -> FailureToSave | str:
-        """What is saved of a subject whose result cannot be compared, as `Judgment.evidence`."""
-        return ""
 
     def ended(self, error: BaseException) -> Judgment[Result]:
         """Return what an error that ended the judgment says of the subject."""
@@ -170,13 +165,20 @@ class Refusal(Evaluator[Any]):
     def __init__(self, workload: Workload, subject: Subject | None, reason: str, **fields: Any) -> None:
         self.workload, self.subject, self._refused, self._reason = workload, subject or "-", subject, reason
         self.question, self._cause = fields.pop("question", "check"), fields.pop("cause", None)
-        self._fields = fields
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """Those that were given."""
-        return self._fields
+        self.fields = fields
 
     def judge(self) -> Judgment[Any]:
         """Return the refusal."""
         return Judgment.refused(self._refused, self._reason, self._cause)
+
+
+class Starting(Evaluator[Result]):
+    """Has what computes a subject get ready. start: does so, and returns what the judgment gives."""
+
+    def __init__(self, subject: Subject, workload: Workload, doing: str, start: Callable[[], Result]) -> None:
+        self.subject, self.workload, self._start = subject, workload, start
+        self.doing, self.on = doing, workload.id
+
+    def judge(self) -> Judgment[Result]:
+        """Start it; only what goes wrong leaves a record."""
+        return Judgment(Verdict.PASSED, self._start(), is_recorded=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -249,27 +249,23 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         self._options |= {"precision": precision, "compiled": compiled}
         self._replaced = None if target is None else replacement(target, run.session.registrations.registry, precision)
         self.subject: Subject | str = self._replaced or "model"
-        self._name = self.on = type(model).__name__
+        self.on = type(model).__name__
+        self.fields = {"model": self.on}
         self._who = self._replaced.name if self._replaced else "the attention"
-        self.doing, self.workload = f"checking {self._who}", _workload_of(self._name, None)
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """The model's name."""
-        return {"model": self._name}
+        self.doing, self.workload = f"checking {self._who}", _workload_of(self.on, None)
 
     def judge(self) -> Judgment[ModelComparison]:
         """Run the step, and look for refusals and known defects that explain what is wrong."""
         __tracebackhide__ = True
         run, subject = self._run, self._replaced
-        case = f"{self._who} of {self._name}, {run.item.nodeid}"
+        case = f"{self._who} of {self.on}, {run.item.nodeid}"
         options = {
             **self._options,
             "limits": run.session.settings.limits,
             "deadline": lambda: run.session.deadline.around(case),
         }
         found = judge_model(self._model, self._step, subject, run.mark.backward, **options)
-        workload = _workload_of(self._name, found)
+        workload = _workload_of(self.on, found)
         if subject is not None and found.refused and self._is_refused(found):
             reasons = "; ".join(dict.fromkeys(refused.reason for refused in found.refused))
             return Judgment.refused(subject, reasons, Cause.DECLINED, workload=workload)
@@ -303,12 +299,8 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
     def __init__(self, model: torch.nn.Module, batch: Any, only: Names, skip: Names, causal: bool | None) -> None:
         self._asked = model, batch, only, skip, causal
         self.doing, self.on = "trying the invariants of", type(model).__name__
+        self.fields = {"model": self.on}
         self.workload = _workload_of(self.on, None)
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """The model's name."""
-        return {"model": self.on}
 
     def judge(self) -> Judgment[InvariantReport]:
         """Try each."""

@@ -16,6 +16,7 @@ from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.named import is_name
 from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.invariants.report import InvariantReport
@@ -35,6 +36,24 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+class WithinRank(Executor):
+    """Runs a callable in the process of one rank."""
+
+    def __init__(self, rank: Rank, sharding: Sharding) -> None:
+        super().__init__(sharding)
+        self.rank, self._rank = rank.rank, rank
+
+    @property
+    def group(self) -> ProcessGroup:  # type: ignore[override]
+        """That of all ranks."""
+        return self._rank.group
+
+    @property
+    def mesh(self) -> DeviceMesh:  # type: ignore[override]
+        """That of all ranks, made when it is first asked for."""
+        return self._rank.mesh
+
+
 class RankCase(CaseTensors):
     """One rank's part of a workload. Tensors are its shards; `workload` is the whole.
 
@@ -45,9 +64,9 @@ class RankCase(CaseTensors):
     is_judged = True  # which the other process finds out
 
     def __init__(self, rank: Rank, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession) -> None:
-        super().__init__(parameter.workload, mark, session)
-        self._rank = rank
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
+        super().__init__(parameter.workload, mark, session, WithinRank(rank, self._sharding))
+        self._rank = rank
         self._registry = session.registrations.registry
         self._backend = session.kernels.backend_named(parameter.backend) if parameter.backend else None
 
@@ -55,36 +74,6 @@ class RankCase(CaseTensors):
     def backend(self) -> Backend | None:
         """The backend of the case, None where the test takes none."""
         return self._backend
-
-    @property
-    def rank(self) -> int:
-        """The rank's number."""
-        return self._rank.rank
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return self._rank.ranks
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group of all ranks."""
-        return self._rank.group
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks as a DeviceMesh of one dimension, "ranks"."""
-        return self._rank.mesh
-
-    @property
-    def shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its query rows; int64, on the CPU."""
-        return self._sharding.rows
-
-    @property
-    def kv_shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its keys."""
-        return self._sharding.keys
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +168,7 @@ class RankCase(CaseTensors):
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             with quiet(), current(str(self.device)):
                 if not prepared:
-                    place = Place(self.rank, self.ranks, self.group, self.mesh, self.device)
+                    place = Place(self.rank, self.ranks, self._rank.group, self._rank.mesh, self.device)
                     prepared.append(backend.prepare_on_rank(self._inputs, self._sharding, place, self._mark.backward))
                 return prepared[0](q, k, v)
 

@@ -68,17 +68,6 @@ def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:
     return encoded if isinstance(encoded, str) else Precision(**encoded)
 
 
-def encode_declaration(declared: Declaration) -> dict[str, Any]:
-    """Return what a callable says of itself as builtin types."""
-    fields = {field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)}
-    return {**fields, "precision": encode_precision(declared.precision)}
-
-
-def decode_declaration(encoded: dict[str, Any]) -> Declaration:
-    """Return the declaration of `encode_declaration`."""
-    return Declaration(**{**encoded, "precision": decode_precision(encoded["precision"])})
-
-
 # -- what a judgment saw, as tensors by name, and back -----------------------------------------------------------------
 
 
@@ -298,7 +287,7 @@ class Failure:
             device=where,
             backward=asked["backward"],
             inputs=(asked["distribution"],),
-            declared=decode_declaration(asked["declared"]),
+            declared=Declaration(**{**asked["declared"], "precision": decode_precision(asked["declared"]["precision"])}),
             seed=asked["seed"],
             limits=asked["limits"],
             leaves=tuple(asked.get("leaves", "qkv")),

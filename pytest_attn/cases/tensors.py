@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.cases.executor import Executor
 from pytest_attn.correctness.contract import poisoned
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -22,69 +23,9 @@ from pytest_attn.workloads.kv_layout import SplitCache, fused_pool, split_cache,
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
 
-
-class ServingTensors:
-    """The part of a case that only workloads with pages, padding or a cached prefix have."""
-
-    _workload: Workload
-
-    if TYPE_CHECKING:
-
-        @property
-        def _spec(self) -> CheckSpec: ...
-
-        @cached_property
-        def _inputs(self) -> Inputs: ...
-
-    @property
-    def kv_indptr(self) -> torch.Tensor | None:
-        """Where each batch entry's pages begin and end in `kv_indices`, (batch + 1,), int32; as FlashInfer takes them."""
-        return None if self._page_lists is None else self._page_lists.indptr
-
-    @property
-    def kv_indices(self) -> torch.Tensor | None:
-        """The pages in use, batch entry after batch entry, int32; token slots where a page has one token."""
-        return None if self._page_lists is None else self._page_lists.indices
-
-    @property
-    def kv_last_page_len(self) -> torch.Tensor | None:
-        """How many tokens each batch entry has in its last page, (batch,), int32; 0 where it has no keys."""
-        return None if self._page_lists is None else self._page_lists.last_page_len
-
-    @property
-    def kv_starts(self) -> torch.Tensor | None:
-        """At which row of k each batch entry's keys begin, (batch,), int32, where they are padded on the left."""
-        lengths = self._inputs.kv_lens
-        return self._workload.kv_len - lengths if lengths is not None and self._workload.pad == "left" else None
-
-    def fused(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return the pool of which k and v, as the callable is given them, are views: (pages, 2, ...), without a copy."""
-        return fused_pool(k, v)
-
-    def split_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, appends: bool = True) -> SplitCache:
-        """Split keys and values into a cache that holds the prefix of a workload with `cached`, and the new ones.
-
-        Called by the callable that is checked, with the k and v that it is given; without them, those of the case. Each call
-        makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
-        their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
-        """
-        own = self._keys_and_values
-        k, v = own[0] if k is None else k, own[1] if v is None else v
-        return split_cache(self._inputs, k, v, self._spec.layout, appends)
-
-    @cached_property
-    def _page_lists(self) -> PageLists | None:
-        return page_lists(self._inputs) if self._workload.kv_pages else None
-
-    @cached_property
-    def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = self._spec
-        _, k, v = spec.handed(self._inputs)
-        return spec.declared.given(k, spec.workload, is_kv=True), spec.declared.given(v, spec.workload, is_kv=True)
-
-    def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
-        """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""
-        return with_keys_moved(self._workload, mask, 3)
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which not every build of torch has
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ReferenceTensors(NamedTuple):
@@ -97,11 +38,11 @@ class ReferenceTensors(NamedTuple):
     dv: torch.Tensor | None
 
 
-class CaseTensors(ServingTensors):
+class CaseTensors:
     """One workload on one device: inputs and exact results, each the test's own copy."""
 
-    def __init__(self, workload: Workload, mark: AttentionMark, session: AttentionSession) -> None:
-        self._workload, self._mark, self._session = workload, mark, session
+    def __init__(self, workload: Workload, mark: AttentionMark, session: AttentionSession, executor: Executor) -> None:
+        self._workload, self._mark, self._session, self._executor = workload, mark, session, executor
         self._looked_at: set[str] = set()
 
     @property
@@ -119,6 +60,36 @@ class CaseTensors(ServingTensors):
     def device(self) -> torch.device:
         """The torch device."""
         return self._session.machines.device(self._mark.device)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among the ranks; 0 in the process that judges."""
+        return self._executor.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks compute the case together; 1 in a test without ranks=."""
+        return self._executor.ranks
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of all ranks; None in the process that judges, where no callable over ranks is called."""
+        return self._executor.group
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a DeviceMesh of one dimension, "ranks"; None in the process that judges."""
+        return self._executor.mesh
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its query rows; int64, on the CPU."""
+        return self._executor.sharding.rows
+
+    @property
+    def kv_shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its keys."""
+        return self._executor.sharding.keys
 
     @cached_property
     def q(self) -> torch.Tensor:
@@ -210,6 +181,44 @@ class CaseTensors(ServingTensors):
         """What gives q, k and v their values, .q, .k and .v, float32; None where they are not quantized."""
         return self._inputs.descales
 
+    # -- of pages, padding and a cached prefix --------------------------------------------------------------------------
+
+    @property
+    def kv_indptr(self) -> torch.Tensor | None:
+        """Where each batch entry's pages begin and end in `kv_indices`, (batch + 1,), int32; as FlashInfer takes them."""
+        return None if self._page_lists is None else self._page_lists.indptr
+
+    @property
+    def kv_indices(self) -> torch.Tensor | None:
+        """The pages in use, batch entry after batch entry, int32; token slots where a page has one token."""
+        return None if self._page_lists is None else self._page_lists.indices
+
+    @property
+    def kv_last_page_len(self) -> torch.Tensor | None:
+        """How many tokens each batch entry has in its last page, (batch,), int32; 0 where it has no keys."""
+        return None if self._page_lists is None else self._page_lists.last_page_len
+
+    @property
+    def kv_starts(self) -> torch.Tensor | None:
+        """At which row of k each batch entry's keys begin, (batch,), int32, where they are padded on the left."""
+        lengths = self._inputs.kv_lens
+        return self._workload.kv_len - lengths if lengths is not None and self._workload.pad == "left" else None
+
+    def fused(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the pool of which k and v, as the callable is given them, are views: (pages, 2, ...), without a copy."""
+        return fused_pool(k, v)
+
+    def split_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, appends: bool = True) -> SplitCache:
+        """Split keys and values into a cache that holds the prefix of a workload with `cached`, and the new ones.
+
+        Called by the callable that is checked, with the k and v that it is given; without them, those of the case. Each call
+        makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
+        their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
+        """
+        own = self._keys_and_values
+        k, v = own[0] if k is None else k, own[1] if v is None else v
+        return split_cache(self._inputs, k, v, self._spec.layout, appends)
+
     @cached_property
     def reference(self) -> ReferenceTensors:
         """Exact results for q, k and v; raises ValueError for a long workload, of which only samples are computed.
@@ -278,6 +287,20 @@ class CaseTensors(ServingTensors):
         if self._workload.v_in_k:
             own["v"] = own["k"][..., : self._workload.v_head_dim]
         return dataclasses.replace(shared, **own)
+
+    @cached_property
+    def _page_lists(self) -> PageLists | None:
+        return page_lists(self._inputs) if self._workload.kv_pages else None
+
+    @cached_property
+    def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._spec
+        _, k, v = spec.handed(self._inputs)
+        return spec.declared.given(k, spec.workload, is_kv=True), spec.declared.given(v, spec.workload, is_kv=True)
+
+    def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
+        """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""
+        return with_keys_moved(self._workload, mask, 3)
 
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._workload.is_packed:
