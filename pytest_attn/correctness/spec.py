@@ -158,42 +158,30 @@ class ReferenceCache:
 
         For a subject that quantizes its inputs it is exact attention on the quantized values, computed for this one only.
         """
-        precision = spec.profile
         distribution = distribution or spec.inputs[0]
         with quiet():  # the arithmetic is ours, its warnings are not the test's
-            if subject is not None and subject.is_approximate:
-                given = self.inputs_of(spec, distribution)
-                values = quantized_by(subject, given)
-                reference = compute_reference(values, precision, spec.backward, positions=self.rows)
-                reference.given = given
-                return reference
-            wanted = tuple(spec.parameters)
-            return self.get(spec.workload, distribution, spec.seed, spec.device, precision, spec.backward, wanted, spec.extra)
+            if subject is None or not subject.is_approximate:
+                return self._shared(spec, distribution)
+            given = self.inputs_of(spec, distribution)
+            reference = compute_reference(quantized_by(subject, given), spec.profile, spec.backward, positions=self.rows)
+            reference.given = given
+            return reference
 
-    def get(
-        self,
-        workload: Workload,
-        distribution: str,
-        seed: int,
-        device: torch.device,
-        precision: Precision,
-        backward: bool,
-        parameters: tuple[str, ...] = (),
-        extra: tuple[str, ...] = (),
-    ) -> Reference:
-        """Return the reference, computing it where it is not kept; one with gradients also serves without."""
+    def _shared(self, spec: CheckSpec, distribution: str) -> Reference:
+        """Return the reference of all kernels that do not quantize; one with gradients also serves without."""
+        w, backward, parameters, extra = spec.workload, spec.backward, tuple(spec.parameters), spec.extra
+        of = w, distribution, spec.seed, str(spec.device), spec.profile, parameters, extra
         for with_gradients in (True,) if backward else (False, True):
-            key = (workload, distribution, seed, str(device), precision, with_gradients, parameters, extra)
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        draw = partial(draw_inputs, workload, distribution, seed, device)
+            if (of, with_gradients) in self._kept:
+                self._kept.move_to_end((of, with_gradients))
+                return self._kept[of, with_gradients]
+        draw = partial(draw_inputs, w, distribution, spec.seed, spec.device)
         asked: dict[str, Any] = {"parameters": parameters, "extra": extra, "positions": self.rows}
-        reference = compute_reference(_lean(draw, workload, backward), precision, backward, **asked)
-        if reference.is_sampled or has_long_sequences(workload):
-            reference.redraw = partial(_lean, draw, workload, backward)
+        reference = compute_reference(_lean(draw, w, backward), spec.profile, backward, **asked)
+        if reference.is_sampled or has_long_sequences(w):
+            reference.redraw = partial(_lean, draw, w, backward)
         self.computed += 1
-        self._kept[(workload, distribution, seed, str(device), precision, backward, parameters, extra)] = reference
+        self._kept[of, backward] = reference
         while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self.limit:
             self._kept.popitem(last=False)
         if reference.nbytes > self.limit:

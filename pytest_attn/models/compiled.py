@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_attn.backends.precision import Precision
 from pytest_attn.latency.profiler import launches_of
+from pytest_attn.models.exact import SeededGenerators
 from pytest_attn.models.interception import in_backward_pass, intercept_attention, lacks_masks, uncompiled
 from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
 from pytest_attn.models.step import device_of, run_step
@@ -246,12 +247,9 @@ _ULPS = {name: 0.6 if one.is_low_precision else 4.0 for name, one in DTYPES.item
 
 def perturb_rounding(seed: int) -> Any:
     """Return a mode under which operators' results are moved at random, forward and backward."""
+    generators = SeededGenerators(seed)
 
     class Perturbing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.generators: dict[str, torch.Generator] = {}
-
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
@@ -267,11 +265,8 @@ def perturb_rounding(seed: int) -> Any:
             name = str(getattr(result, "dtype", "")).removeprefix("torch.")
             if name not in _ULPS or not isinstance(result, torch.Tensor):
                 return result
-            device = str(result.device)
-            if device not in self.generators:
-                self.generators[device] = torch.Generator(result.device).manual_seed(seed)
             x = result.double()
-            noise = torch.rand(x.shape, generator=self.generators[device], device=x.device, dtype=torch.float64) * 2 - 1
+            noise = torch.rand(x.shape, generator=generators[x.device], device=x.device, dtype=torch.float64) * 2 - 1
             of_dtype = torch.finfo(result.dtype)
             _, exponent = torch.frexp(x.abs().clamp_(min=of_dtype.smallest_normal))  # below it steps do not shrink
             unit = torch.ldexp(torch.full_like(x, of_dtype.eps), exponent - 1)
@@ -279,7 +274,7 @@ def perturb_rounding(seed: int) -> Any:
             still = ~x.isfinite() if vanishes else ~x.isfinite() | (x == 0)
             return torch.where(still, x, x + noise * _ULPS[name] * unit).to(result.dtype).view_as(result)
 
-    return Perturbing()
+    return Perturbing()  # type: ignore[no-untyped-call]
 
 
 _HALF = ("torch.bfloat16", "torch.float16")

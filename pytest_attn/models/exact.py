@@ -33,6 +33,18 @@ from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import repeated
 
 
+class SeededGenerators(dict[torch.device, torch.Generator]):
+    """A generator for each device, made where it is first asked for. seed: of all."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, device: torch.device) -> torch.Generator:
+        self[device] = made = torch.Generator(device).manual_seed(self._seed)
+        return made
+
+
 @dataclass
 class Scatter:
     """Rounds at random, up or down with the odds that keep the mean. precision: says which values a kernel rounds."""

@@ -19,7 +19,7 @@ from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.models.capture import alias, precision_of, without_gradient
-from pytest_attn.models.exact import Dithered, Rounding, Scatter, exact_attention, exact_weights
+from pytest_attn.models.exact import Dithered, Rounding, Scatter, SeededGenerators, exact_attention, exact_weights
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, lacks_masks
 from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
@@ -40,9 +40,9 @@ class Exact:
         beside: Collection[tuple[str, str]] = (),
         is_whole: bool = False,
     ) -> None:
-        self._subject, self._seed, self._precision = subject, seed, precision
+        self._subject, self._precision = subject, precision
         self._beside, self._is_whole = beside, is_whole
-        self._generators: dict[str, torch.Generator] = {}
+        self._generators = None if seed is None else SeededGenerators(seed)
         self._registry = Registry()
         #: of q, call by call
         self.dtypes: list[torch.dtype] = []
@@ -68,12 +68,8 @@ class Exact:
         """Leave it to the model."""
 
     def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
-        if self._seed is None:
-            return None
-        name = str(device)
-        if name not in self._generators:
-            self._generators[name] = torch.Generator(device).manual_seed(self._seed)
-        return Scatter(self._profile(intercepted, device), self._generators[name])
+        generators = self._generators
+        return None if generators is None else Scatter(self._profile(intercepted, device), generators[device])
 
     def _profile(self, intercepted: InterceptedCall, device: torch.device) -> Precision:
         if self._subject is not None:

@@ -14,6 +14,7 @@ import torch
 
 from pytest_attn.models.capture import Recorder
 from pytest_attn.models.compiled import is_compiled
+from pytest_attn.models.exact import SeededGenerators
 from pytest_attn.models.interception import intercept_attention, is_of_transformers
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.routing import Routing
@@ -309,16 +310,10 @@ def _rounded_otherwise(model: torch.nn.Module, seed: int) -> Iterator[None]:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             return out
         ulp = torch.finfo(out.dtype).eps * (1.0 if out.element_size() <= 2 else 4.0)
-        noise = torch.rand(out.shape, generator=generator(out.device), device=out.device, dtype=torch.float32) * 2 - 1
+        noise = torch.rand(out.shape, generator=generators[out.device], device=out.device, dtype=torch.float32) * 2 - 1
         return (out.double() * (1 + ulp * noise.double())).to(out.dtype)
 
-    made: dict[str, torch.Generator] = {}
-
-    def generator(device: torch.device) -> torch.Generator:
-        if str(device) not in made:
-            made[str(device)] = torch.Generator(device).manual_seed(seed)
-        return made[str(device)]
-
+    generators = SeededGenerators(seed)
     hooks = [part.register_forward_hook(moved) for part in model.modules() if not any(True for _ in part.children())]
     try:
         yield

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 #: the longest suffix first -> the field of `Settings` that names such a file
@@ -66,7 +67,7 @@ class Option(NamedTuple):
 
 def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str) -> Any:  # noqa: A002
     """Declare an option with an ini value; its default is text, as a user would type it."""
-    return field(metadata={"option": {"help": help, "default": default, "metavar": metavar, "parse": parse}})
+    return _declared(help=help, default=default, metavar=metavar, parse=parse)
 
 
 def action(
@@ -75,37 +76,23 @@ def action(
     parse: Callable[[str], Any] = str,
     in_child: bool = False,
     alone: str | None = None,
+    **more: Any,
 ) -> Any:
-    """Declare an option of the command line alone; its field is None where it is not given.
-
-    alone: what stands for its value where it is given without one.
-    """
-    told = {"help": help, "metavar": metavar, "parse": parse, "in_child": in_child, "alone": alone}
-    return field(metadata={"option": told})
+    """Declare an option of the command line alone; its field is None where it is not given. more: as `Option` has it."""
+    return _declared(help=help, metavar=metavar, parse=parse, in_child=in_child, alone=alone, **more)
 
 
 def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
     """Declare an option without a value; its field is a bool."""
-    return field(metadata={"option": {"help": help, "stem": stem, "in_child": in_child}})
+    return _declared(help=help, stem=stem, in_child=in_child)
 
 
 def output(help: str, suffix: str) -> Any:  # noqa: A002
     """Declare an option that names a file which a run writes."""
-
-    def parse(text: str) -> str:
-        return _writable_file(text, suffix)
-
-    return action(help, f"FILE{suffix}", parse)
+    return action(help, f"FILE{suffix}", partial(output_file, suffix=suffix))
 
 
-def outputs(help: str, stem: str) -> Any:  # noqa: A002
-    """Declare the option, to be given once for each, that names files of any kind which a run writes."""
-
-    def parse(text: str) -> str:
-        kind_of(text)
-        return _writable_file(text, "")
-
-    told = {"help": help, "metavar": "FILE", "parse": parse, "in_child": False, "stem": stem, "is_repeatable": True}
+def _declared(**told: Any) -> Any:
     return field(metadata={"option": told})
 
 
@@ -300,8 +287,10 @@ def failures_folder(text: str) -> str:
     return str(folder)
 
 
-def _writable_file(text: str, suffix: str) -> str:
-    """Return the path of a file to write, links followed; raise ValueError, before anything runs, for any other."""
+def output_file(text: str, suffix: str = "") -> str:
+    """Return the path of a file to write, links followed; refused before anything runs. suffix: its own, or any known."""
+    if not suffix:
+        kind_of(text)
     path = os.path.realpath(os.path.expanduser(text))
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
     if not is_file or not path.endswith(suffix):

@@ -19,7 +19,6 @@ from pytest_attn.session.option_types import (
     declared_options,
     option,
     output,
-    outputs,
     switch,
 )
 
@@ -162,10 +161,13 @@ class Settings:
     gpu_per_worker: bool = switch(
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
-    outputs: tuple[str, ...] = outputs(
+    outputs: tuple[str, ...] = action(
         "Write a file; its suffix says which. It may be given several times. .jsonl: an object per line and judgment. .html:"
         " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
-        "output",
+        "FILE",
+        option_types.output_file,
+        stem="output",
+        is_repeatable=True,
     )
     support: str | None = output("As --attn-output FILE.support.md: the table of backends and workloads", ".md")
     json: str | None = output("As --attn-output FILE.jsonl: an object per line and judgment, as the run goes", ".jsonl")

@@ -110,24 +110,6 @@ _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_d
 _FIGURES = ("z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine")
 _DECISION = ("change", "interval", "detectable", "recorded", "runs")
 _LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory", "threads", "disturbances", "notes", "cupti")
-#: what a row of the page says, in this order
-CASE = (
-    *(
-        "machine",
-        "workload",
-        "subject",
-        "question",
-        "verdict",
-        "direction",
-        "reason",
-        "explanation",
-        "test",
-        "command",
-        "z",
-        "worst",
-    ),
-    *("tensors", "is_sampled", "compile", "profiles", "latency", "calls"),
-)
 
 
 def payload(records: Sequence[Record]) -> dict[str, Any]:
@@ -145,8 +127,8 @@ def payload(records: Sequence[Record]) -> dict[str, Any]:
             {"sentence": sentence(one.records), "why": why(one.records), "facts": facts_in_words(one)} for one in machines
         ],
         "verdicts": [[verdict, *words_of(verdict)[:3]] for verdict in shown],
-        "fields": CASE,
-        "cases": cases,
+        "fields": list(cases[0]) if cases else [],
+        "cases": [_row(case) for case in cases],
         "workloads": workloads.rows,
         "subjects": subjects.rows,
         "launches": launches.rows,
@@ -175,29 +157,37 @@ class Table:
         return self._numbers[key]
 
 
-def _case(number: int, record: Record, texts: Table, workloads: Table, subjects: Table, launches: Table) -> list[Any]:
+def _case(number: int, record: Record, texts: Table, workloads: Table, subjects: Table, launches: Table) -> dict[str, Any]:
+    """Return what the page says of a record; 0 for what there is not."""
     z = [short(z) for z in (record["z_element"], record["z_row"], record["z_head"])]
-    worst = [record["tensor"], record["distribution"]] if record["tensor"] else None
     compilation = [short(record["compile_seconds"]), record["graph_breaks"]]
-    row: list[Any] = [
-        number,
-        workloads.number_of(record["workload"], _workload(record)),
-        subjects.number_of(record["subject"], {"name": record["subject"], **record["tags"], "version": record["version"]}),
-        texts.number_of(record["question"]),
-        texts.number_of(shown_verdict(record)),
-        texts.number_of(record["direction"]),
-        texts.number_of(record["reason"]),
-        [[texts.number_of(line["label"]), texts.number_of(line["text"])] for line in record["explanation"]] or 0,
-        *(texts.number_of(text) for text in (record["test"], record["command"])),
-        z if record["z_element"] is not None else 0,
-        [texts.number_of(text) for text in worst] if worst else 0,
-        [_tensor(tensor, texts) for tensor in record["tensors"]] or 0,
-        int(record["is_sampled"]),
-        compilation if record["compile_seconds"] is not None else 0,
-        [_profile(profile, launches) for profile in record["profiles"]] or 0,
-        _latency(record["latency"]) or 0,
-        [_call(call, texts) for call in record["calls"]] or 0,
-    ]
+    subject = {"name": record["subject"], **record["tags"], "version": record["version"]}
+    number_of = texts.number_of
+    return {
+        "machine": number,
+        "workload": workloads.number_of(record["workload"], _workload(record)),
+        "subject": subjects.number_of(record["subject"], subject),
+        "question": number_of(record["question"]),
+        "verdict": number_of(shown_verdict(record)),
+        "direction": number_of(record["direction"]),
+        "reason": number_of(record["reason"]),
+        "explanation": [[number_of(line["label"]), number_of(line["text"])] for line in record["explanation"]] or 0,
+        "test": number_of(record["test"]),
+        "command": number_of(record["command"]),
+        "z": z if record["z_element"] is not None else 0,
+        "worst": [number_of(record["tensor"]), number_of(record["distribution"])] if record["tensor"] else 0,
+        "tensors": [_tensor(tensor, texts) for tensor in record["tensors"]] or 0,
+        "is_sampled": int(record["is_sampled"]),
+        "compile": compilation if record["compile_seconds"] is not None else 0,
+        "profiles": [_profile(profile, launches) for profile in record["profiles"]] or 0,
+        "latency": _latency(record["latency"]) or 0,
+        "calls": [_call(call, texts) for call in record["calls"]] or 0,
+    }
+
+
+def _row(case: Mapping[str, Any]) -> list[Any]:
+    """Return the values of a case, without the zeros at its end."""
+    row = list(case.values())
     while row and row[-1] == 0:
         row.pop()
     return row
