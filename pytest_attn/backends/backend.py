@@ -49,6 +49,15 @@ class Backend(Subject):
         """Return the library's version; called only where the backend is available."""
         return installed_version(self.library) or "?"
 
+    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
+        """Refuse what the interface cannot say, then what a library refuses by itself."""
+        reasons = super().unsupported_because(workload, machine, backward)
+        return reasons or self.native_refusals(workload, machine, backward)
+
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+        """Ask the library about what the declaration lets through, in its own words."""
+        return []
+
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
         """List the options worth trying on a workload that the backend claims, besides its default; --attn-tune times them.
 
@@ -101,15 +110,6 @@ class LibraryBackend(Backend):
     def broken_because(self) -> str | None:
         """Import the library."""
         return self.source.broken_because()
-
-    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what the interface cannot say, then what the library refuses by itself."""
-        reasons = self.capabilities.refusals(workload, backward)
-        return reasons or self.native_refusals(workload, machine, backward)
-
-    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Ask the library, in its own words."""
-        return []
 
 
 def needs_cuda(machine: Machine, lowest: tuple[int, int], highest: tuple[int, int]) -> str | None:

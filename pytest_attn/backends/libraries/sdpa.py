@@ -90,15 +90,11 @@ class Automatic(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse what SDPA's signature cannot say, then ask torch's own checks."""
         reasons = _not_expressible(workload)
-        return reasons or self.refusals(workload, machine, backward)
+        return reasons or self.native_refusals(workload, machine, backward)
 
     def precision_on(self, kind: str) -> str:
         """On a CPU, `sdpa` and `sdpa_flash` are one kernel."""
         return "torch_cpu" if kind == "cpu" else self.precision
-
-    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Reasons of the selected kernel."""
-        return []
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """A dense mask, where the workload needs one."""
@@ -153,7 +149,7 @@ class Flash(Automatic):
         square=True,
     )
 
-    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """On CUDA torch's own words; on a CPU, the one limit of its kernel."""
         if machine.kind == "cuda":
             return native_refusals("flash", workload, machine, backward)
@@ -177,7 +173,7 @@ class Efficient(Automatic):
         """CUDA only."""
         return None if machine.kind == "cuda" else "needs a CUDA device"
 
-    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """In torch's own words."""
         return native_refusals("efficient", workload, machine, backward)
 
@@ -198,7 +194,7 @@ class Cudnn(Automatic):
         built_with_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         return None if built_with_cudnn else "torch was built without cuDNN"
 
-    def refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
+    def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """In torch's own words."""
         return half_precision_only(workload) or native_refusals("cudnn", workload, machine, backward)
 
