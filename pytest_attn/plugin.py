@@ -12,7 +12,7 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
-from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_marked, kind_of
+from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_case, is_marked, kind_of
 from pytest_attn.session.options import add_options
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
@@ -126,7 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_attn.session.choice import choose
         from pytest_attn.session.collection import deselect_unselected
 
-        session.kernels.open_terminal(config, session.progress)  # now, while no output is captured
         deselect_unselected(config, items)
         choose(config, session, items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
@@ -169,9 +168,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Count the cases, which share the rate of false alarms, and for --attn-list what would run."""
     attention = _session(session.config)
     if attention.has_attention_tests:
-        from pytest_attn.session.kinds import is_case
-
-        attention.collected.selected = sum(map(is_case, session.items))
+        cases = [item.nodeid for item in session.items if is_case(item)]
+        attention.collected.selected = len(cases)
+        attention.progress.expect(cases)  # now, while no output is captured
     if attention.settings.list_only and attention.has_attention_tests:
         from pytest_attn.session.output import count_runnable
 
@@ -182,6 +181,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of xdist what only the controller knows: the seed that it drew, who else is on the worker's host."""
     session = _session(node.config)
+    session.progress.listen(node)
     node.workerinput["attn_seed"] = str(session.settings.seed)
     if session.settings.gpu_per_worker:
         from pytest_attn.session.devices import place_on_host, require_gpu
@@ -195,7 +195,8 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Have one worker of xdist run the cases of one backend and workload, which share what is compiled."""
     from pytest_attn.session.scheduling import take_groups
 
-    take_groups(node.config, ids)
+    cases = take_groups(node.config, ids)
+    _session(node.config).progress.expect(cases, workers=len(node.nodemanager.specs))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # xdist's own answers, too, and may have been registered later
@@ -210,7 +211,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over how many cases a worker of xdist has chosen, all of them the same."""
+    """Take over how many cases a worker of xdist has chosen, all of them the same, and wait for it no longer."""
+    _session(node.config).progress.forget(node.gateway.id)
     if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
         collected = _session(node.config).collected
         collected.chosen, collected.unchosen = counts

@@ -34,8 +34,6 @@ class Backend(Subject):
     launches: tuple[str, ...] = ()
     #: whether torch.compile follows its callables without a break; where not, breaks are counted and reported
     full_graph: bool = True
-    #: whether it compiles a kernel for each workload, which takes seconds
-    compiles: bool = False
     #: whether a case takes seconds for another reason
     is_slow: bool = False
     #: what it needs, in a few words, for the table of docs/reference/backends.md

@@ -76,6 +76,8 @@ class Subject(ABC):
     returns_lse: bool = False
     #: whether it quantizes its inputs; then `dequantized` says to what
     is_approximate: bool = False
+    #: whether it compiles a kernel for each workload, which takes seconds
+    compiles: bool = False
     #: what its interface can say; None where it depends on a user's function
     capabilities: Capabilities | None = None
     known_defects: tuple[KnownDefect, ...] = ()
@@ -221,6 +223,7 @@ class CallableSubject(Subject):
         self.user_function, self.declared = fn, declared
         self.name, self.given_name = name or called_name(fn, within), name or ""
         self.layout, self.precision, self.returns_lse = declared.inner_layout, declared.precision, declared.has_lse
+        self.compiles = "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ())  # torch.compile has made it
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
         """Return what its test has declared of it."""

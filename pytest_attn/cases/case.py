@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from typing import Any, Literal
 
 import pytest
@@ -27,7 +28,6 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
@@ -305,7 +305,7 @@ class KernelEvaluator(Evaluator[Comparison]):
         known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
         if not known:
             sharding = None if run.executor.is_here else run.executor.sharding
-            comparison = diagnose(comparison, spec.diagnosis_timeout, run.saves_failures, sharding)
+            comparison = run.diagnosed(subject.name, comparison, sharding)
             fields["faults"] = comparison.faults
         return Judgment(
             Verdict.MISMATCH,
@@ -335,7 +335,7 @@ class OutputEvaluator(Evaluator[None]):
         facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
         if comparison.passed:
             return Judgment(Verdict.PASSED, **facts)
-        comparison = diagnose(comparison, self._spec.diagnosis_timeout, keep_evidence=self._run.saves_failures)
+        comparison = self._run.diagnosed("out", comparison)
         facts["fields"] = figures_of(comparison)
         text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
         return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), text=text, evidence=evidence, **facts)
@@ -381,7 +381,14 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         __tracebackhide__ = True
         run, subject = self._run, self.subject
         references, thorough, deadline = run.session.references, run.session.settings.thorough, run.deadline(subject)
-        return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begin)
+        total, asked = len(chosen(names, None, thorough)), count()
+        with run.session.progress.counting(f"{self.doing} on {self.on}:", total) as progress:
+
+            def begun(name: str) -> None:
+                progress(next(asked))
+                begin(name)
+
+            return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begun)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

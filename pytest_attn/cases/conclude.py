@@ -20,9 +20,11 @@ from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment, Refus
 from pytest_attn.cases.measurement import TimedIsolated, TimingPlace
 from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
+from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled, taken_apart
@@ -34,6 +36,7 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
+from pytest_attn.workloads.sharding import Sharding
 
 
 class CaseRun:
@@ -109,6 +112,12 @@ class CaseRun:
         kept = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
         with self.session.progress.during(evaluator.doing, evaluator.on), kept:
             yield
+
+    def diagnosed(self, subject: str, comparison: Comparison, sharding: Sharding | None = None) -> Comparison:
+        """Return a comparison with what explains its mismatch; a terminal says that it is looked for."""
+        seconds = self.session.settings.diagnosis_timeout
+        with self.session.progress.during(f"diagnosing {subject}", self.workload.id, seconds):
+            return diagnose(comparison, seconds, self.saves_failures, sharding)
 
     def _remember(self, evaluator: Evaluator[Any], reason: str) -> None:
         """Keep what a backend has said when it compiled, so that no other test of the workload compiles to hear it again.
@@ -270,9 +279,17 @@ class CaseRun:
 
     def deadline(self, subject: Subject) -> Callable[[], AbstractContextManager[object]]:
         """Return what makes the context of one call, which must end in time."""
-        if self.executor.has_deadline or isolated_of(subject):
-            return nullcontext
-        return lambda: self.session.deadline.around(f"{subject.name} on {self.workload.id}, {self.item.nodeid}")
+        has_own = self.executor.has_deadline or isolated_of(subject)
+        case = f"{subject.name} on {self.workload.id}, {self.item.nodeid}"
+        doing = iter([f"compiling {subject.name}"] if subject.compiles else ())  # in the first call
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            limited = nullcontext() if has_own else self.session.deadline.around(case)
+            with self.session.progress.during(next(doing, ""), self.workload.id), limited:
+                yield
+
+        return around
 
     def defects_of(self, subject: Subject) -> list[KnownDefect]:
         """List the known defects that have this case in their reach."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -44,8 +44,9 @@ from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.session.devices import device_lock, lock_name, untimed_because
+from pytest_attn.session.devices import PATIENCE, device_lock, lock_name, untimed_because
 from pytest_attn.session.session import AttentionSession, WorkerContext, session_of
+from pytest_attn.session.worker_pool import MORE_PROCESSES as MORE_FOR_ONE
 from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -167,7 +168,7 @@ class Recording:
 
         what = f"baselines: {count(len(cases), 'case')}, new process"
         modes = {one.key: one.baseline.mode for one in cases}
-        with self._session.progress.counting(what, FEWEST_RUNS) as count_done, ExitStack() as stack:
+        with self._session.progress.counting(what, FEWEST_RUNS, MORE_PROCESSES) as count_done, ExitStack() as stack:
 
             def progress(done: int) -> None:
                 count_done(done)
@@ -175,8 +176,7 @@ class Recording:
                     log(f"{what} {done + 1} of {FEWEST_RUNS}")
 
             devices = {one.device for one in cases}
-            for device in devices:
-                stack.enter_context(device_lock(device))
+            stack.enter_context(_locked(self._session, devices))
             names = [one.test for one in cases]
             is_forked = are_forked(self._session.settings.fresh, {device.type for device in devices})
             return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, is_forked)
@@ -301,7 +301,7 @@ class CompareToBaseline(LatencyMode):
     def measure(self, measurement: Measurement) -> Latency:
         """Time and compare."""
         device = measurement.spec.device
-        with _locked(measurement):
+        with _locked(self.session, measurement.devices):
             latency = measurement.time(self._recorded_mode(measurement))
         decision = judge_latency(
             measurement.measured(latency),
@@ -319,13 +319,13 @@ class CompareToBaseline(LatencyMode):
         Raises FreshError where too few timed it, or too few undisturbed.
         """
         name, key, wanted = measurement.test_name, measurement.key, measurement.policy.runs
-        counting = self.session.progress.counting(f"timing {measurement.name} again, new process", wanted)
+        counting = self.session.progress.counting(f"timing {measurement.name} again, new process", wanted, MORE_FOR_ONE)
 
         def lacking(runs: Runs) -> list[str]:
             return [name] if is_lacking(runs, key, wanted) else []
 
         device = measurement.spec.device
-        with _locked(measurement), counting as progress:
+        with _locked(self.session, measurement.devices), counting as progress:
             is_forked = are_forked(self.session.settings.fresh, [device.type])
             found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, is_forked=is_forked)
         timed = [run for run in found if run["key"] == key]
@@ -360,7 +360,7 @@ class RecordBaseline(LatencyMode):
 
     def measure(self, measurement: Measurement) -> Latency:
         """Time, and keep what is to be recorded."""
-        with _locked(measurement):
+        with _locked(self.session, measurement.devices):
             latency = measurement.time(self._mode(measurement))
         today = datetime.now(tz=timezone.utc).date().isoformat()
         baseline = measurement.to_baseline(latency, self.session.settings.update_baselines or "", today)
@@ -401,11 +401,12 @@ class ReportToParent(LatencyMode):
 
 
 @contextmanager
-def _locked(measurement: Measurement) -> Iterator[None]:
-    """Let no other process time on what a measurement needs; devices in one order for all."""
+def _locked(session: AttentionSession, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Let no other process time on these devices, which are waited for in one order by all."""
     with ExitStack() as stack:
-        for device in sorted(measurement.devices, key=lock_name):
-            stack.enter_context(device_lock(device))
+        for device in sorted(devices, key=lock_name):
+            with session.progress.during("waiting until another process has timed", str(device), PATIENCE):
+                stack.enter_context(device_lock(device))
         yield
 
 

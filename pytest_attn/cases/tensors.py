@@ -273,7 +273,8 @@ class CaseTensors:
 
     @property
     def _reference(self) -> Reference:
-        return self._session.references.reference_of(self._spec)
+        with self._session.progress.during("computing exact attention", self._workload.id):
+            return self._session.references.reference_of(self._spec)
 
     @cached_property
     def _inputs(self) -> Inputs:

@@ -23,7 +23,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SHARERS = "PYTEST_ATTN_GPU_SHARERS"
 _NO_GPU = "--attn-gpu-per-worker: there is no GPU that this process may use; leave it out"
 #: seconds to wait for another process that times on the same device
-_PATIENCE = 600.0
+PATIENCE = 600.0
 
 
 # -- the devices of a run ------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def device_lock(device: torch.device) -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"pytest-attn-{lock_name(device)}.lock"
     lock = FileLock(path, mode=0o666)
     try:
-        lock.acquire(timeout=_PATIENCE)
+        lock.acquire(timeout=PATIENCE)
     except Timeout:
-        pytest.fail(f"latency: another process has been timing on {device} for {_PATIENCE:.0f} s ({path})", pytrace=False)
+        pytest.fail(f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({path})", pytrace=False)
     try:
         yield
     finally:

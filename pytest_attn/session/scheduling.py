@@ -1,31 +1,61 @@
 """Which worker of xdist runs which items: those of one backend and workload one after the other in one, whatever --dist says.
 
-What a backend compiles for a workload is kept in the process that compiled it.
+What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first: else one
+worker would still compile when all others are through.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from pytest_attn.session.kinds import kind_of, parameter_of
+from pytest_attn.session.kinds import is_case, kind_of, parameter_of
+from pytest_attn.session.progress import Seconds
+from pytest_attn.session.session import session_of
 
-#: between an item's id and its group, where a worker hands its ids to the controller; stands in no id
+#: between a case's id, its group, and whether its backend compiles, where a worker hands its ids to the controller; in no id
 _BETWEEN = "\0"
+_COMPILES = "compiles"
 #: those that give each item to one worker
 _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives the items of a group to one worker, and any other item as the user's own scheduler would."""
+    """Gives the items of a group to one worker, and any other item as the user's own scheduler would.
 
-    def __init__(self, config: pytest.Config, own: Any, groups: dict[str, str]) -> None:
+    groups: by item. seconds: that items took before. compiled: the items whose backend compiles.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        own: Any,
+        groups: Mapping[str, str],
+        seconds: Mapping[str, float],
+        compiled: Container[str],
+    ) -> None:
         super().__init__(config, own.log)  # which says something under --debug only
         self._own_scope, self._groups = getattr(own, "_split_scope", str), groups
+        self._seconds, self._compiled = seconds, compiled
+        self._is_in_order = not getattr(config.option, "loadscopereorder", True)
         for node in own.nodes:
             self.add_node(node)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if not self._is_in_order:
+            for scope in sorted(self.workqueue, key=lambda one: self._seconds_of(self.workqueue[one]), reverse=True):
+                self.workqueue.move_to_end(scope)
+            self._is_in_order = True
+        super()._assign_work_unit(node)
+
+    def _seconds_of(self, items: Iterable[str]) -> float:
+        """Return how long items took before; where nobody knows, those come first that compile, and the others last."""
+        known = [self._seconds[one] for one in items if one in self._seconds]
+        return sum(known) if known else math.inf if any(one in self._compiled for one in items) else 0.0
 
     def _split_scope(self, nodeid: str) -> str:
         group = self._groups.get(nodeid)
@@ -39,32 +69,36 @@ def tell_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
     if interactor is None:
         return
     send = interactor.sendevent
-    groups = {item.nodeid: group for item in items if (group := _group(item))}
+    told = {item.nodeid: _BETWEEN.join((item.nodeid, *_group(item))) for item in items if is_case(item)}
 
     def sendevent(name: str, **given: Any) -> None:
         if name == "collectionfinish":
-            given["ids"] = [f"{one}{_BETWEEN}{groups[one]}" if one in groups else one for one in given["ids"]]
+            given["ids"] = [told.get(one, one) for one in given["ids"]]
         send(name, **given)
 
     interactor.sendevent = sendevent
 
 
-def _group(item: pytest.Item) -> str | None:
-    """Return the group of an item; None where it has none, or one of xdist's own that this run asks for."""
+def _group(item: pytest.Item) -> tuple[str, str]:
+    """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and if it compiles."""
     parameter = parameter_of(item)
-    if parameter is None or (item.config.getoption("loadgroup") and item.get_closest_marker("xdist_group")):
-        return None
-    group: str | None = kind_of(item).made_items().group(item, parameter)
-    return group
+    if parameter is None:
+        return "", ""
+    is_grouped = item.config.getoption("loadgroup") and item.get_closest_marker("xdist_group")
+    group: str | None = None if is_grouped else kind_of(item).made_items().group(item, parameter)
+    registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
+    return group or "", _COMPILES if registry.is_known(name) and registry[name].compiles else ""
 
 
-def take_groups(config: pytest.Config, ids: list[str]) -> None:
-    """In the controller, take the groups off the ids of a worker, and schedule by them where there are any."""
-    parted = [one.partition(_BETWEEN) for one in ids]
-    ids[:] = [nodeid for nodeid, _, _ in parted]
-    groups = {nodeid: group for nodeid, _, group in parted if group}
+def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
+    """In the controller, take the groups off the ids of a worker, and schedule by them; return the ids of cases."""
+    parted = [one.split(_BETWEEN) for one in ids]
+    ids[:] = [nodeid for nodeid, *_ in parted]
+    groups = {nodeid: more[0] for nodeid, *more in parted if more and more[0]}
     distributed: Any = config.pluginmanager.getplugin("dsession")
     own = distributed.sched
     is_own = isinstance(own, GroupScheduling) or not type(own).__module__.startswith("xdist.")
     if groups and not is_own and config.getoption("dist") in _DIVIDING:
-        distributed.sched = GroupScheduling(config, own, groups)
+        compiled = {nodeid for nodeid, *more in parted if _COMPILES in more[1:]}
+        distributed.sched = GroupScheduling(config, own, groups, Seconds(config).earlier, compiled)
+    return [nodeid for nodeid, *more in parted if more]

@@ -19,7 +19,6 @@ from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
-from pytest_attn.session.progress import Progress, TuneProgress
 from pytest_attn.session.registrations import Registrations
 from pytest_attn.workloads.workload import Workload
 
@@ -100,9 +99,6 @@ class SelectedKernels:
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Turn the report of a case into what it means in this run."""
-
-    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
-        """Show on a terminal how far the run is."""
 
     # -- what the options leave of what markers name -------------------------------------------------------------------
 
@@ -263,8 +259,3 @@ class Configurations(SelectedKernels):
             raise ValueError(
                 f"--attn-tune={name}: no configurations for {workload.id}: {type(error).__name__}: {error}"
             ) from error
-
-    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
-        """Say between tests how many cases are done."""
-        if progress.line.is_watched:
-            config.pluginmanager.register(TuneProgress(progress), "attn-tune-progress")

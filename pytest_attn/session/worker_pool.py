@@ -85,9 +85,9 @@ def fresh_runs(
             pool.close()  # what was prepared is not run any more
             raise
         for number in range(processes, processes + more):
-            progress(processes)
             if not (wanted := lacking(found)):
                 break
+            progress(number)
             found += _runs(number, pool, command_of(number, wanted), is_forked)
     return found
 

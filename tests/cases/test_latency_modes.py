@@ -64,7 +64,7 @@ class Baselines:
 @pytest.fixture(autouse=True)
 def no_patience(tmp_path, monkeypatch):
     """Wait for nobody, and let nobody wait for these tests."""
-    monkeypatch.setattr(devices, "_PATIENCE", 0.0)
+    monkeypatch.setattr(devices, "PATIENCE", 0.0)
     monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
 
 

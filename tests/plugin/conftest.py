@@ -113,7 +113,7 @@ def real_processes(monkeypatch):
 #: what the conftest of a story changes in the package
 CHANGED = (
     *((protocol.Stopwatch, name) for name in ("measure", "__init__")),
-    *((recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "TUNE_SILENT_SECONDS")),
+    *((recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "RUN_SECONDS")),
 )
 
 

@@ -40,14 +40,15 @@ class Node:
         self.shutting_down = True
 
 
-def distributed(dist, ids, own=None):
-    """Return the scheduler that xdist uses for two workers with these ids, and them."""
-    option = SimpleNamespace(tx=["2*popen"], loadscopereorder=True, maxschedchunk=None)
+def distributed(dist, ids, own=None, earlier=None, reorder=True):
+    """Return the scheduler that xdist uses for two workers with these ids, and them. earlier: seconds of an earlier run."""
+    option = SimpleNamespace(tx=["2*popen"], loadscopereorder=reorder, maxschedchunk=None)
     dsession = SimpleNamespace()
     config = SimpleNamespace(
         option=option,
         getoption=lambda name: dist,
         getvalue=lambda name: getattr(option, name),
+        cache=SimpleNamespace(get=lambda key, default: earlier or {}),
         pluginmanager=SimpleNamespace(getplugin=lambda name: dsession),
     )
     dsession.sched = (own or OWN[dist])(config)
@@ -56,7 +57,8 @@ def distributed(dist, ids, own=None):
         dsession.sched.add_node(node)
     for node in nodes:
         told = list(ids)
-        take_groups(config, told)
+        cases = take_groups(config, told)
+        assert cases == [one for one, marked in zip(told, ids, strict=True) if "\0" in marked]
         dsession.sched.add_node_collection(node, told)
     return dsession.sched, nodes, told
 
@@ -83,6 +85,34 @@ def test_the_cases_of_a_backend_and_workload_run_one_after_the_other_in_one_work
     if dist in ("loadscope", "loadfile"):
         for file in (OTHERS[:4], OTHERS[4:]):
             assert sum(1 for some in ran if set(file) & set(some)) == 1
+
+
+def begun(sched, nodes, ids):
+    """Return the groups, and the tests without one, in the order in which they begin, where all tests take as long."""
+    sched.schedule()
+    order, done = [], dict.fromkeys(nodes, 0)
+    while any(done[node] < len(node.sent) for node in nodes):
+        for node in nodes:
+            if done[node] < len(node.sent):
+                one = ids[node.sent[done[node]]]
+                order.append(one.partition("[")[2].rstrip("]") or one)
+                sched.mark_test_complete(node, node.sent[done[node]])
+                done[node] += 1
+    return list(dict.fromkeys(order))
+
+
+@pytest.mark.parametrize("dist", OWN)
+def test_what_took_longest_in_the_run_before_begins_first(dist):
+    earlier = {f"{test}[{group}]": 1.0 + 10 * GROUPS.index(group) for test in NAMES for group in GROUPS}
+    assert begun(*distributed(dist, [*OTHERS, *TESTS], earlier=earlier))[:6] == GROUPS[::-1]
+
+
+def test_where_nobody_knows_what_compiles_begins_first_and_in_the_order_that_is_asked_for_nothing_changes():
+    ids = [f"{one}\0compiles" if one.endswith("b") else one for one in TESTS]
+    compiled, others = ["w1 b", "w2 b"], ["w1 a", "w1 c", "w2 a", "w2 c"]
+    assert begun(*distributed("load", ids)) == [*compiled, *others]
+    assert begun(*distributed("load", ids, earlier={"x.py::test_check[w2 b]": 0.5})) == ["w1 b", "w2 b", *others]
+    assert begun(*distributed("load", ids, reorder=False)) == GROUPS
 
 
 @pytest.mark.parametrize("dist", OWN)
