@@ -31,7 +31,7 @@ LOG_SECONDS = 30.0
 #: erases a terminal's line from the cursor on; moves the cursor to the line above
 _ERASE, _UP = "\x1b[K", "\x1b[A"
 _CACHE_KEY = "attn/seconds"
-#: what a worker of xdist calls its messages of what it does, and how it is told that somebody reads them
+#: what a worker of xdist calls its messages of what it does, and what says to it that somebody reads them
 _EVENT = "attn_progress"
 
 
@@ -253,8 +253,8 @@ class Remaining:
 class _Step:
     """One thing that a process does.
 
-    expected: the seconds that it took before, None where nobody knows. within: those that it takes at most, 0 where it has no
-    end of its own. total, more: how many of it are done, and how many may follow where some of these were disturbed.
+    expected: the seconds that it took before, None where nobody knows. within: those that it takes at most, 0 where nothing
+    ends it. total, more: how many of it are done, and how many may follow where some of these were disturbed.
     """
 
     doing: str
@@ -313,7 +313,7 @@ class Progress:
     def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[None]:
         """Say what the block does, from three seconds on, and how long it will still take as it took that long before.
 
-        doing: "" for what is not worth a word. within: the seconds that it takes at most, 0 where it has no end of its own.
+        doing: "" for what is not worth a word. within: the seconds that it takes at most, 0 where nothing ends it.
         """
         with self._step(doing, on, within):
             yield

@@ -87,12 +87,12 @@ def child():
 
 
 @contextmanager
-def counting(what, number):
+def counting(what, number, more=0):
     yield lambda done: None
 
 
 def session(**settings):
-    progress = SimpleNamespace(counting=counting)
+    progress = SimpleNamespace(counting=counting, during=lambda *what: nullcontext())
     return SimpleNamespace(settings=SimpleNamespace(**{"fresh": "started", **settings}), progress=progress)
 
 
