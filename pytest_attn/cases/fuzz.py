@@ -35,8 +35,8 @@ from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
-from pytest_attn.workloads.functions import function_label
-from pytest_attn.workloads.masks import Mask, kind_of_words
+from pytest_attn.workloads.masks import kind_of_words
+from pytest_attn.workloads.source import import_lines, write_workload
 from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import Workload
 
@@ -56,11 +56,12 @@ def write_test(item: pytest.Function, workload: Workload, backend: str | None, t
     options = {name: value for name, value in marker.kwargs.items() if name != "dtypes"}  # the workload has its own
     if backend:
         options["backends"] = backend
-    needed = {("pytest_attn", "Precision")} if isinstance(options.get("precision"), Precision) else set()
+    if isinstance(options.get("precision"), Precision):
+        imports.add(("pytest_attn", "Precision"))
     arguments = ", ".join([text, *(f"{name}={value!r}" for name, value in options.items())])
     written = _renamed(item, re.sub(r"\W+", "_", workload.id), arguments)
     found = imports_for("\n".join(written), item.function)
-    lines = dict.fromkeys(["import pytest", *found, *imports, *_import_lines(needed)])
+    lines = dict.fromkeys(["import pytest", *found, *import_lines(imports)])
     return "\n".join([f"# {title}", *_without_doubles(lines), "", "", *written])
 
 
@@ -97,64 +98,6 @@ def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> 
         return called.attr == "attention"
     known = getattr(function, "__globals__", {}).get(getattr(called, "id", ""))
     return isinstance(known, pytest.MarkDecorator) and known.name == "attention"
-
-
-def write_workload(workload: Workload, home: str = "") -> tuple[str, list[str]]:
-    """Return text that evaluates to the workload, without what follows from the rest, and the imports that it needs.
-
-    `home` is the module that it is written for, whose functions need no import.
-    """
-    given = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
-    for name in reversed(list(given)):
-        rest = {other: value for other, value in given.items() if other != name}
-        if _makes(rest, workload):
-            given = rest
-    imports = {("pytest_attn", "Workload")}
-    texts = []
-    for name, value in given.items():
-        text = _write_value(value, home, imports)
-        is_positional = name == "q_len" or (name == "kv_len" and "q_len" in given)
-        texts.append(text if is_positional else f"{name}={text}")
-    return f"Workload({', '.join(texts)})", _import_lines(imports)
-
-
-def _import_lines(imports: Iterable[tuple[str, str]]) -> list[str]:
-    by_module: dict[str, list[str]] = {}
-    for module, name in sorted(imports):
-        by_module.setdefault(module, []).append(name)
-    unwritten = [f"# write {name} here, which cannot be imported" for name in by_module.pop("", [])]
-    return [f"from {module} import {', '.join(names)}" for module, names in by_module.items()] + unwritten
-
-
-def _makes(fields: dict[str, Any], workload: Workload) -> bool:
-    try:
-        return Workload(**fields) == workload
-    except ValueError:
-        return False
-
-
-def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
-    """Write a field's value, and note what must be imported for it."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    if callable(value):
-        return _write_function(value, home, imports)
-    kind = type(value)
-    text = value.source(lambda function: _write_function(function, home, imports)) if isinstance(value, Mask) else repr(value)
-    if text.startswith(kind.__name__):
-        module = "pytest_attn" if kind.__module__.startswith("pytest_attn.") else kind.__module__
-        if module not in (home, "builtins"):
-            imports.add((module, kind.__name__))
-    return text
-
-
-def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        module, name = "", function_label(function).replace("-", "_")
-    if module != home:
-        imports.add((module, name))
-    return name
 
 
 # -- imports: one for each global name that a test's source needs where it stands alone --------------------------------

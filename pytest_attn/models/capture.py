@@ -29,7 +29,7 @@ from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotte
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Mask
+from pytest_attn.workloads.source import import_lines, write_workload
 from pytest_attn.workloads.workload import Workload
 
 
@@ -491,53 +491,27 @@ def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
 
     A mask that is a tensor, or a function of the model, cannot be code: it is left out, with a comment that says so.
     """
-    counts: Counter[str] = Counter()
-    makers: dict[str, list[str]] = {}
-    names = {"Workload"}
+    counts: Counter[tuple[str, str]] = Counter()
+    makers: dict[tuple[str, str], dict[str, None]] = {}
+    imports = {("pytest_attn", "Workload")}
     for call in calls:
-        written = workload_as_code(call.workload)
-        counts[written] += 1
-        if call.module not in makers.setdefault(written, []):
-            makers[written].append(call.module)
-        mask = call.workload.plain_mask
-        if mask is not None and mask.function is None and not mask.strings:
-            names.add(type(mask).__name__)
-    lines = [f"from pytest_attn import {', '.join(sorted(names))}", "", "WORKLOADS = ["]
-    for written, count in counts.most_common():
-        code, _, missing = written.partition("  # ")
-        shown = ", ".join(makers[written][:_NAMES]) + (", ..." if len(makers[written]) > _NAMES else "")
+        text, needed, missing = workload_as_code(call.workload)
+        counts[text, missing] += 1
+        makers.setdefault((text, missing), {})[call.module] = None
+        imports |= needed
+    lines = [*import_lines(imports), "", "WORKLOADS = ["]
+    for (text, missing), count in counts.most_common():
+        modules = list(makers[text, missing])
+        shown = ", ".join(modules[:_NAMES]) + (", ..." if len(modules) > _NAMES else "")
         note = f"; {missing}" if missing else ""
-        lines.append(f"    {code},  # {count} {'call' if count == 1 else 'calls'} of {shown or 'no module'}{note}")
+        lines.append(f"    {text},  # {count} {'call' if count == 1 else 'calls'} of {shown or 'no module'}{note}")
     return "\n".join([*lines, "]"])
 
 
-def workload_as_code(workload: Workload) -> str:
-    """Return a workload as the expression that makes it, with a comment on what cannot be said."""
-    given: list[str] = [str(workload.q_len)] if workload.q_lens is None else []
-    missing: list[str] = []
-    for name in (one.name for one in dataclasses.fields(workload)):
-        value = getattr(workload, name)
-        if name == "q_len" or _is_settled(workload, name, value):
-            continue
-        if (isinstance(value, Mask) and value.function is not None) or name == "score_mod":
-            missing.append(f"its {name} is the model's own")
-            continue
-        if isinstance(value, Mask):
-            given.append(f"{name}={value.source(str)}")
-        else:
-            given.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}")
-    return f"Workload({', '.join(given)})" + (f"  # {'; '.join(missing)}" if missing else "")
-
-
-def _is_settled(workload: Workload, name: str, value: Any) -> bool:
-    """Whether a field has the value that it gets where it is left out."""
-    follows = {
-        "kv_len": max(workload.kv_lens) if workload.kv_lens else workload.q_len,
-        "batch": len(workload.kv_lens) if workload.kv_lens else 1,
-        "kv_heads": workload.heads,
-        "v_head_dim": workload.head_dim,
-    }
-    if name == "kv_lens" and workload.q_lens is not None:
-        return bool(value == workload.q_lens)
-    default = follows.get(name, next(f.default for f in dataclasses.fields(workload) if f.name == name))
-    return bool(value == default)
+def workload_as_code(workload: Workload) -> tuple[str, set[tuple[str, str]], str]:
+    """Return the expression that makes a workload, what it must import, and a comment on what it cannot say."""
+    mask, score_mod = workload.plain_mask, workload.score_mod
+    own = {"mask": mask is not None and mask.function is not None, "score_mod": score_mod is not None}
+    left_out = [name for name, is_of_model in own.items() if is_of_model]
+    text, imports = write_workload(workload.replace(**dict.fromkeys(left_out)))
+    return text, imports, "; ".join(f"its {name} is the model's own" for name in left_out)

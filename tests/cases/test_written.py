@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from pytest_attn import Pages, Window, Workload
-from pytest_attn.cases.fuzz import _is_attention_mark, write_workload
+from pytest_attn.cases.fuzz import _is_attention_mark
 from pytest_attn.strategies import workloads
+from pytest_attn.workloads.source import import_lines, write_workload
 
 SMOKE = pytest.mark.attention("smoke-full")
 
@@ -26,7 +27,7 @@ def test_a_written_workload_evaluates_to_the_same():
     def evaluates(workload):
         text, imports = write_workload(workload)
         names = {}
-        exec("\n".join(imports), names)
+        exec("\n".join(import_lines(imports)), names)
         assert eval(text, names) == workload
 
     evaluates()
@@ -56,8 +57,8 @@ def own_mask(b, h, q_idx, kv_idx):
 
 def test_functions_are_imported_unless_the_test_stands_beside_them():
     workload = Workload(3, mask=own_mask)
-    assert write_workload(workload) == (
-        "Workload(3, mask=own_mask)",
-        ["from pytest_attn import Workload", f"from {__name__} import own_mask"],
-    )
-    assert write_workload(workload, home=__name__)[1] == ["from pytest_attn import Workload"]
+    text, imports = write_workload(workload)
+
+    assert text == "Workload(3, mask=own_mask)"
+    assert import_lines(imports) == ["from pytest_attn import Workload", f"from {__name__} import own_mask"]
+    assert write_workload(workload, home=__name__)[1] == {("pytest_attn", "Workload")}

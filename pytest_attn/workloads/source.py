@@ -1,0 +1,72 @@
+"""A workload as Python that makes it again, and what that must import."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pytest_attn.workloads.functions import function_label
+from pytest_attn.workloads.masks import Mask
+from pytest_attn.workloads.workload import Workload
+
+
+def write_workload(workload: Workload, home: str = "") -> tuple[str, set[tuple[str, str]]]:
+    """Return text that evaluates to the workload, without what follows from the rest, and what it must import.
+
+    That is pairs of a module and a name in it, as `import_lines` takes them. home: the module that it is written for, whose
+    functions need no import.
+    """
+    given = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
+    for name in reversed(list(given)):
+        rest = {other: value for other, value in given.items() if other != name}
+        if _makes(rest, workload):
+            given = rest
+    imports = {("pytest_attn", "Workload")}
+    texts = []
+    for name, value in given.items():
+        text = _write_value(value, home, imports)
+        is_positional = name == "q_len" or (name == "kv_len" and "q_len" in given)
+        texts.append(text if is_positional else f"{name}={text}")
+    return f"Workload({', '.join(texts)})", imports
+
+
+def import_lines(imports: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the lines that import names, each a pair of a module and a name there, sorted."""
+    by_module: dict[str, list[str]] = {}
+    for module, name in sorted(imports):
+        by_module.setdefault(module, []).append(name)
+    unwritten = [f"# write {name} here, which cannot be imported" for name in by_module.pop("", [])]
+    return [f"from {module} import {', '.join(names)}" for module, names in by_module.items()] + unwritten
+
+
+def _makes(fields: dict[str, Any], workload: Workload) -> bool:
+    try:
+        return Workload(**fields) == workload
+    except ValueError:
+        return False
+
+
+def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
+    """Write a field's value, and note what must be imported for it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if callable(value):
+        return _write_function(value, home, imports)
+    kind = type(value)
+    text = value.source(lambda function: _write_function(function, home, imports)) if isinstance(value, Mask) else repr(value)
+    if text.startswith(kind.__name__):
+        module = "pytest_attn" if kind.__module__.startswith("pytest_attn.") else kind.__module__
+        if module not in (home, "builtins"):
+            imports.add((module, kind.__name__))
+    return text
+
+
+def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        module, name = "", function_label(function).replace("-", "_")
+    if module != home:
+        imports.add((module, name))
+    return name
