@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable
 from pkgutil import resolve_name
 from types import ModuleType
@@ -357,7 +358,9 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     `attn.check_invariants(fn)` checks what holds of every kernel. `attn.measure(fn)` checks fn, times it, and raises
     AssertionError where its p50 is slower than the baseline of this machine.
     """
-    make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
+    importing = "" if "torch" in sys.modules else "importing torch"
+    with _session(request.config).progress.during(importing, ""):
+        make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
     case: AttentionCase = make_case(request, _attn_parameter)
     return case
 

@@ -173,7 +173,8 @@ class CaseRun:
             return [labeled("not saved", found.evidence, found.width)]
         spec, subject, unnamed = found.evidence.spec, found.evidence.subject, self.executor.unnamed_because
         saver = FailureSaver(folder, self.session, self.item, spec, subject, self.command, unnamed)
-        return [saver.save(message, found.evidence.comparison, found.evidence.broken, found.width)]
+        with self.session.progress.during("saving tensors", self.workload.id):
+            return [saver.save(message, found.evidence.comparison, found.evidence.broken, found.width)]
 
     @property
     def saves_failures(self) -> bool:

@@ -276,7 +276,7 @@ class _Step:
     @property
     def key(self) -> str:
         """What its seconds are kept under."""
-        return f"{self.doing} on {self.on}"
+        return f"{self.doing} on {self.on}" if self.on else self.doing
 
     def words(self, now: float) -> str:
         """Say what is done, for how long, and how long it will still take."""
@@ -313,7 +313,8 @@ class Progress:
     def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[None]:
         """Say what the block does, from three seconds on, and how long it will still take as it took that long before.
 
-        doing: "" for what is not worth a word. within: the seconds that it takes at most, 0 where nothing ends it.
+        doing: "" for what is not worth a word. on: the workload, "" where there is none. within: the seconds that it takes at
+        most, 0 where nothing ends it.
         """
         with self._step(doing, on, within):
             yield
@@ -386,7 +387,7 @@ class Progress:
             if event == "begin":
                 steps.append(self._begun(*facts, now=now))
                 if self._remaining and now - self._remaining.begun >= RUN_SECONDS:
-                    self.line.show(self._words())  # as many short ones would never be seen
+                    self._say()  # as many short ones would never be seen
             elif steps and event == "count":
                 steps[-1].count(facts[0], now)
             elif steps:
@@ -419,9 +420,13 @@ class Progress:
     def _tick(self, ended: Event) -> None:
         while not ended.wait(TICK):
             with self.line.lock:
-                if not ended.is_set() and (text := self._words()):
-                    self.line.show(text)
-                    self.line.log(text)
+                if not ended.is_set():
+                    self._say()
+
+    def _say(self) -> None:
+        if text := self._words():
+            self.line.show(text)
+            self.line.log(text)
 
     def _words(self) -> str:
         """Say how much is left, and what takes long, the longest first; "" where neither is worth a word yet."""
