@@ -113,7 +113,10 @@ class CaseTensors:
         None where all is visible, and for packed sequences, whose masks are per sequence.
         """
         mask = None if self._workload.is_packed else boolean_mask(self._inputs)
-        return None if mask is None else self._padded_so(mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len))
+        if mask is None:
+            return None
+        whole = mask.expand(-1, -1, self._workload.q_len, self._workload.kv_len)
+        return with_keys_moved(self._workload, whole, 3)
 
     def additive_mask(self, low: float = -math.inf) -> torch.Tensor | None:
         """Return the mask as numbers that are added to scores, 0 where it is visible and `low` elsewhere.
@@ -298,10 +301,6 @@ class CaseTensors:
         spec = self._spec
         _, k, v = spec.handed(self._inputs)
         return spec.declared.given(k, spec.workload, is_kv=True), spec.declared.given(v, spec.workload, is_kv=True)
-
-    def _padded_so(self, mask: torch.Tensor) -> torch.Tensor:
-        """Move the keys of a mask, (batch, heads, q_len, kv_len), to where they are handed over."""
-        return with_keys_moved(self._workload, mask, 3)
 
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._workload.is_packed:

@@ -86,11 +86,6 @@ class Verdict(str, Enum):
         return _BY_NAME.get(name)
 
     @property
-    def severity(self) -> int:
-        """Its place among all, 0 for the gravest."""
-        return list(Verdict).index(self)
-
-    @property
     def is_wrong(self) -> bool:
         """Whether it ends a run with a failure: of its test, or of the recording that was asked for."""
         return self.level == "error"

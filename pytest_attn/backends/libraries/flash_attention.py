@@ -93,18 +93,21 @@ class FlashAttention(LibraryBackend):
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """Return the arguments that all three functions take."""
-        w = inputs.workload
-        window = bottom_right_window(w)
-        assert window is not None
-        causal = window == (-1, 0)
-        left, right = (self.open_side if side < 0 or causal else side for side in window)
-        return {
-            "softmax_scale": w.softmax_scale,
-            "causal": causal,
-            "window_size": (left, right),
-            "softcap": w.softcap or 0.0,
-            **self.configuration,
-        }
+        return {**options_of(inputs.workload, self.open_side), **self.configuration}
+
+
+def options_of(w: Workload, open_side: int | None = -1) -> dict[str, Any]:
+    """Return the arguments that say a workload to a function of the library. open_side: of a window without end."""
+    window = bottom_right_window(w)
+    assert window is not None
+    causal = window == (-1, 0)
+    left, right = (open_side if side < 0 or causal else side for side in window)
+    return {
+        "softmax_scale": w.softmax_scale,
+        "causal": causal,
+        "window_size": (left, right),
+        "softcap": w.softcap or 0.0,
+    }
 
 
 def without_lse(returned: Any) -> Any:

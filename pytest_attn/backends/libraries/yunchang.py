@@ -8,15 +8,14 @@ from typing import Any
 
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
-from pytest_attn.backends.layouts import bottom_right_window, in_bshd
-from pytest_attn.backends.libraries.flash_attention import OverFlash2
+from pytest_attn.backends.layouts import in_bshd
+from pytest_attn.backends.libraries.flash_attention import OverFlash2, options_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, heads_refusals
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.sharding import Sharding
-from pytest_attn.workloads.workload import Workload
 
 _FEATURES = frozenset(("scale", "softcap", "grouped heads", "backward"))
 
@@ -45,7 +44,7 @@ class Ulysses(_Yunchang):
         """Make the module for the whole group."""
         library = self.source.load()
         module = library.UlyssesAttention(place.group, attn_type=library.kernels.AttnType.FA)
-        return _calling(module, sharding.workload)
+        return in_bshd(partial(module, **options_of(sharding.workload)))
 
 
 class Usp(_Yunchang):
@@ -81,7 +80,7 @@ class Usp(_Yunchang):
         groups.ULYSSES_PG, groups.RING_PG = _groups_of(ulysses, place.ranks // ulysses, place.rank)
         ring = "zigzag" if sharding.shard == "head-tail" else "basic"
         module = library.LongContextAttention(ring_impl_type=ring, attn_type=library.kernels.AttnType.FA)
-        return _calling(module, sharding.workload)
+        return in_bshd(partial(module, **options_of(sharding.workload)))
 
     def _ulysses(self, ranks: int) -> int:
         return int(self.configuration.get("ulysses", max(1, ranks // 2)))
@@ -94,13 +93,3 @@ def _groups_of(ulysses: int, ring: int, rank: int) -> tuple[Any, Any]:
     library.set_seq_parallel_pg(ulysses, ring, rank, ulysses * ring)
     made = library.globals.PROCESS_GROUP
     return made.ULYSSES_PG, made.RING_PG
-
-
-def _calling(module: Any, w: Workload) -> AttentionFn:
-    window = bottom_right_window(w)
-    assert window is not None
-    causal = window == (-1, 0)
-    options: dict[str, Any] = {"softmax_scale": w.softmax_scale, "causal": causal, "softcap": w.softcap or 0.0}
-    options["window_size"] = (-1, -1) if causal else window
-
-    return in_bshd(partial(module, **options))
