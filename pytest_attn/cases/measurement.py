@@ -111,18 +111,15 @@ class TimedIsolated(TimingPlace):
         work = work_of(measurement.subject, measurement.spec, direction, machine)
         work.rotate_over(0)
         recorded, _ = self._recorded(work, 1)
-        declared = spec.declared
-        names = declared.names if not measurement.subject.is_backend else ("out",)
+        told = _told(spec)
         claimed = self._function.measured(
-            recorded[0],
+            spec=told,
+            is_told=told.workload == spec.workload and not measurement.subject.is_approximate,
             direction=direction,
             mode=mode,
             cold=measurement.session.settings.l2 == "cold",
             threads=torch.get_num_threads(),
             own=sorted(own_processes()),
-            takes_out=declared.takes_out and not measurement.subject.is_backend,
-            out_at=names.index("out") if "out" in names else 0,
-            v_width=spec.workload.v_head_dim if spec.workload.v_in_k else None,
         )
         try:
             latency = latency_of(claimed, spec.workload.id, measurement.subject.name, direction)
@@ -165,6 +162,14 @@ class TimedIsolated(TimingPlace):
             f"its process says that a call takes {each * 1e6:.4g} us, but {number} calls in a row took at least"
             f" {min(found) / number * 1e6:.4g} us each, by the clock of the process that judges"
         )
+
+
+def _told(spec: CheckSpec) -> CheckSpec:
+    """Return what a process learns of a case: neither the draws of its run, nor functions that only the test can import."""
+    w = spec.workload
+    mask = None if w.mask is None or w.mask.function is not None else w.mask
+    workload = w if mask is w.mask and w.score_mod is None else w.replace(mask=mask, score_mod=None)
+    return replace(spec, workload=workload, seed=random.SystemRandom().getrandbits(31), parameters={})
 
 
 def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: LatencyDirection) -> Latency:

@@ -31,6 +31,9 @@ from pytest_attn.workloads.kv_layout import canonical, spans_of
 #: bytes between the places where tensors may begin, and how many places there are, as bits
 _STEP, _PLACES = 64, 9
 
+#: bytes of memory from which copying it takes longer than many a call, and of how many draws one moves it
+_MUCH, _DRAWS = 32 << 20, 4
+
 #: where q, k and v, or dout, begin in the memory that they come from
 Places = tuple[int, ...]
 
@@ -62,9 +65,22 @@ class Noise:
             for which, t in zip(at, tensors, strict=True)
         ]
 
-    def draw(self) -> Places:
-        """Return where the next tensors begin."""
-        return tuple(self._chosen.getrandbits(_PLACES) * step for step in self._steps)
+    def draw(self, before: Places | None = None) -> Places:
+        """Return where the next tensors begin.
+
+        before: where those did that are still there. Beside q, much memory then mostly stays as it is.
+        """
+        drawn = tuple(self._chosen.getrandbits(_PLACES) * step for step in self._steps)
+        if before is None:
+            return drawn
+        stays = [
+            which > 0 and own.nbytes > _MUCH and self._chosen.randrange(_DRAWS) > 0 for which, own in enumerate(self._own)
+        ]
+        return tuple(was if stay else new for was, new, stay in zip(before, drawn, stays, strict=True))
+
+    def moved(self, before: Places | None, places: Places) -> list[bool]:
+        """Return which of the tensors begin elsewhere than before."""
+        return [before is None or before[which] != places[which] for which, *_ in self._lie]
 
     def at(self, places: Places) -> list[Tensor]:
         """Return the tensors that begin there, as they are."""
@@ -204,6 +220,15 @@ class Attention:
         rows = row.elements / (w.v_head_dim if row.name == "out" else w.head_dim)
         deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
         return not abs(row.alpha - 1) <= _SHARE + _DEVIATIONS * deviation or bool(row.wrong_positions)
+
+
+class AnyResult(Attention):
+    """Results of what cannot be told here, which the process that judges compares with what they must be."""
+
+    def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
+        """Find none."""
+        del results, tensors, dout
+        return ""
 
 
 #: a budget of zero, by which one can divide

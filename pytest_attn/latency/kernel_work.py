@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.fresh_data import Attention, Noise, Places
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import draw_inputs
+from pytest_attn.workloads.kv_layout import copies_of
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -60,7 +62,7 @@ class Call:
 #: results that are looked at together
 _TURNS = (("out", "dq"), ("dk", "dv"))
 #: seconds of looking at kept results, as a share of all, beyond which, after the fewest, one of so many blocks is looked at
-_SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 6, 4
+_SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 4, 4
 
 
 class KernelWork(Work):
@@ -102,18 +104,25 @@ class KernelWork(Work):
         """The bytes of one set."""
         return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(self._noise.draw())))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.dout.device
+
     def rotate_over(self, number: int) -> None:
         """Have `number` sets, each at another offset within its allocation; 0 for views of noise. No graph starts from one."""
         number = max(self._fewest_sets, number)
         del self.sets[number:]
         self._captured.clear()
+        self._in_sets = {at: places for at, places in self._in_sets.items() if at < number}
         while len(self.sets) < number:
             self.sets.append(self._own(self._attention.given(self._noise.at(self._noise.draw())), offset=len(self.sets)))
         self._movable_sets = [_movable(one) for one in self.sets]
 
     def move(self) -> None:
         """Have sets, and dout, in other memory."""
-        super().move()
+        self.sets = [self._own(tensors, offset) for offset, tensors in enumerate(self.sets)]
+        self.dout = self.dout.clone()
         self._movable_sets = [_movable(one) for one in self.sets]
 
     def given_at(self, at: int) -> Given:
@@ -156,18 +165,16 @@ class KernelWork(Work):
         if self.direction != "forward":
             self._next_dout(None)
 
-    def refresh(self) -> None:
-        """Do nothing: each call has data of its own."""
-
     def result(self, value: Any) -> torch.Tensor:
-        """Return out, or dq."""
-        return self.looked_at(value)
+        """Return out, or dq. Raises ContractError for what is not a plain tensor."""
+        tensor: torch.Tensor = plain(self._attention.names[0], first_of(value))
+        return tensor.detach()
 
     def results(self, value: Any) -> dict[str, torch.Tensor]:
         """Return what can be looked at of what a call has returned, or of the first of it."""
         several = elements(value)
         if several is None or self.direction == "forward":
-            return {self._attention.names[0]: self.looked_at(value)}
+            return {self._attention.names[0]: self.result(value)}
         return {name: plain(name, one).detach() for name, one in zip(self._attention.names, several, strict=False)}
 
     def verify_call(self, what: str, call: Any, value: Any) -> None:
@@ -216,6 +223,14 @@ class KernelWork(Work):
         self._looks += 1
         self._looking += time.perf_counter() - begun
 
+    def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensor: torch.Tensor = plain("out", first_of(self.kernel(*tensors)))
+        return tensor
+
+    def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
+        """Copy tensors with their strides, `offset` times 256 bytes into allocations of their own."""
+        return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
+
     def _next_of(self, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return which results of a call have their turn."""
         turn = {name: results[name] for name in _TURNS[self._turn_to_look] if name in results}
@@ -231,11 +246,14 @@ class KernelWork(Work):
 
     def _put(self, sets: Sequence[int]) -> None:
         """Put other data into some sets."""
-        to, data = [], []
+        to: list[torch.Tensor] = []
+        data: list[torch.Tensor] = []
         for at in sets:
-            self._in_sets[at] = places = self._noise.draw()
-            to += self._movable_sets[at]
-            data += self._attention.given(self._noise.movable_at(places))
+            before = None if self._fewest_sets else self._in_sets.get(at)  # a kernel may have written to a set
+            self._in_sets[at] = places = self._noise.draw(before)
+            moved = self._noise.moved(before, places)
+            to += compress(self._movable_sets[at], moved)
+            data += compress(self._attention.given(self._noise.movable_at(places)), moved)
         with torch.no_grad():
             torch._foreach_copy_(to, data)
 
@@ -251,19 +269,25 @@ def _movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [movable(t.detach()) for t in tensors]
 
 
-def work_of(subject: Subject, spec: CheckSpec, direction: LatencyDirection, machine: Machine | None = None) -> KernelWork:
+def work_of(
+    subject: Subject,
+    spec: CheckSpec,
+    direction: LatencyDirection,
+    machine: Machine | None = None,
+    attention: type[Attention] = Attention,
+) -> KernelWork:
     """Return the work of a subject on the spec's workload, in the layout that it takes.
 
-    machine: on which a result that a known defect of the subject explains is not refused.
+    machine: on which a result that a known defect of the subject explains is not refused. attention: what results must be.
     """
     spec, is_backward = spec.for_subject(subject), direction != "forward"
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare_timed(inputs, backward=is_backward)
     known = of_timed(subject.defects_on(spec.workload, machine, is_backward)) if machine else []
     quantized = partial(quantized_by, subject) if subject.is_approximate else None
-    attention = Attention(spec, inputs, direction, quantized, known)
-    needs_sets = bool(subject.known_to_change)
-    return KernelWork(kernel, list(spec.handed(inputs)), spec.in_layout(inputs.dout), direction, attention, needs_sets)
+    tensors, dout = list(spec.handed(inputs)), spec.in_layout(inputs.dout)
+    wanted = attention(spec, inputs, direction, quantized, known)
+    return KernelWork(kernel, tensors, dout, direction, wanted, needs_sets=bool(subject.known_to_change))
 
 
 def of_timed(defects: Sequence[KnownDefect]) -> list[KnownDefect]:

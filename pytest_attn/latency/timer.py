@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     seconds: float
     launch: float
     stage: Stage
-    renew: Callable[[], None]
+    renew: Callable[[], object] = lambda: None
 
 
 class Timer(ABC):
@@ -97,7 +97,7 @@ class HostTimer(Timer):
             work.rotate_over(0)
             seconds = min(self._one(work.stage())[0] for _ in range(3))
             calls = max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
-        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls), work.refresh)
+        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls))
 
     def block(self, items: Sequence[Item]) -> list[float]:
         """Time each item by itself."""

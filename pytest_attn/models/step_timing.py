@@ -46,7 +46,7 @@ class StepWork(Work):
         self._model, self._step, self.direction = model, step, direction
         self._optimizer, self._before_each = optimizer, before_each
         self._parameters = list(model.parameters())
-        self._first: torch.Tensor | None = None
+        self._first: float | None = None
         self.sets = [[]]
         self._runs_backward = False
         #: wall seconds of the first step: compiling, and whatever else is done once
@@ -68,10 +68,6 @@ class StepWork(Work):
     def move(self) -> None:
         """Stay with the one batch."""
 
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        """Without autograd, where only the forward pass is timed."""
-        return torch.no_grad() if self.direction == "forward" else contextlib.nullcontext()
-
     def stage(self, replayed: bool = False) -> Callable[[], Any]:
         """Drop the gradients, and return one step."""
         del replayed
@@ -81,25 +77,21 @@ class StepWork(Work):
         self._before_each()
         return self._one
 
-    def refresh(self) -> None:
-        """Leave the batch as it is: a model is linear in none of its tensors."""
-
     def result(self, value: Any) -> torch.Tensor:
-        """Return what `verify` looks at: the loss, or the norm of the first output."""
+        """Return the loss, or the norm of the first output."""
         found: torch.Tensor = value.detach().double().norm()
         return found
 
-    def verify(self, what: str, *results: torch.Tensor) -> None:
+    def verify_call(self, what: str, call: Callable[[], Any], value: Any) -> None:
         """Raise StaleError where repetitions of the same step give something else."""
-        del what
+        del what, call
         if self._optimizer is not None:
             return
+        found = float(self.result(value))
         if self._first is None:
-            self._first = results[0].clone()
-        expected = float(self._first)
-        for found in map(float, results):
-            if not abs(found - expected) <= _SAME * abs(expected) and not found == expected:
-                raise StaleError(f"the step is not repeatable: its result was {expected:.4g}, then {found:.4g}")
+            self._first = found
+        if not abs(found - self._first) <= _SAME * abs(self._first) and not found == self._first:
+            raise StaleError(f"the step is not repeatable: its result was {self._first:.4g}, then {found:.4g}")
 
     def _one(self) -> torch.Tensor:
         result = named_tensors(self._step())

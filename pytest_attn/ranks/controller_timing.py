@@ -118,7 +118,7 @@ class RankedTimer(Timer):
     def _plan(self, mode: Mode, calls: int, seconds: float, launch: float) -> Plan:
         self.taken = []
         renew: Callable[[], object] = partial(self._steps.step, "renew", clock=self._clock)
-        return Plan(mode, calls, seconds, launch, _nothing, renew)  # type: ignore[arg-type]
+        return Plan(mode, calls, seconds, launch, _nothing, renew)
 
     def _device_seconds(self) -> float | None:
         """Return a call's seconds on the slowest device, None where devices cannot be kept waiting for their hosts."""

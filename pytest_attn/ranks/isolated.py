@@ -286,11 +286,9 @@ class IsolatedFunction(NamedFunction):
         finally:
             self._replayed = None
 
-    def measured(self, recorded: Recorded, **order: Any) -> dict[str, Any]:
-        """Have it time itself on the data of a call; return what it says."""
-        given = {"do": "measure", "given": recorded.given, "keywords": recorded.keywords, **order}
-        text, tensors = pickled({**given, "dout": next((one for one in recorded.call.douts if one is not None), None)})
-        said, _ = self.start().ask(text, tensors, _MEASURE_SECONDS)
+    def measured(self, **order: Any) -> dict[str, Any]:
+        """Have it time itself; return what it says."""
+        said, _ = self.start().ask(*pickled({"do": "measure", **order}), _MEASURE_SECONDS)
         claimed = said.get("latency")
         if not isinstance(claimed, dict):
             self.start().give_up("its process returned garbage")

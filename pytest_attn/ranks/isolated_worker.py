@@ -23,14 +23,17 @@ from torch import Tensor
 
 from pytest_attn.backends.contexts import judged_code
 from pytest_attn.backends.machine import current
-from pytest_attn.backends.named import UnimportableError, imported, offered_to
+from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
+from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.latency.fresh_data import AnyResult, Attention
+from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
-from pytest_attn.latency.work import Work, WrongResultError
+from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
@@ -145,27 +148,19 @@ class Server:
         return answer
 
     def _measured(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Time the function by the usual protocol."""
-        device, keywords = order["given"][0].device, order["keywords"]
-        last = [time.monotonic()]
-
-        def kernel(*tensors: Tensor) -> Any:
-            result = self._function(*tensors, **keywords)
-            several = elements(result)
-            return keywords["out"] if order["takes_out"] else several[order["out_at"]] if several else result
+        """Time the function by the usual protocol, as it would be in the process that judges."""
+        spec, last = order["spec"], [time.monotonic()]
 
         def ping() -> None:
             if time.monotonic() > last[0] + 1:
                 last[0] = time.monotonic()
                 self._answer(alive=True)
 
-        with current(str(device)), threads(order["threads"]), switches_kept(device.type):
-            found = kernel(*order["given"])
-            dout = found.new_zeros(found.shape) if order["dout"] is None else order["dout"]
-            given = [one.detach() for one in order["given"]]
-            work = Work(kernel, given, dout, order["direction"], lambda one: one.nan_to_num(0.0), order["v_width"])
+        with current(str(spec.device)), threads(order["threads"]), switches_kept(spec.device.type):
+            subject = spec.subject(Registry(), NamedFunction(self._name))
+            work = work_of(subject, spec, order["direction"], attention=Attention if order["is_told"] else AnyResult)
             work.on_call = ping
-            stopwatch = stopwatch_of(device, order["cold"], frozenset((os.getpid(), os.getppid(), *order["own"])))
+            stopwatch = stopwatch_of(spec.device, order["cold"], frozenset((os.getpid(), os.getppid(), *order["own"])))
             latency = stopwatch.measure(work, "", "", order["mode"])
         return dataclasses.asdict(latency)
 

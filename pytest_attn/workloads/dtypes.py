@@ -112,14 +112,6 @@ def beside(tensor: Tensor, step: int) -> Tensor:
     return mirrored(tensor) if is_quantized(tensor) else tensor + step
 
 
-def negate(tensor: Tensor) -> None:
-    """Negate a tensor in place."""
-    if is_quantized(tensor):
-        tensor.copy_(times(tensor, -1))
-    else:
-        tensor.neg_()
-
-
 def filled(tensor: Tensor, where: Tensor, value: float) -> Tensor:
     """Return a copy with a value wherever `where`, boolean and broadcastable, is True."""
     import torch

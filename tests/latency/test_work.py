@@ -9,11 +9,12 @@ import torch
 from judging import SMALL, attention, measure, timed
 
 import pytest_attn
+from pytest_attn import Workload
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency import timer
+from pytest_attn.latency import fresh_data, timer
 from pytest_attn.latency.timer import HostTimer, Item
-from pytest_attn.latency.work import StaleError, Work, called, verified
+from pytest_attn.latency.work import StaleError, called, verified
 
 
 def test_all_calls_of_a_sample_are_staged_before_the_first_is_made():
@@ -83,13 +84,43 @@ def test_a_result_that_is_not_right_is_refused(fault, words):
     work.verify_kept()
 
 
+def test_much_memory_mostly_stays_where_copying_it_would_take_long(device, monkeypatch):
+    monkeypatch.setattr(fresh_data, "_MUCH", 0)
+    work = timed(attention, SMALL, device, "forward")
+    work.rotate_over(2)
+    before, moved = {}, dict.fromkeys("qkv", 0)
+    for _ in range(80):
+        call = work.stage()
+        now = [float(t.double().sum()) for t in call.tensors]
+        for name, one, was in zip("qkv", now, before.get(call.at, now), strict=True):
+            moved[name] += one != was
+        before[call.at] = now
+        work.verify_call("called", call, call())
+    assert moved["q"] > 70
+    assert all(5 < moved[name] < 40 for name in "kv")
+
+
+def test_what_is_kept_of_much_memory_is_found(device, monkeypatch):
+    monkeypatch.setattr(fresh_data, "_MUCH", 0)
+    kept = {}
+
+    def kernel(q, k, v):
+        return attention(q, kept.setdefault(k.data_ptr(), k.clone()), v)
+
+    work = timed(kernel, SMALL, device, "forward")
+    work.rotate_over(1)
+    with pytest.raises(StaleError, match="differs from exact attention"):
+        [verified(work) for _ in range(40)]
+
+
 def test_strides_survive_the_copies():
-    base = torch.randn(1, 64, 2, 32)
-    work = Work(attention, [base.transpose(1, 2)] * 3, base.transpose(1, 2).contiguous(), "forward")
+    latent = Workload(64, heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True)
+    work = timed("eager", latent, torch.device("cpu"))
     work.rotate_over(2)
     work.move()
-    assert work.sets[1][0].stride() == base.transpose(1, 2).stride()
-    assert torch.equal(work.sets[1][0], base.transpose(1, 2))
+    _, k, v = work.sets[1]
+    assert k.stride() == v.stride(), "v is a part of k"
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
 
 
 def test_the_host_s_clock_counts_the_calls_of_a_sample(monkeypatch):
