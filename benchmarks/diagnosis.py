@@ -29,8 +29,9 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 import torch  # noqa: E402
-from mutation import Case, cases_of  # noqa: E402
+from mutation import directions, for_kernels  # noqa: E402
 from planted_faults import PLANTED, judgment_of  # noqa: E402
+from reported_faults.judging import Case  # noqa: E402
 
 from pytest_attn.backends.declaration import Declaration, Declared  # noqa: E402
 from pytest_attn.backends.registry import Registry  # noqa: E402
@@ -105,7 +106,7 @@ def rows_of(mutant: Mutant, cases: list[Case], wanted: int) -> Iterator[Row]:
     def anew(spec: CheckSpec) -> Subject:
         return DeclaredBackend(mutant.backend(), spec.declared)
 
-    for workload, backward in [case for case in cases if mutant.applies(*case)][:TRIED]:
+    for workload, backward, _ in [case for case in cases if mutant.applies(*case[:2])][:TRIED]:
         spec = CheckSpec(workload, CPU, backward, INPUTS, Declaration(returns_lse=True))
         row = row_of(mutant.kind, mutant.name, anew, spec, mutant.faults)
         if row is None:
@@ -212,7 +213,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kinds, names = options.classes.split(","), [name for name in options.names.split(",") if name]
-    cases = cases_of([w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)])
+    cases = for_kernels(directions([w for group in ("features", "edges", "smoke") for w in builtin_catalog().select(group)]))
     began, rows, silent = time.monotonic(), [], []
     for mutant in MUTANTS:
         if mutant.kind in kinds and (not names or mutant.name in names):
