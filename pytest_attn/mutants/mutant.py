@@ -55,6 +55,12 @@ class Mutant:
         """The identities by which a diagnosis may name its fault; none where it has no name."""
         return FAULTS_OF.get(self.name, ())
 
+    def is_reached_by(self, workload: Workload, backward: bool) -> bool:
+        """Whether a workload runs its faulty step: none drops, dequantizes, reads v from k, or has gradients of pages."""
+        is_refused = workload.dropout or workload.is_quantized or workload.v_in_k
+        no_gradient = backward and workload.has_no_gradient_because
+        return not (is_refused or no_gradient) and self.applies(workload, backward)
+
     def backend(self) -> KernelBackend:
         """Return a new backend, whose kernel has kept nothing yet."""
         return KernelBackend(self.name, self.kernel())

@@ -11,7 +11,7 @@ from pytest_attn.reports.latency import closing as closing_of_latencies
 from pytest_attn.reports.lines import duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.reports.terminal import count, untested
+from pytest_attn.reports.terminal import count, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB
@@ -29,6 +29,7 @@ def markdown_summary(records: Sequence[Record]) -> str:
         _table("In doubt", [r for r in records if (verdict := verdict_of(r)) and verdict.is_doubtful]),
         _latencies([r for r in records if latency_of(r) and latency_of(r).get("p50")]),
         _unseen(records),
+        _mutants(records),
         _machines(records),
     )
     return "\n".join(parts) + "\n"
@@ -115,6 +116,18 @@ def _unseen(records: Sequence[Record]) -> Iterator[str]:
     lines = [f"- {_text(line)}" for line in untested(records)]
     if lines:
         yield from ("### Untested", "", *lines, "")
+
+
+def _mutants(records: Sequence[Record]) -> Iterator[str]:
+    if score := mutation_score(records):
+        yield from (
+            "### Faulty kernels",
+            "",
+            f"{score}.",
+            "",
+            *(f"- survived {_text(line)}" for line in survivors(records)),
+            "",
+        )
 
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:

@@ -100,6 +100,11 @@ class Record(TypedDict):
     sampled: Annotated[
         dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"
     ]
+    mutant: Annotated[
+        dict[str, Any],
+        "with --attn-mutants, of the faulty kernel that took the place of the test's: name, kind, summary, condition, killed,"
+        " found_with (which change would have found it, once no test has; else empty)",
+    ]
     memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
     is_approximate: Annotated[bool, "whether the kernel quantizes, and was held to its quantized inputs"]
     compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]

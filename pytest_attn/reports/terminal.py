@@ -350,50 +350,49 @@ def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]
 
 # -- --attn-mutants: which faulty kernels tests found, and what it would take to find the rest -------------------------
 
-#: one mutant under one test, as session/selection.py leaves it
-MutantRecord = Mapping[str, Any]
-_CONDITIONS = {
-    "magnitude": 'inputs="outlier" or "large" in the marker',
-    "poison": "attn.check_invariants",
-    "layout": "attn.check_invariants",
-    "strides": "attn.check_invariants with --attn-thorough",
-    "layouts": "attn.check_invariants",
-    "calls": "attn.check_invariants",
-    "workloads": "attn.check_invariants, or more workloads in one test",
-    "held": "attn.check_invariants",
-    "repeats": "attn.check_invariants, or --attn-thorough",
-    "lse-gradient": "returns_lse=True and a gradient of lse",
-}
 
-
-def mutation_summary(records: Sequence[MutantRecord], verbose: bool) -> Iterator[Line]:
+def mutation_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
     """Yield how many mutants were found, by test and by class, the survivors with what would find them, and the score."""
-    reached: dict[str, MutantRecord] = {}
+    kinds: dict[str, str] = {}
     killers: dict[str, set[str]] = {}
     by_test: dict[str, dict[str, bool]] = {}
-    for record in records:
-        reached.setdefault(record["name"], record)
-        tests = by_test.setdefault(record["test"], {})
-        tests[record["name"]] = tests.get(record["name"], False) or record["killed"]
-        if record["killed"]:
-            killers.setdefault(record["name"], set()).add(record["test"])
+    for record in filter(lambda record: record["mutant"], records):
+        name, killed, test = record["mutant"]["name"], record["mutant"]["killed"], record["test"].partition("[")[0]
+        kinds[name] = record["mutant"]["kind"]
+        tests = by_test.setdefault(test, {})
+        tests[name] = tests.get(name, False) or killed
+        if killed:
+            killers.setdefault(name, set()).add(test)
+    if not kinds:
+        yield "no faulty kernel ran", {"yellow": True}
+        return
     yield from _table("test", [(test, sum(found.values()), len(found)) for test, found in by_test.items()])
-    kinds = dict.fromkeys(record["kind"] for record in reached.values())
     yield "", {}
-    of_kind = {kind: [name for name, record in reached.items() if record["kind"] == kind] for kind in kinds}
-    rows = [(kind, sum(name in killers for name in names), len(names)) for kind, names in of_kind.items()]
-    yield from _table("class", rows)
-    survivors = [record for name, record in reached.items() if name not in killers]
+    of_kind = {kind: [name for name, its in kinds.items() if its == kind] for kind in kinds.values()}
+    yield from _table("class", [(kind, sum(n in killers for n in names), len(names)) for kind, names in of_kind.items()])
     yield "", {}
-    for record in survivors:
-        advice = _CONDITIONS.get(record["condition"], "workloads whose inputs reach it more often")
-        yield f"survived  {record['name']}: {record['summary']} Try {advice}.", {"yellow": True}
+    yield from ((f"survived  {line}", {"yellow": True}) for line in survivors(records))
     if verbose:
         for name, found_by in killers.items():
             yield f"found     {name} by {', '.join(sorted(found_by))}", {}
-    score = (len(reached) - len(survivors)) / len(reached)
-    text = f"mutation score {score:.0%}: {len(reached) - len(survivors)} of {len(reached)} faulty kernels found"
-    yield text, {"green": not survivors, "yellow": bool(survivors)}
+    is_best = len(killers) == len(kinds)
+    yield mutation_score(records), {"green": is_best, "yellow": not is_best}
+
+
+def survivors(records: Sequence[Record]) -> list[str]:
+    """Say of each mutant that no test has found what would have."""
+    mutants = [record["mutant"] for record in records if record["mutant"]]
+    killed = {mutant["name"] for mutant in mutants if mutant["killed"]}
+    alive = {mutant["name"]: mutant["summary"] for mutant in mutants if mutant["name"] not in killed}
+    words = {mutant["name"]: f" {mutant['found_with']}." for mutant in mutants if mutant["found_with"]}
+    return [f"{name}: {summary}{words.get(name, '')}" for name, summary in alive.items()]
+
+
+def mutation_score(records: Sequence[Record]) -> str:
+    """Say how many mutants were found; "" where none ran."""
+    ran = {record["mutant"]["name"] for record in records if record["mutant"]}
+    found = len(ran) - len(survivors(records))
+    return f"mutation score {found / len(ran):.0%}: {found} of {len(ran)} faulty kernels found" if ran else ""
 
 
 def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:

@@ -114,8 +114,8 @@ def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) ->
 def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
     """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
     results, settings = session.results, session.settings
-    if results.mutants:
-        print_section(reporter, mutation_summary(results.mutants, verbosity > 0), "attention mutants")
+    if settings.mutants:
+        print_section(reporter, mutation_summary(results.records, verbosity > 0), "attention mutants")
         return
     width = room(reporter.isatty)
     if settings.profile:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from pytest_attn.backends.configured import joined, split
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.reports.records import changed, new_record
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
@@ -166,12 +169,17 @@ class Mutants(SelectedKernels):
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
         from pytest_attn.mutants import MUTANTS  # few runs ask for them, and they import torch
         from pytest_attn.mutants.kernel import HONEST_NAME, honest_backend
+        from pytest_attn.session.survivors import Search
 
         super().__init__(settings, registrations, machines)
-        self._mutants = {mutant.name: mutant for mutant in MUTANTS}
-        self._honest_name = HONEST_NAME
-        self._made = {HONEST_NAME: honest_backend()}
-        self._killed: set[tuple[str, str]] = set()
+        self._mutants = {MUTANT + mutant.name: mutant for mutant in MUTANTS}
+        self._honest_name = MUTANT + HONEST_NAME
+        self._made: dict[str, Backend] = {self._honest_name: honest_backend()}
+        self._search = Search(settings.diagnosis_timeout, registrations.catalog, settings.memory)
+        self._progress: Progress | None = None
+        self._killed: dict[str, set[str]] = {}  # by name, the tests that have found it
+        self._asked: dict[str, CheckSpec] = {}  # by name, what was asked of it last
+        self._left: Counter[str] = Counter()  # by name, how many cases are still to come
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
         """Return a case for each kernel whose faulty step a workload of the marker reaches."""
@@ -180,15 +188,11 @@ class Mutants(SelectedKernels):
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
         """Return the fault-free kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""
-        no_mutant = workload.dropout or workload.is_quantized or workload.v_in_k  # none drops, dequantizes or reads v from k
-        if no_mutant or (backward and workload.kv_pages):
-            return []
-        reached = [name for name, mutant in self._mutants.items() if mutant.applies(workload, backward)]
-        return [f"{MUTANT}{name}" for name in (self._honest_name, *reached)] if reached else []
+        reached = [name for name, mutant in self._mutants.items() if mutant.is_reached_by(workload, backward)]
+        return [self._honest_name, *reached] if reached else []
 
     def backend_named(self, name: str) -> Backend:
         """Return the kernel of a case, as a backend."""
-        name = name.removeprefix(MUTANT)
         if name not in self._made:
             self._made[name] = self._mutants[name].backend()
         return self._made[name]
@@ -203,29 +207,56 @@ class Mutants(SelectedKernels):
         dequantized: Dequantizer | None = None,
     ) -> Subject:
         """Return the faulty kernel, whatever the test handed over."""
-        return own or super().subject(target, name, spec, own, within, dequantized)
+        if own is None:
+            return super().subject(target, name, spec, own, within, dequantized)
+        self._asked[MUTANT + own.name] = spec
+        return own
 
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say that the same test has killed a mutant on another workload."""
-        return f"{name.removeprefix(MUTANT)} was found already" if (test, name) in self._killed else None
+        return f"{name.removeprefix(MUTANT)} was found already" if test in self._killed.get(name, ()) else None
 
     def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Make a killed mutant a passed test, and note its fate on the report; the fault-free kernel must pass by itself.
+        """Make a killed mutant a passed test, and note its fate in a record; the fault-free kernel must pass by itself.
 
         A mutant that survives does not fail its test either: another workload, or another test, may kill it. A test that ends
-        itself with a skip, as attn.measure does here after its check, has let it survive.
+        itself with a skip, as attn.measure does here after its check, has let it survive. After its last case it is found out
+        what would have found it.
         """
         parameter = parameter_of(item)
         name = parameter.backend if parameter else None
-        if name is None or name == MUTANT + self._honest_name or report.when != "call":
+        is_over = report.when == "call" or (report.when == "setup" and not report.passed)
+        if name is None or name == self._honest_name or not is_over:
             return
-        test, killed = test_of(item), bool(report.failed)
-        if killed:
-            self._killed.add((test, name))
+        if not self._left:
+            cases = map(parameter_of, item.session.items)
+            self._left.update(case.backend for case in cases if case and case.backend)
+        self._left[name] -= 1
+        if killed := report.when == "call" and report.failed:
+            self._killed.setdefault(name, set()).add(test_of(item))
             report.outcome, report.longrepr, report.sections = "passed", None, []
-        mutant = self._mutants[name.removeprefix(MUTANT)]
-        facts = {"name": mutant.name, "kind": mutant.kind, "summary": mutant.summary, "condition": mutant.condition}
-        report.attn_mutant = {**facts, "test": test, "killed": killed}  # type: ignore[attr-defined]
+        may_be_last = not self._left[name] or hasattr(item.config, "workerinput")  # of whose cases others run some
+        found_with = self._found_with(name) if may_be_last and name not in self._killed else ""
+        if report.when == "setup" and not found_with:
+            return
+        mutant, records = self._mutants[name], getattr(report, "attn", [])
+        facts = {field: getattr(mutant, field) for field in ("name", "kind", "summary", "condition")}
+        fate = {**facts, "killed": killed, "found_with": found_with}
+        last = records[-1] if records else new_record(test=item.nodeid, subject=mutant.name)
+        verdict = Verdict.EXPECTED if killed else last["verdict"] or Verdict.PASSED
+        report.attn = [*records[:-1], changed(last, verdict=str(verdict), mutant=fate)]  # type: ignore[attr-defined]
+
+    def _found_with(self, name: str) -> str:
+        """Say what would have found a mutant."""
+        spec, mutant = self._asked.get(name), self._mutants[name]
+        if spec is None or self._progress is None:
+            return "It did not run: call attn.check, check_invariants or measure"
+        with self._progress.during(f"looking for what finds {mutant.name}", spec.workload.id):
+            return self._search.found_with(mutant, spec)
+
+    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
+        """Show on a terminal what is looked for."""
+        self._progress = progress
 
 
 class Configurations(SelectedKernels):

@@ -83,7 +83,6 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.mutants: list[dict[str, Any]] = []  # what happened to each faulty kernel in each case
         self._lines: JsonLines | None = None
         self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
@@ -114,8 +113,6 @@ class Results:
 
             self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]
             self._lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)
-        if found := getattr(report, "attn_mutant", None):
-            self.mutants.append(found)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         """Finish the .jsonl file of --attn-output."""

@@ -2,6 +2,17 @@
 
 import re
 
+import pytest
+import torch
+
+from pytest_attn import Workload
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.mutants.kernel import Kernel
+from pytest_attn.mutants.mutant import Mutant
+from pytest_attn.reports.records import read_records
+from pytest_attn.session import survivors
+from pytest_attn.workloads.catalog import builtin_catalog
+
 TEST = """
 import pytest, torch
 from pytest_attn import Workload
@@ -65,7 +76,7 @@ def test_a_lax_test_kills_nothing_and_the_survivors_are_named(pytester):
     result.stdout.re_match_lines(
         [
             r"test_it\.py::test_lax +0 +\d\d +0%",
-            r"survived  right-edge-one-key-late: Each row .* sees one key too many on its right\. Try .*",
+            r"survived  right-edge-one-key-late: Each row .* one key too many on its right\. attn\.check finds it on w: .*",
             r"mutation score 0%: 0 of \d\d faulty kernels found",
         ],
         consecutive=False,
@@ -98,5 +109,93 @@ def test_times_are_not_taken(pytester):
 
 def test_workers_bring_what_they_found(pytester):
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--attn-mutants", "-n", "2", "-k", "right-edge")
-    result.stdout.re_match_lines([r"mutation score 100%: \d of \d faulty kernels found"], consecutive=False)
+    names = "right-edge or no-maximum-subtracted"
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--attn-mutants", "-n", "2", "-k", names)
+    result.stdout.re_match_lines(
+        [r'survived  no-maximum-.* Found with inputs="outlier" in the marker\.', r"mutation score \d+%: (\d) of \d"],
+        consecutive=False,
+    )
+
+
+# -- what would have found a survivor ------------------------------------------------------------------------------------
+
+WEAK = """
+import pytest
+from pytest_attn import Window, Workload
+
+@pytest.mark.attention({workload}, device="cpu"{marker})
+def test_weak(attn):
+    {body}
+"""
+SHORT = 'Workload(64, heads=2, head_dim=32, name="short")'
+WIDE = 'Workload(40, heads=2, head_dim=32, softcap=500.0, mask=Window(200, 0), name="wide")'
+#: a mutant, the workload that it survives, what the summary says, and the same test with that change
+SURVIVING = [
+    ("softcap-ignored", WIDE, "softcap=50.0 instead of 500.0 in wide", WIDE.replace("500.0", "50.0"), {}),
+    ("no-maximum-subtracted", SHORT, 'inputs="outlier" in the marker', SHORT, {"marker": ', inputs="outlier"'}),
+    (
+        *("values-summed-in-the-tensors-dtype", SHORT, "kv_len=121 instead of 64 in short"),
+        *('Workload(64, 121, heads=2, head_dim=32, name="long")', {}),
+    ),
+    ("storage-offset-ignored", SHORT, "attn.check_invariants (poison)", SHORT, {"body": "attn.check_invariants(len)"}),
+]
+
+
+def weak(workload, marker="", body="attn.check(len)"):
+    return WEAK.format(workload=workload, marker=marker, body=body)
+
+
+@pytest.mark.parametrize(("name", "workload", "said", "changed", "changes"), SURVIVING, ids=[one[0] for one in SURVIVING])
+def test_a_survivor_is_found_with_the_change_that_is_named(pytester, name, workload, said, changed, changes):
+    chosen = ("-k", f"{name} or honest")
+    result = run(pytester, weak(workload), *chosen)
+    result.stdout.fnmatch_lines([f"survived  {name}: *. Found [wb][iy]* {said}.", "mutation score 0%: 0 of 1 *"])
+    result = run(pytester, weak(changed, **changes), *chosen)
+    result.stdout.fnmatch_lines(["mutation score 100%: 1 of 1 *"])
+
+
+def test_what_finds_survivors_is_in_every_output(pytester):
+    outputs = [f"--attn-output=run.{suffix}" for suffix in ("jsonl", "md", "html")]
+    result = run(pytester, weak(SHORT), "-k", "no-maximum-subtracted or scale-dropped or honest", *outputs)
+    result.assert_outcomes(passed=3)
+    fates = {record["subject"]: record["mutant"] for record in read_records(pytester.path / "run.jsonl")}
+    assert fates["honest"] == {}
+    assert (fates["scale-dropped"]["killed"], fates["scale-dropped"]["found_with"]) == (True, "")
+    assert fates["no-maximum-subtracted"]["found_with"] == 'Found with inputs="outlier" in the marker'
+    verdicts = {record["subject"]: record["verdict"] for record in read_records(pytester.path / "run.jsonl")}
+    assert verdicts == {"honest": "passed", "scale-dropped": "expected", "no-maximum-subtracted": "passed"}
+    for name in ("run.md", "run.html"):
+        page = (pytester.path / name).read_text()
+        assert "mutation score 50%: 1 of 2 faulty kernels found" in page
+        assert "no-maximum-subtracted: Exponentials are taken" in page.replace("\\", "")
+        assert "in the marker" in page
+
+
+def test_nothing_is_looked_for_while_a_test_is_left_that_may_find_it(pytester, monkeypatch):
+    looked_for = []
+    monkeypatch.setattr(survivors.Search, "found_with", lambda self, mutant, spec: looked_for.append(spec.workload.name) or "")
+    text = weak(f'{SHORT}, Workload(70, name="b"), Workload(70, name="c")') + weak(
+        'Workload(300, heads=2, name="later")'
+    ).replace("test_weak", "test_later")
+    result = run(pytester, text, "-k", "values-summed-in-the-tensors-dtype or no-maximum-subtracted")
+    result.stdout.fnmatch_lines(["survived  no-maximum-subtracted: *", "mutation score 50%: 1 of 2 *"])
+    assert looked_for == ["later"], "once, when the last case was over"
+
+
+def test_it_is_said_that_a_mutant_did_not_run_and_that_time_was_over(pytester):
+    chosen = ("-k", "no-maximum-subtracted")
+    result = run(pytester, weak(SHORT, body="assert attn.q.isfinite().all()"), *chosen)
+    result.stdout.fnmatch_lines(["survived *: *. It did not run: call attn.check, check_invariants or measure."])
+    result = run(pytester, weak(SHORT), *chosen, "--attn-diagnosis-timeout=0.000001")
+    result.stdout.fnmatch_lines(["survived *: *. Not found by 1 changes: 1e-06 s were over (--attn-diagnosis-timeout)."])
+
+
+def test_a_kernel_without_a_fault_and_a_change_that_no_kernel_passes_are_not_found(monkeypatch):
+    honest = Mutant("harmless", "masks", "It is right.", (), Kernel, lambda w, _: w.q_len <= 64)
+    search = survivors.Search(0, builtin_catalog(), 1 << 28)
+    spec = CheckSpec(Workload(16, head_dim=16, name="tiny"), torch.device("cpu"))
+    few = list(survivors.changes(honest, spec, builtin_catalog()))[:6]
+    monkeypatch.setattr(survivors, "changes", lambda *given: iter(few))
+    assert search.found_with(honest, spec) == "None of 6 changes finds it"
+    monkeypatch.setattr(survivors.Search, "_finder", lambda self, kernel, change: "check")
+    assert search.found_with(honest, spec) == "None of 6 changes finds it", "the fault-free kernel fails as well"

@@ -21,7 +21,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pytest_attn.reports.records import Record, name_of, verdict_of
-from pytest_attn.reports.terminal import untested
+from pytest_attn.reports.terminal import mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -339,6 +339,8 @@ def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
         ("Python", facts.get("python", "")),
         ("pytest-attn", facts.get("pytest_attn", "")),
         ("Untested", "; ".join(untested(machine.records))),
+        ("Faulty kernels", mutation_score(machine.records)),
+        ("Survived", " ".join(survivors(machine.records))),
         ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),
     ]
     return [(term, str(text)) for term, text in rows if text]
