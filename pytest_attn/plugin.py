@@ -288,7 +288,7 @@ def pytest_runtest_makereport(
         from pytest_attn.cases.records import attach_records
 
         attach_records(item, call, report)
-        session.kernels.settle(item, report)
+        session.kernels.settle(item, report, session.progress)
     return report
 
 

@@ -22,6 +22,7 @@ from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
+from pytest_attn.session.progress import Progress
 from pytest_attn.session.registrations import Registrations
 from pytest_attn.workloads.workload import Workload
 
@@ -100,7 +101,7 @@ class SelectedKernels:
         del test, name
         return None
 
-    def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
+    def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:
         """Turn the report of a case into what it means in this run."""
 
     # -- what the options leave of what markers name -------------------------------------------------------------------
@@ -176,9 +177,8 @@ class Mutants(SelectedKernels):
         self._honest_name = MUTANT + HONEST_NAME
         self._made: dict[str, Backend] = {self._honest_name: honest_backend()}
         self._search = Search(settings.diagnosis_timeout, registrations.catalog, settings.memory)
-        self._progress: Progress | None = None
         self._killed: dict[str, set[str]] = {}  # by name, the tests that have found it
-        self._asked: dict[str, CheckSpec] = {}  # by name, what was asked of it last
+        self._asked: dict[str, CheckSpec] = {}  # by name, the spec of its last judgment
         self._left: Counter[str] = Counter()  # by name, how many cases are still to come
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
@@ -216,7 +216,7 @@ class Mutants(SelectedKernels):
         """Say that the same test has killed a mutant on another workload."""
         return f"{name.removeprefix(MUTANT)} was found already" if test in self._killed.get(name, ()) else None
 
-    def settle(self, item: pytest.Item, report: pytest.TestReport) -> None:
+    def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:
         """Make a killed mutant a passed test, and note its fate in a record; the fault-free kernel must pass by itself.
 
         A mutant that survives does not fail its test either: another workload, or another test, may kill it. A test that ends
@@ -236,7 +236,7 @@ class Mutants(SelectedKernels):
             self._killed.setdefault(name, set()).add(test_of(item))
             report.outcome, report.longrepr, report.sections = "passed", None, []
         may_be_last = not self._left[name] or hasattr(item.config, "workerinput")  # of whose cases others run some
-        found_with = self._found_with(name) if may_be_last and name not in self._killed else ""
+        found_with = self._found_with(name, progress) if may_be_last and name not in self._killed else ""
         if report.when == "setup" and not found_with:
             return
         mutant, records = self._mutants[name], getattr(report, "attn", [])
@@ -246,17 +246,13 @@ class Mutants(SelectedKernels):
         verdict = Verdict.EXPECTED if killed else last["verdict"] or Verdict.PASSED
         report.attn = [*records[:-1], changed(last, verdict=str(verdict), mutant=fate)]  # type: ignore[attr-defined]
 
-    def _found_with(self, name: str) -> str:
+    def _found_with(self, name: str, progress: Progress) -> str:
         """Say what would have found a mutant."""
         spec, mutant = self._asked.get(name), self._mutants[name]
-        if spec is None or self._progress is None:
+        if spec is None:
             return "It did not run: call attn.check, check_invariants or measure"
-        with self._progress.during(f"looking for what finds {mutant.name}", spec.workload.id):
+        with progress.during(f"looking for what finds {mutant.name}", spec.workload.id):
             return self._search.found_with(mutant, spec)
-
-    def open_terminal(self, config: pytest.Config, progress: Progress) -> None:
-        """Show on a terminal what is looked for."""
-        self._progress = progress
 
 
 class Configurations(SelectedKernels):

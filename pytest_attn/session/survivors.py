@@ -46,7 +46,7 @@ class Change:
 
 
 def changes(mutant: Mutant, spec: CheckSpec, catalog: Catalog) -> Iterator[Change]:
-    """Yield what is tried, cheapest first; what only other calls or other memory show is asked of invariants first."""
+    """Yield what is tried, cheapest first; but invariants first, where only other calls or other memory show a fault."""
     yield Change("", spec)
     plain = sorted(_plain(mutant, spec, catalog), key=lambda change: change.cost)
     asked = [

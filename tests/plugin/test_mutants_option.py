@@ -128,10 +128,10 @@ def test_weak(attn):
     {body}
 """
 SHORT = 'Workload(64, heads=2, head_dim=32, name="short")'
-WIDE = 'Workload(40, heads=2, head_dim=32, softcap=500.0, mask=Window(200, 0), name="wide")'
+WIDE = 'Workload(40, heads=2, head_dim=32, softcap=5000.0, mask=Window(200, 0), name="wide")'
 #: a mutant, the workload that it survives, what the summary says, and the same test with that change
 SURVIVING = [
-    ("softcap-ignored", WIDE, "softcap=50.0 instead of 500.0 in wide", WIDE.replace("500.0", "50.0"), {}),
+    ("softcap-ignored", WIDE, "softcap=500.0 instead of 5000.0 in wide", WIDE.replace("5000.0", "500.0"), {}),
     ("no-maximum-subtracted", SHORT, 'inputs="outlier" in the marker', SHORT, {"marker": ', inputs="outlier"'}),
     (
         *("values-summed-in-the-tensors-dtype", SHORT, "kv_len=121 instead of 64 in short"),
