@@ -18,7 +18,10 @@ def test_a_test_that_calls_nothing_fails(run, kernel_test, fixtures):
 
 
 CHECKING = "def helper(out, exact):\n    assert out.shape == exact.shape\n"
+DECLINING = "def mine(q, k, v):\n    if q.is_cuda:\n        raise NotImplementedError('no GPU')\n    return sdpa(q, k, v)\n"
 FORGOTTEN = [
+    (f"{DECLINING}mine(attn.q, attn.k, attn.v)", ""),
+    ("mine(attn.q, attn.k, attn.v)", DECLINING),
     ("attn.workload", ""),
     ("print(attn.workload, attn.backend)", ""),
     ("if attn.workload.heads > 2:\n    attn.check(sdpa)", ""),
@@ -29,7 +32,7 @@ FORGOTTEN = [
 ]
 
 
-@pytest.mark.parametrize(("body", "before"), FORGOTTEN, ids=[body for body, _ in FORGOTTEN])
+@pytest.mark.parametrize(("body", "before"), FORGOTTEN, ids=[body.splitlines()[-1] for body, _ in FORGOTTEN])
 def test_a_forgotten_check_fails_whatever_the_test_reads(run, kernel_test, body, before):
     kernel_test(body, before=before)
     result = run()
