@@ -11,7 +11,8 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.models.token_invariants import judge_model_invariants
 
 CPU = torch.device("cpu")
-WORKLOADS = [Workload(16 + number, heads=1, head_dim=8, dtype="float32") for number in range(12)]
+#: one more than dynamo compiles by itself
+WORKLOADS = [Workload(16 + number, heads=1, head_dim=8, dtype="float32") for number in range(9)]
 
 
 def formula(q, k, v):
@@ -67,8 +68,8 @@ WAYS = [compiled_function, compiled_module, compiles_inside]
 def test_wrong_compiled_code_is_wrong_on_every_workload(way):
     compiler = Compiler(1.5)
     kernel = way(compiler)
-    assert [judged(kernel, CheckSpec(w, CPU)).passed for w in WORKLOADS] == [False] * 12
-    assert compiler.calls > 24
+    assert [judged(kernel, CheckSpec(w, CPU)).passed for w in WORKLOADS] == [False] * len(WORKLOADS)
+    assert compiler.calls > 2 * len(WORKLOADS)
 
 
 @pytest.mark.one_in(3)
@@ -87,7 +88,7 @@ def test_right_compiled_code_is_right_and_each_call_ran_it(way):
         assert judged(counted, CheckSpec(w, CPU)).passed
         assert asked(counted, CheckSpec(w, CPU), only=("rerun", "layout", "state")).passed
     assert set(calls) == {1}
-    assert len(calls) > 100
+    assert len(calls) > 8 * len(WORKLOADS)
 
 
 def limits():

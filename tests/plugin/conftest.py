@@ -4,15 +4,19 @@ The second takes seconds each, so only those that are marked `twice` always are.
 that are marked slow.
 """
 
+import functools
 import getpass
 import json
 import os
 import pkgutil
+import platform
 import sys
 import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import pytest_benchmark.utils
 from fakes.benchmark import CONFTEST
 from fakes.timed import CLOCK, KERNEL
 
@@ -25,6 +29,8 @@ from pytest_attn.processes import launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
 from pytest_attn.session import progress, worker_pool
+
+_architecture = functools.cache(platform.architecture)
 
 # Runs in this process forget the modules that they loaded. torch's C extensions cannot be loaded again, and a second
 # Workload class would not be an instance of the first: so everything is loaded here, once.
@@ -47,7 +53,7 @@ def _own_processes(request, monkeypatch):
     """Let the processes that a story starts wait for nothing that is not theirs.
 
     Hypothesis is imported by its plugin at the end of every run; the lock of a device, in the folder of temporary files, may
-    be another story's.
+    be another story's. In each run pytest-benchmark starts git, hg and file, to say what is known here.
     """
     if "pytester" in request.fixturenames:
         pytester = request.getfixturevalue("pytester")  # which forgets the options of these tests' own run
@@ -55,6 +61,8 @@ def _own_processes(request, monkeypatch):
             monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
+        monkeypatch.setattr(platform, "architecture", _architecture)
+        monkeypatch.setattr(pytest_benchmark.utils, "get_project_name", lambda: Path.cwd().name)  # as where no repository is
         own = str(pytester.path.parent / f"{pytester.path.name}-tmp")
         os.mkdir(own)
         monkeypatch.setenv("TMPDIR", own)
