@@ -27,7 +27,7 @@ def around(check, model, step, *args, **options):
 
 @pytest.mark.parametrize("mode", [inside, around])
 @pytest.mark.parametrize("backend", [None, "math", lambda q, k, v, workload: causal(q, k, v)], ids=["own", "math", "function"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_calls_in_inference_mode_are_judged_forward(mode, backend, dtype):
     model = stack(causal).to(dtype)
     x = X.to(dtype)
