@@ -207,7 +207,7 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     except Exception:  # a library may raise anything in a capture; what it does outside of one was verified already
         torch.cuda.synchronize(work.device)
         return None
-    if any(bool(output.isnan().all()) for output in itertools.chain(*outputs)):
+    if bool(torch.stack([output.isnan().all() for output in itertools.chain(*outputs)]).any()):
         return None
     if is_looked_at:
         work.verify_call("replayed in a graph", replay, None)

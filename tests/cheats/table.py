@@ -1377,10 +1377,10 @@ CHEATS = (
         """
         from pytest_attn.correctness.comparison import Comparison
         from pytest_attn.invariants.report import InvariantReport
-        from pytest_attn.latency.work import Work
+        from pytest_attn.latency.kernel_work import KernelWork
 
         Comparison.passed = InvariantReport.passed = property(lambda self: True)
-        Work.verify = lambda *args, **options: None
+        KernelWork.verify_call = KernelWork.verify_kept = lambda *args, **options: None
 
         def attention(q, k, v):
             return v * 0.5

@@ -14,7 +14,7 @@ from models.zoo import TOKENS, stack
 import pytest_attn
 from pytest_attn import check_model
 from pytest_attn.correctness import comparison, judge
-from pytest_attn.latency import work
+from pytest_attn.latency import kernel_work
 
 
 def evil(*args, **kwargs):
@@ -38,7 +38,12 @@ PLACES = [
     *((torch, name) for name in ("equal", "allclose", "manual_seed", "get_num_threads")),
     *((torch.Tensor, name) for name in ("clone", "detach", "backward", "__eq__")),
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
-    *((judge, "compare_tensor"), (judge, "float"), (comparison.TensorComparison, "__init__"), (work.Work, "verify")),
+    *(
+        (judge, "compare_tensor"),
+        (judge, "float"),
+        (comparison.TensorComparison, "__init__"),
+        (kernel_work.KernelWork, "verify_call"),
+    ),
     *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed")),
 ]
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency.work import StaleError
+from pytest_attn.latency.work import StaleError, verified
 from pytest_attn.models.step import untouched
 from pytest_attn.models.step_timing import AttentionShare, StepWork, attention_share, optimizer_untouched
 from pytest_attn.models.substitution import (
@@ -80,10 +80,9 @@ def test_a_step_that_is_another_one_each_time_is_refused(case):
         return case.step() * scale[0]
 
     work = StepWork(case.model, step, "forward+backward")
-    results = [work.result(work.stage()()) for _ in range(2)]
-    work.verify("called", results[0])
+    verified(work)
     with pytest.raises(StaleError, match="the step is not repeatable: its result was"):
-        work.verify("called again", results[1])
+        verified(work)
 
 
 @pytest.mark.parametrize("name", ["causal", "grouped", "folded", "scaled", "encoder", "checkpointed", "padded"])
