@@ -9,11 +9,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_attn import Workload
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.flex import FLEX, score_mod_of
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.models.capture import precision_of
 from pytest_attn.models.interception import InterceptedCall
+from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")
 OLD = uncompiled_flex_precision("2.9.1")
@@ -53,3 +54,21 @@ def test_a_call_of_a_model_is_judged_by_whether_it_was_compiled(kind):
     here = uncompiled_flex_precision(torch.__version__)
     assert precision_of(call(flex_attention), Registry(), kind) == here
     assert precision_of(call(compiled), Registry(), kind) == "flash"
+
+
+def by_place(score, b, h, q, kv):
+    return score + 512 * b + 8 * q + kv
+
+
+@pytest.mark.parametrize(("q_lens", "kv_lens"), [((3, 4), (3, 4)), ((1, 0, 1), (257, 85, 0)), ((0, 1, 2), (85, 3, 257))])
+def test_scores_of_packed_sequences_are_changed_by_places_in_their_own(q_lens, kv_lens):
+    w = Workload(heads=2, alibi="batch", score_mod=by_place, q_lens=q_lens, kv_lens=kv_lens)
+    inputs = draw_inputs(w, "flat", 0, CPU)
+    score_mod = score_mod_of(inputs)
+    b, h, begin_q, begin_kv = torch.tensor(0), torch.tensor(1), 0, 0
+    for sequence, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        i, j = torch.arange(q_len)[:, None], torch.arange(kv_len)
+        found = score_mod(torch.zeros(q_len, kv_len), b, h, i + begin_q, j + begin_kv)
+        alibi = -inputs.alibi_slopes[sequence, 1] * (i + kv_len - q_len - j).abs()
+        assert torch.equal(found, by_place(alibi, sequence, h, i, j))
+        begin_q, begin_kv = begin_q + q_len, begin_kv + kv_len

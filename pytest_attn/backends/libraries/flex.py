@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,8 +103,6 @@ class Flex(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse pages, and on a CPU what torch refuses there."""
         reasons = refusals_without(("paged", "cached", "left-padded"), workload)
-        if workload.is_packed and workload.alibi == "batch":
-            reasons.append("does not support ALiBi slopes per packed sequence")
         if machine.kind == "cpu":
             if backward:
                 reasons.append("flex_attention does not support backward on CPU")
@@ -276,12 +274,15 @@ def score_mod_of(inputs: Inputs) -> ScoreMod | None:
     keys = inputs.k.shape[0] if w.is_packed else w.kv_len
     softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
     bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
-    kv_lens, offset = inputs.kv_lens, w.kv_len - w.q_len
+    packing = Packing.of(inputs) if w.is_packed else None
+    ahead = packing.ahead if packing else w.kv_len - w.q_len if inputs.kv_lens is None else inputs.kv_lens - w.q_len
 
     def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         raw_kv = kv
         if sinks is not None:
             kv = torch.clamp(kv, max=keys - 1)
+        if packing is not None:
+            b, _, q, kv = packing.within(q, kv)
         if bias is not None and w.bias_before_softcap:
             score = score + bias[b, h, q, kv]
         if softcap is not None:
@@ -289,14 +290,38 @@ def score_mod_of(inputs: Inputs) -> ScoreMod | None:
         if bias is not None and not w.bias_before_softcap:
             score = score + bias[b, h, q, kv]
         if slopes is not None:
-            shift = offset if kv_lens is None else kv_lens[b] - w.q_len
             slope = slopes[b, h] if w.alibi == "batch" else slopes[h]
-            score = score - slope * (q + shift - kv).abs()
+            score = score - slope * (q + (ahead if isinstance(ahead, int) else ahead[b]) - kv).abs()
         if own is not None:
             score = own(score, b, h, q, kv)
         return score if sinks is None else torch.where(raw_kv == keys, sinks[h].to(score.dtype), score)
 
     return score_mod
+
+
+class Packing(NamedTuple):
+    """Where tokens of packed sequences belong. ahead: by how many keys each sequence has more than queries."""
+
+    sequence_q: torch.Tensor
+    sequence_kv: torch.Tensor
+    starts_q: torch.Tensor
+    starts_kv: torch.Tensor
+    ahead: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Packing:
+        """Return that of packed inputs."""
+        assert inputs.cu_seqlens is not None
+        assert inputs.cu_seqlens_kv is not None
+        starts_q, starts_kv = inputs.cu_seqlens.long(), inputs.cu_seqlens_kv.long()
+        lengths_q, lengths_kv = starts_q.diff(), starts_kv.diff()
+        sequences = torch.repeat_interleave(lengths_q), torch.repeat_interleave(lengths_kv)
+        return cls(*sequences, starts_q, starts_kv, lengths_kv - lengths_q)
+
+    def within(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the sequence of a query, that of a key, and where each stands in its own."""
+        mine, theirs = self.sequence_q[q], self.sequence_kv[kv]
+        return mine, theirs, q - self.starts_q[mine], kv - self.starts_kv[theirs]
 
 
 def block_mask_of(inputs: Inputs, block_rows: int) -> Any:
@@ -326,23 +351,14 @@ def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
 
 def _packed_mask(inputs: Inputs) -> MaskMod:
     """Tokens see their own sequence only, and there what the mask shows, in positions of the sequence."""
-    w = inputs.workload
-    assert inputs.cu_seqlens is not None
-    assert inputs.cu_seqlens_kv is not None
-    starts_q, starts_kv = inputs.cu_seqlens.long(), inputs.cu_seqlens_kv.long()
-    lengths_q, lengths_kv = starts_q.diff(), starts_kv.diff()
-    sequence_q = torch.repeat_interleave(lengths_q)
-    sequence_kv = torch.repeat_interleave(lengths_kv)
-    inner = None
+    w, packing, inner = inputs.workload, Packing.of(inputs), None
     if w.plain_mask is not None:
-        inner = w.plain_mask.bind(Sequences(w.batch, w.heads, 0, 0, inputs.device, kv_lens=lengths_kv - lengths_q))
+        inner = w.plain_mask.bind(Sequences(w.batch, w.heads, 0, 0, inputs.device, kv_lens=packing.ahead))
 
     def same_sequence(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        mine, theirs = sequence_q[q], sequence_kv[kv]
+        mine, theirs, row, key = packing.within(q, kv)
         visible: torch.Tensor = mine == theirs
-        if inner is None:
-            return visible
-        return visible & inner(mine, h, q - starts_q[mine], kv - starts_kv[theirs])
+        return visible if inner is None else visible & inner(mine, h, row, key)
 
     return same_sequence
 
