@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from pytest_attn.cases.tensors import ReferenceTensors
     from pytest_attn.workloads.workload import Workload
 
-MARKERS = ("attention(*workloads, ...)", "attention_model(...)", "attention_requires(...)", "attention_chosen(timed=False)")
+MARKERS = (
+    "attention(*workloads, ...)",
+    "attention_model(...)",
+    "attention_requires(...)",
+    "attention_chosen(timed=False, compiled=None)",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

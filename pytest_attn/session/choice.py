@@ -1,7 +1,8 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
 That is for tests with the marker `attention_chosen`. A backend that compiles for each workload, or is slow, gets a cover of
-its options and kernels, any other all small workloads, and the larger ones that reach a kernel which those do not.
+its options and kernels, or as much of it as the marker's `compiled` cases reach; any other all small workloads, and the larger
+ones that reach a kernel which those do not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ class _Case:
         """Whether its test takes times."""
         marker = self.item.get_closest_marker(MARKER)
         return bool(marker and marker.kwargs.get("timed"))
+
+    @property
+    def most_compiled(self) -> int | None:
+        """How many cases of its test a backend that compiles, or is slow, gets at most."""
+        marker = self.item.get_closest_marker(MARKER)
+        most: int | None = marker and marker.kwargs.get("compiled")
+        return most
 
     @cached_property
     def reached(self) -> frozenset[str]:
@@ -97,7 +105,8 @@ def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession
 def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
     backend = _backend(cases[0], session)
-    kept = [] if backend.compiles or backend.is_slow else [case for case in cases if _is_small(case, session)]
+    is_long = backend.compiles or backend.is_slow
+    kept = [] if is_long else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
     if not kept and cases[0].is_timed:
         return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check
@@ -106,6 +115,8 @@ def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
         best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))
         kept.append(best)
         missing -= best.reached
+        if is_long and len(kept) == cases[0].most_compiled:
+            break
     return kept or list(cases[:1])  # a backend that takes nothing says why
 
 

@@ -207,7 +207,10 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "attention_chosen",
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
             " backend",
-            (Argument("timed", False, "whether all cases are to run where times can be taken", ""),),
+            (
+                Argument("timed", False, "whether all cases are to run where times can be taken", ""),
+                Argument("compiled", None, "how many cases at most of a backend that compiles, those that reach most", ""),
+            ),
         ),
     )
 

@@ -82,6 +82,14 @@ def test_a_backend_that_compiles_gets_few_workloads_that_reach_all_that_it_takes
     assert reached(found["compiling"]) == reached(filter(takes, SMALL))
 
 
+def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
+    found, few = collect(), collect(arguments="(compiled=3)")
+    assert few["plain"] == found["plain"]
+    assert few["compiling"] == [w for w in found["compiling"] if w in few["compiling"]]
+    assert len(few["compiling"]) == 3
+    assert len(reached(few["compiling"])) > len(reached(found["compiling"])) / 2
+
+
 def test_any_other_backend_gets_a_larger_workload_only_for_a_kernel_that_the_small_ones_do_not_reach(collect):
     found = collect(marker='"smoke", "edges", "features", "vit", "sdxl", "llama3-8b"')["plain"]
     larger = [w for w in found if w not in SMALL]
