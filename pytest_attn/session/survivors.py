@@ -130,7 +130,7 @@ class Search:
         for change in changes(mutant, spec, self._catalog):
             begun = time.monotonic()
             if self._seconds and self._spent >= self._seconds:
-                start = f"Not found by {tried} changes" if tried else "Not looked for"
+                start = "Not found" if tried else "Not looked for"
                 return f"{start}: {self._seconds:g} s were over (--attn-diagnosis-timeout)"
             said = self._finder(mutant.backend, change)
             is_found = bool(said) and not self._finder(honest_backend, change)

@@ -121,7 +121,6 @@ def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkey
     assert len(collect(marker='"smoke"', arguments="(timed=True)")["compiling"]) == 1
 
 
-@pytest.mark.twice
 def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TEST.format(marker='"smoke-full", "edges-s127", "edges-s129"', arguments=""))
