@@ -19,6 +19,7 @@ from pytest_attn.session.collection import Items, missing_because
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.kinds import MODEL, PARAMETER, CaseParameter, device_of, kind_of, marker_of, parameter_of, test_of
 from pytest_attn.session.manifest import left_in
+from pytest_attn.session.marks import ChosenMark
 from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.traits import kernels_of, options_of
@@ -35,18 +36,12 @@ class _Case:
     parameter: CaseParameter
     runs: bool
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether its test takes times."""
+    @cached_property
+    def mark(self) -> ChosenMark:
+        """What its test says of how few cases are enough."""
         marker = self.item.get_closest_marker(MARKER)
-        return bool(marker and marker.kwargs.get("timed"))
-
-    @property
-    def most_compiled(self) -> int | None:
-        """How many cases of its test a backend that compiles, or is slow, gets at most."""
-        marker = self.item.get_closest_marker(MARKER)
-        most: int | None = marker and marker.kwargs.get("compiled")
-        return most
+        assert marker is not None
+        return ChosenMark.from_marker(marker)
 
     @cached_property
     def reached(self) -> frozenset[str]:
@@ -89,7 +84,7 @@ def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     device = session.machines.device(device_of(item))
     if kind_of(item) is MODEL and device.type == "cpu":
         return False  # the suite leaves out most of them there by itself
-    return not marker.kwargs.get("timed") or untimed_because(session.settings.gpu_per_worker, device) is not None
+    return not ChosenMark.from_marker(marker).timed or untimed_because(session.settings.gpu_per_worker, device) is not None
 
 
 def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession) -> bool:
@@ -108,14 +103,14 @@ def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     is_long = backend.compiles or backend.is_slow
     kept = [] if is_long else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
-    if not kept and cases[0].is_timed:
+    if not kept and cases[0].mark.timed:
         return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check
     missing = frozenset().union(*(case.reached for case in left)).difference(*(case.reached for case in kept))
     while missing:
         best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))
         kept.append(best)
         missing -= best.reached
-        if is_long and len(kept) == cases[0].most_compiled:
+        if is_long and len(kept) == cases[0].mark.compiled:
             break
     return kept or list(cases[:1])  # a backend that takes nothing says why
 

@@ -23,7 +23,7 @@ from pytest_attn.session.kinds import (
     kind_of,
     parameter_of,
 )
-from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
+from pytest_attn.session.marks import AttentionMark, ChosenMark, RequiresMark, model_mark
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -127,6 +127,8 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         mark = items.read(_only_marker(metafunc, kind), session)
         for requirement in metafunc.definition.iter_markers("attention_requires"):
             RequiresMark.from_marker(requirement, session.registrations.registry)
+        for choice in metafunc.definition.iter_markers("attention_chosen"):
+            ChosenMark.from_marker(choice)
         if not metafunc.config.option.collectonly:
             require_torch()
             session.machines.device(mark.device)

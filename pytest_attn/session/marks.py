@@ -160,6 +160,25 @@ class RequiresMark:
 
 
 @dataclass(frozen=True)
+class ChosenMark:
+    """`@pytest.mark.attention_chosen(...)`: how few cases of a test are enough."""
+
+    timed: bool = argument(False, "whether all cases are to run where times can be taken")
+    compiled: int | None = argument(None, "how many cases at most of a backend that compiles, those that reach most")
+
+    @classmethod
+    def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
+        """Check every argument; raise ValueError naming what was found and what was expected."""
+        if mark.args:
+            raise ValueError(f"attention_chosen takes keyword arguments only, got {mark.args[0]!r}")
+        _refuse_unknown("attention_chosen", mark.kwargs, [one.name for one in arguments_of(cls)])
+        made = cls(**mark.kwargs)
+        if made.compiled is not None and (not isinstance(made.compiled, int) or made.compiled < 1):
+            raise ValueError(f"attention_chosen: compiled must be a whole number >= 1, got {made.compiled!r}")
+        return made
+
+
+@dataclass(frozen=True)
 class MarkerHelp:
     """What `pytest --markers` and docs/reference/markers.md show of a marker. before: what its arguments begin with."""
 
@@ -207,10 +226,7 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "attention_chosen",
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
             " backend",
-            (
-                Argument("timed", False, "whether all cases are to run where times can be taken", ""),
-                Argument("compiled", None, "how many cases at most of a backend that compiles, those that reach most", ""),
-            ),
+            tuple(arguments_of(ChosenMark)),
         ),
     )
 

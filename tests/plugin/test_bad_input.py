@@ -58,6 +58,22 @@ def test_a_bad_requirement_is_a_collection_error(run, kernel_test, arguments, me
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("compild=3", "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled"),
+        ("3", "attention_chosen takes keyword arguments only, got 3"),
+        ("compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
+        ("compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
+    ],
+)
+def test_a_bad_choice_is_a_collection_error(run, kernel_test, arguments, message):
+    kernel_test("pass", before=f"pytestmark = pytest.mark.attention_chosen({arguments})")
+    result = run()
+    result.assert_outcomes(errors=1)
+    assert message in result.stdout.str()
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ("arch='>=9.0'", "needs arch >=9.0, this device is cpu"),
