@@ -99,7 +99,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     shown = settings.as_options()
     lines = [f"attn: {shown}"] if shown else []
     if settings.backends:
-        from pytest_attn.backends.kept_kernels import kept_line
+        from pytest_attn.backends.compilers import kept_line
 
         lines += filter(None, [kept_line(settings.backends)])
     return lines

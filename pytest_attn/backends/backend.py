@@ -34,8 +34,6 @@ class Backend(Subject):
     launches: tuple[str, ...] = ()
     #: whether torch.compile follows its callables without a break; where not, breaks are counted and reported
     full_graph: bool = True
-    #: whether a case takes seconds for another reason
-    is_slow: bool = False
     #: what it needs, in a few words, for the table of docs/reference/backends.md
     needs: str = ""
     #: the options that its configurations may set (backends/configured.py); None where it takes any
@@ -66,6 +64,11 @@ class Backend(Subject):
     def variant(self, name: str) -> Backend | None:
         """Return this backend's own "compile" or "max_autotune" variant; None where compiling its callable will do."""
         return None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a case takes seconds, as where it compiles."""
+        return self.compiles
 
     @property
     def is_contained(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from pytest_attn.backends.backend import Backend, FunctionBackend, LibraryBackend
 from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES, OVER_RANKS
 from pytest_attn.backends.capabilities import COLUMNS
+from pytest_attn.backends.compilers import compilers_of
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.library import try_imports
@@ -114,6 +115,7 @@ class Registry:
             backend = self._load(base)
             if variant:
                 backend = backend.variant(variant) or (Graphed(backend) if variant == "graph" else Compiled(backend, variant))
+            backend.compiles = backend.compiles or bool(compilers_of(name))
             self._loaded[name] = backend
         return self._loaded[name]
 

@@ -76,7 +76,7 @@ class Subject(ABC):
     returns_lse: bool = False
     #: whether it quantizes its inputs; then `dequantized` says to what
     is_approximate: bool = False
-    #: whether it compiles a kernel for each workload, which takes seconds
+    #: whether it compiles a kernel for each workload, which takes seconds; where compilers.py says so, the registry sets it
     compiles: bool = False
     #: what its interface can say; None where it depends on a user's function
     capabilities: Capabilities | None = None

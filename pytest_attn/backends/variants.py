@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OF_THE_INNER = (
     *("library", "precision", "returns_lse", "known_defects", "capabilities", "needs", "full_graph", "is_approximate"),
     *("launches", "version", "pads_by_mask", "broken_because", "refusal_in", "dequantized", "precision_on", "workspace"),
+    "compiles",
 )
 
 
@@ -32,7 +33,6 @@ class Variant(Backend):
         self.name = f"{inner.name}+{variant}"
         for said in _OF_THE_INNER:
             setattr(self, said, getattr(inner, said))
-        self.compiles = inner.compiles or variant != "graph"
 
     @property
     def is_contained(self) -> bool:

@@ -282,7 +282,8 @@ class CaseRun:
         """Return what makes the context of one call, which must end in time."""
         has_own = self.executor.has_deadline or isolated_of(subject)
         case = f"{subject.name} on {self.workload.id}, {self.item.nodeid}"
-        doing = iter([f"compiling {subject.name}"] if subject.compiles else ())  # in the first call
+        # in the first call; ranks say what they do by themselves
+        doing = iter([f"compiling {subject.name}"] if subject.compiles and not self.executor.has_deadline else ())
 
         @contextmanager
         def around() -> Iterator[None]:

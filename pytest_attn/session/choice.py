@@ -1,8 +1,8 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
-That is for tests with the marker `attention_chosen`. A backend that compiles for each workload, or is slow, gets a cover of
-its options and kernels, or as much of it as the marker's `compiled` cases reach; any other all small workloads, and the larger
-ones that reach a kernel which those do not.
+That is for tests with the marker `attention_chosen`. A backend that is slow, as where it compiles for each workload, gets a
+cover of its options and kernels, or as much of it as the marker's `compiled` cases reach; any other all small workloads, and
+the larger ones that reach a kernel which those do not.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession
 def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
     backend = _backend(cases[0], session)
-    is_long = backend.compiles or backend.is_slow
-    kept = [] if is_long else [case for case in cases if _is_small(case, session)]
+    kept = [] if backend.is_slow else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
     if not kept and cases[0].mark.timed:
         return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check
@@ -110,7 +109,7 @@ def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
         best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))
         kept.append(best)
         missing -= best.reached
-        if is_long and len(kept) == cases[0].mark.compiled:
+        if backend.is_slow and len(kept) == cases[0].mark.compiled:
             break
     return kept or list(cases[:1])  # a backend that takes nothing says why
 

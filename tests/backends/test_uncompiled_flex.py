@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_attn import Workload
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.libraries.flex import FLEX, score_mod_of
+from pytest_attn.backends.libraries.flex import FLEX, Packing, score_mod_of
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.models.capture import precision_of
@@ -64,7 +64,7 @@ def by_place(score, b, h, q, kv):
 def test_scores_of_packed_sequences_are_changed_by_places_in_their_own(q_lens, kv_lens):
     w = Workload(heads=2, alibi="batch", score_mod=by_place, q_lens=q_lens, kv_lens=kv_lens)
     inputs = draw_inputs(w, "flat", 0, CPU)
-    score_mod = score_mod_of(inputs)
+    score_mod = score_mod_of(inputs, Packing.of(inputs))
     b, h, begin_q, begin_kv = torch.tensor(0), torch.tensor(1), 0, 0
     for sequence, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         i, j = torch.arange(q_len)[:, None], torch.arange(kv_len)

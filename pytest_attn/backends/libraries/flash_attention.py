@@ -24,9 +24,9 @@ from pytest_attn.backends.attention_args import (
 )
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
-from pytest_attn.backends.kept_kernels import keeping_flash4
 from pytest_attn.backends.layouts import (
     BOUNDARIES,
     as_packed,
@@ -355,7 +355,6 @@ class Flash4(FlashAttention):
     variants = ("graph",)
     full_graph = False
     launches = ("FlashAttention-4",)
-    compiles = True
     needs = "CUDA, sm80 to sm121; backward and pages from sm90 on"
     capabilities = Capabilities(
         masks=frozenset(("causal-bottom-right", "window", "documents")),

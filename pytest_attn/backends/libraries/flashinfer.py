@@ -66,7 +66,6 @@ class FlashInferFa2(LibraryBackend):
     source = Library(("flashinfer-python",), "flashinfer", "pip install flashinfer-python")
     variants = ("graph",)
     launches = ("FlashInfer", "fa2")
-    compiles = True
     needs = "CUDA, sm80 to sm121, nvcc, ninja"
     capabilities = Capabilities(masks=frozenset(("any",)), features=_FEATURES, head_dims=_DIMS, v_head_dim=True)
     known_defects: tuple[KnownDefect, ...] = _OF_ANY_WORKLOAD

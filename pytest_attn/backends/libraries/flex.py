@@ -65,7 +65,6 @@ class Flex(Backend):
     name = "flex"
     variants: tuple[str, ...] = ("max_autotune",)
     launches = ("FlexAttention",)
-    compiles = True
     needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
     capabilities: Capabilities = _ALL_BUT_PAGES
     max_autotune = False
@@ -244,7 +243,8 @@ def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> Attenti
     from torch.nn.attention.flex_attention import flex_attention
 
     w = inputs.workload
-    score_mod, block_mask = score_mod_of(inputs), block_mask_of(inputs, block_rows)
+    packing = Packing.of(inputs) if w.is_packed else None
+    score_mod, block_mask = score_mod_of(inputs, packing), block_mask_of(inputs, block_rows, packing)
     scale, grouped = w.scale, w.group > 1
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -265,7 +265,7 @@ def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:
 # -- how a workload is said: its score_mod, its block mask, and sinks as one more key ----------------------------------------
 
 
-def score_mod_of(inputs: Inputs) -> ScoreMod | None:
+def score_mod_of(inputs: Inputs, packing: Packing | None) -> ScoreMod | None:
     """Chain softcap, bias, ALiBi and the workload's own score_mod, in the workload's order; None where there is none."""
     w = inputs.workload
     sinks = inputs.sinks
@@ -274,7 +274,6 @@ def score_mod_of(inputs: Inputs) -> ScoreMod | None:
     keys = inputs.k.shape[0] if w.is_packed else w.kv_len
     softcap, own, slopes = w.softcap, w.score_mod, inputs.alibi_slopes
     bias = None if inputs.bias is None else inputs.bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
-    packing = Packing.of(inputs) if w.is_packed else None
     ahead = packing.ahead if packing else w.kv_len - w.q_len if inputs.kv_lens is None else inputs.kv_lens - w.q_len
 
     def score_mod(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -324,12 +323,12 @@ class Packing(NamedTuple):
         return mine, theirs, q - self.starts_q[mine], kv - self.starts_kv[theirs]
 
 
-def block_mask_of(inputs: Inputs, block_rows: int) -> Any:
+def block_mask_of(inputs: Inputs, block_rows: int, packing: Packing | None) -> Any:
     """Return the block mask of what is visible, with blocks of so many rows; None where every key is."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     w = inputs.workload
-    mask_mod = _packed_mask(inputs) if w.is_packed else inputs.mask_mod()
+    mask_mod = _packed_mask(inputs, packing) if packing else inputs.mask_mod()
     if mask_mod is None:
         return None
     keys = inputs.k.shape[0] if w.is_packed else w.kv_len
@@ -349,9 +348,9 @@ def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
     return shown
 
 
-def _packed_mask(inputs: Inputs) -> MaskMod:
+def _packed_mask(inputs: Inputs, packing: Packing) -> MaskMod:
     """Tokens see their own sequence only, and there what the mask shows, in positions of the sequence."""
-    w, packing, inner = inputs.workload, Packing.of(inputs), None
+    w, inner = inputs.workload, None
     if w.plain_mask is not None:
         inner = w.plain_mask.bind(Sequences(w.batch, w.heads, 0, 0, inputs.device, kv_lens=packing.ahead))
 

@@ -23,6 +23,7 @@ from pytest_attn.backends.attention_args import (
 )
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
+from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
@@ -42,7 +43,6 @@ from pytest_attn.backends.dense import (
     needs_dense_mask,
     visible_and_bias,
 )
-from pytest_attn.backends.kept_kernels import keeping_flash4
 from pytest_attn.backends.layouts import (
     ALL_QUANTIZED,
     as_packed,
@@ -316,7 +316,6 @@ class SdpaFa4(SdpaFa3):
 
     name = "sdpa_fa4"
     implementation = "FA4"
-    compiles = True
     source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4", keeping_flash4)
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
     capability_range = ((9, 0), (10, 3))

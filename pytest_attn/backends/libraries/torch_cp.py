@@ -144,7 +144,7 @@ class TorchCpFlex(_OfTorch):
         balancer = None
         if sharding.shard == "head-tail":
             balancer = api._HeadTailLoadBalancer(w.q_len, place.ranks, place.device)
-        whole = block_mask_of(inputs, BLOCK)
+        whole = block_mask_of(inputs, BLOCK, None)
         if whole is None:
             whole = create_block_mask(lambda b, h, q, kv: q >= 0, None, None, w.q_len, w.kv_len, device=str(place.device))
         is_cpu = place.device.type == "cpu"

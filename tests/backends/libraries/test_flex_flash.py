@@ -95,7 +95,7 @@ def test_it_asks_for_the_kernel_by_name(monkeypatch, version, name, options):
 
 @pytest.mark.parametrize("rows", [128, 256])
 def test_its_blocks_have_the_rows_of_a_tile(rows):
-    block_mask = block_mask_of(draw_inputs(W.replace(q_len=300, mask="causal"), "flat"), rows)
+    block_mask = block_mask_of(draw_inputs(W.replace(q_len=300, mask="causal"), "flat"), rows, None)
     assert (rows, 128) == block_mask.BLOCK_SIZE
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from fakes import install, uninstall
 
-from pytest_attn.backends import kept_kernels
-from pytest_attn.backends.kept_kernels import kept_line
+from pytest_attn.backends import compilers
+from pytest_attn.backends.compilers import kept_line
 from pytest_attn.backends.libraries.flash_attention import FLASH4
 from pytest_attn.backends.libraries.sdpa import SdpaFa4
 
@@ -16,10 +16,10 @@ SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 @pytest.fixture
 def installed(monkeypatch):
     """Have torch and flash-attn 4, and no variable set but those given."""
-    monkeypatch.setattr(kept_kernels, "installed_version", {"torch": "2.13", "flash-attn-4": "4.0"}.get)
+    monkeypatch.setattr(compilers, "installed_version", {"torch": "2.13", "flash-attn-4": "4.0"}.get)
     for name in (SWITCH, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kept_kernels, "getuser", lambda: "me")
+    monkeypatch.setattr(compilers, "getuser", lambda: "me")
     return monkeypatch
 
 

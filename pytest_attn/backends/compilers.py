@@ -1,4 +1,4 @@
-"""Where compilers keep what they compiled, for the next run; switched on for a library that leaves that off."""
+"""What compiles kernels for which backends, and where it keeps them for the next run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_attn.backends.machine import installed_version
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles for some backends.
+    """What compiles a kernel for each workload of some backends, which takes seconds.
 
     distribution: that it comes with. folder: where it keeps what it compiled, USER for the user's name, unless the variable
     says otherwise. below: in either of them. switch: the variable that switches it on and off, and how it is where unset.
@@ -67,6 +67,13 @@ COMPILERS = (
 )
 
 
+def compilers_of(name: str) -> list[Compiler]:
+    """Return what compiles for a backend or a variant; loads neither."""
+    base, _, variant = name.partition("+")
+    by_torch = COMPILERS[:1] if variant in ("compile", "max_autotune") else ()
+    return [one for one in COMPILERS if base in one.backends or one in by_torch]
+
+
 def keeping_flash4() -> dict[str, str]:
     """Return what has flash-attn 4 keep what it compiles, where the user has not said whether it does."""
     switch, value = next(one.switch for one in COMPILERS if one.name == "flash-attn 4")
@@ -75,11 +82,8 @@ def keeping_flash4() -> dict[str, str]:
 
 def kept_line(selected: Iterable[str]) -> str:
     """Say where what the selected backends compile is kept for the next run; "" where none of them compiles."""
-    names = {name.partition("+")[0] for name in selected}
-    compiled = any(name.endswith(("+compile", "+max_autotune")) for name in selected)
-    shown = []
-    for one in COMPILERS:
-        is_asked = bool(names & {*one.backends, "all", "available"}) or (compiled and one.name == "inductor")
-        if is_asked and (folder := one.folder_in_use(os.environ)):
-            shown.append(f"{folder} ({one.name})")
+    names = {*selected}
+    asked = COMPILERS if names & {"all", "available"} else {one for name in names for one in compilers_of(name)}
+    folders = [(one.folder_in_use(os.environ), one.name) for one in COMPILERS if one in asked]
+    shown = [f"{folder} ({name})" for folder, name in folders if folder]
     return f"attn: compiled kernels are kept in {', '.join(shown)}" if shown else ""
