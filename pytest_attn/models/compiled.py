@@ -27,7 +27,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.models.exact import SeededGenerators
 from pytest_attn.models.interception import in_backward_pass, intercept_attention, lacks_masks, uncompiled
-from pytest_attn.models.ratios import Exact, Nearest, distances, tensors_of
+from pytest_attn.models.ratios import Exact, Nearest, distances, scatter_of, tensors_of
 from pytest_attn.models.step import device_of, run_step
 from pytest_attn.workloads.dtypes import DTYPES
 
@@ -145,15 +145,11 @@ def _unit(
     fused_run: Callable[[], dict[str, torch.Tensor]],
 ) -> dict[str, float]:
     """Return by how much honest rounding moves each tensor."""
-    squares = dict.fromkeys(exact, 0.0)
-    for one in scattered:
-        for name, distance in distances(one, exact).items():
-            squares[name] += distance**2 / RUNS
+    scatter = scatter_of(scattered, exact)
     try:
         fused = distances(fused_run(), exact)
     except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
         fused = {}
-    scatter = {name: math.sqrt(square) for name, square in squares.items()}
     apart = {name: math.sqrt(2) * distance for name, distance in fused.items()}  # of two runs that round, each otherwise
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
 

@@ -119,19 +119,20 @@ def ratios_of(
             return tensors_of(run_step(step, model, backward))
 
     exact = run(None)
-    found = distances(tensors_of(result), exact)
-    squares = dict.fromkeys(found, 0.0)
-    for seed in range(runs):
-        for name, distance in distances(run(seed), exact).items():
-            squares[name] = squares.get(name, 0.0) + distance**2
-    scatter = {name: math.sqrt(total / runs) for name, total in squares.items()}
-    return {name: distance / scatter[name] for name, distance in found.items() if scatter[name] > 0}
+    scatter = scatter_of(map(run, range(runs)), exact)
+    return {name: far / scatter[name] for name, far in distances(tensors_of(result), exact).items() if scatter[name] > 0}
 
 
 def tensors_of(result: StepResult) -> dict[str, torch.Tensor]:
     """Name all that a run gave: outputs, loss, gradients."""
     loss = {} if result.loss is None else {"loss": result.loss}
     return {**result.outputs, **loss, **{f"gradient of {name}": t for name, t in result.gradients.items()}}
+
+
+def scatter_of(runs: Iterable[Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return by how much rounding moves each tensor: the root mean square of its distances from exact attention."""
+    found = [distances(one, exact) for one in runs]
+    return {name: math.sqrt(sum(one.get(name, 0.0) ** 2 for one in found) / len(found)) for name in exact}
 
 
 def distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
