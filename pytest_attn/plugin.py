@@ -97,12 +97,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which options differ from their defaults, ready to paste, and where compilers keep what they compile."""
     settings = _session(config).settings
     shown = settings.as_options()
-    lines = [f"attn: {shown}"] if shown else []
-    if settings.backends:
-        from pytest_attn.backends.compilers import kept_line
+    if not shown:
+        return []
+    from pytest_attn.backends.compilers import kept_line
 
-        lines += filter(None, [kept_line(settings.backends)])
-    return lines
+    return [f"attn: {shown}", *filter(None, [kept_line(settings.backends)])]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -81,9 +81,9 @@ def keeping_flash4() -> dict[str, str]:
 
 
 def kept_line(selected: Iterable[str]) -> str:
-    """Say where what the selected backends compile is kept for the next run; "" where none of them compiles."""
+    """Say where what backends that are named compile is kept for the next run; "" where none of them compiles."""
     names = {*selected}
-    asked = COMPILERS if names & {"all", "available"} else {one for name in names for one in compilers_of(name)}
+    asked = COMPILERS if "all" in names else {one for name in names for one in compilers_of(name)}
     folders = [(one.folder_in_use(os.environ), one.name) for one in COMPILERS if one in asked]
     shown = [f"{folder} ({name})" for folder, name in folders if folder]
     return f"attn: compiled kernels are kept in {', '.join(shown)}" if shown else ""

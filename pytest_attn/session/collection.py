@@ -13,6 +13,7 @@ from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because
 from pytest_attn.session.kinds import (
     ATTENTION,
+    MUTANT,
     PARAMETER,
     CaseParameter,
     Kind,
@@ -55,8 +56,11 @@ class Items:
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
 
-        Those of a backend and workload; of a workload where its backends are to be timed on one GPU.
+        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of a
+        backend and workload; of a workload where its backends are to be timed on one GPU.
         """
+        if case.backend and case.backend.startswith(MUTANT):
+            return case.backend
         if item.config.getoption("loadgroup", False) and item.config.getoption("attn_gpu_per_worker"):
             return case.workload.id
         return f"{case.workload.id} {case.backend}" if case.backend else None

@@ -235,8 +235,8 @@ class Mutants(SelectedKernels):
         if killed := report.when == "call" and report.failed:
             self._killed.setdefault(name, set()).add(test_of(item))
             report.outcome, report.longrepr, report.sections = "passed", None, []
-        may_be_last = not self._left[name] or hasattr(item.config, "workerinput")  # of whose cases others run some
-        found_with = self._found_with(name, progress) if may_be_last and name not in self._killed else ""
+        is_last = not self._left[name]  # where xdist spreads its cases all the same, no worker comes to the last
+        found_with = self._found_with(name, progress) if is_last and name not in self._killed else ""
         if report.when == "setup" and not found_with:
             return
         mutant, records = self._mutants[name], getattr(report, "attn", [])

@@ -108,13 +108,13 @@ def test_times_are_not_taken(pytester):
 
 
 def test_workers_bring_what_they_found(pytester):
-    pytester.makepyfile(test_it=TEST)
-    names = "right-edge or no-maximum-subtracted"
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--attn-mutants", "-n", "2", "-k", names)
-    result.stdout.re_match_lines(
-        [r'survived  no-maximum-.* Found with inputs="outlier" in the marker\.', r"mutation score \d+%: (\d) of \d"],
-        consecutive=False,
-    )
+    pytester.makepyfile(test_it=weak(f'{SHORT}, Workload(70, name="b")') + LATER)
+    options = ("--attn-mutants", "-n", "2", "--attn-output=run.jsonl")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options, "-k", NAMES)
+    survived = 'survived  no-maximum-subtracted: * Found with inputs="outlier" in the marker.'
+    result.stdout.fnmatch_lines([survived, "mutation score 50%: 1 of 2 *"])
+    fates = [(record["workload"], record["mutant"]["found_with"]) for record in read_records(pytester.path / "run.jsonl")]
+    assert [where for where, found_with in fates if found_with] == ["later"], "once, when no test was left that may find it"
 
 
 # -- what would have found a survivor ------------------------------------------------------------------------------------
@@ -143,6 +143,11 @@ SURVIVING = [
 
 def weak(workload, marker="", body="attn.check(len)"):
     return WEAK.format(workload=workload, marker=marker, body=body)
+
+
+#: two mutants, and a test that finds the second
+NAMES = "no-maximum-subtracted or values-summed-in-the-tensors-dtype"
+LATER = weak('Workload(300, heads=2, name="later")').replace("test_weak", "test_later")
 
 
 @pytest.mark.parametrize(("name", "workload", "said", "changed", "changes"), SURVIVING, ids=[one[0] for one in SURVIVING])
@@ -174,10 +179,8 @@ def test_what_finds_survivors_is_in_every_output(pytester):
 def test_nothing_is_looked_for_while_a_test_is_left_that_may_find_it(pytester, monkeypatch):
     looked_for = []
     monkeypatch.setattr(survivors.Search, "found_with", lambda self, mutant, spec: looked_for.append(spec.workload.name) or "")
-    text = weak(f'{SHORT}, Workload(70, name="b"), Workload(70, name="c")') + weak(
-        'Workload(300, heads=2, name="later")'
-    ).replace("test_weak", "test_later")
-    result = run(pytester, text, "-k", "values-summed-in-the-tensors-dtype or no-maximum-subtracted")
+    text = weak(f'{SHORT}, Workload(70, name="b"), Workload(70, name="c")') + LATER
+    result = run(pytester, text, "-k", NAMES)
     result.stdout.fnmatch_lines(["survived  no-maximum-subtracted: *", "mutation score 50%: 1 of 2 *"])
     assert looked_for == ["later"], "once, when the last case was over"
 
