@@ -22,7 +22,8 @@ from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.reports.lines import aligned
-from pytest_attn.reports.records import FIELDS, RunFacts
+from pytest_attn.reports.records import FIELDS
+from pytest_attn.reports.runs import RunFacts
 from pytest_attn.session.marks import marker_help
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import LAST_FAILED, Run, RunFacts, read_line, read_runs
+from pytest_attn.reports.records import read_line
+from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
 #: pytest's exit codes after which all of a run's tests have run: passed, failed, none there
@@ -56,7 +57,7 @@ def run_merge(given: argparse.Namespace) -> int:
         _write(given.out, runs)
     except OSError as error:
         given.error(f"cannot write {given.out}: {error.strerror or error}")
-    tests, records = len(frozenset().union(*(run.ran for run in runs))), sum(run.records for run in runs)
+    tests, records = len(_union(run.facts["ran"] for run in runs if run.facts)), sum(run.records for run in runs)
     counts = f"{_count(len(runs), 'run')}, {_count(tests, 'test')}, {_count(records, 'record')}"
     print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
     return int(bool(found))
@@ -126,9 +127,9 @@ def _incomplete(run: Run, facts: RunFacts) -> Iterator[str]:
         yield f"{run.path} ended with pytest's exit code {facts['exit']}; its output says why"
     elif facts["choice"].endswith(LAST_FAILED):
         yield f"{run.path} is of {LAST_FAILED}, which collects only what failed before; run it without: {facts['command']}"
-    elif not run.collected:
+    elif not collected_by(facts):
         yield f"{run.path} collected no tests; its command was: {facts['command']}"
-    elif facts["collected"] != len(run.collected):
+    elif facts["collected"] != len(collected_by(facts)):
         yield f"{run.path} does not know which tests it collected, as its workers crashed; {_again(facts)}"
 
 
@@ -139,14 +140,15 @@ def _again(facts: RunFacts) -> str:
 def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
     """Say which tests ran nowhere, but for those that the same -k, -m and --deselect of all runs leave out."""
     has_one_choice = len({facts["choice"] for _, facts in closed}) == 1
-    collected = _union(run.collected for run, _ in closed)
-    wanted = _union(run.ran | run.unfinished | run.left_out for run, _ in closed) if has_one_choice else collected
-    missing = wanted - _union(run.ran for run, _ in closed)
+    collected = _union(collected_by(facts) for _, facts in closed)
+    chosen = _union(facts["ran"] | facts["unfinished"] | facts["left_out"] for _, facts in closed)
+    missing = (chosen if has_one_choice else collected) - _union(facts["ran"] for _, facts in closed)
     for run, facts in closed:
-        if stopped := missing & run.unfinished:
+        if stopped := missing & facts["unfinished"]:
             missing -= stopped
+            given = _count(len(facts["ran"] | facts["unfinished"]), "test")
             yield (
-                f"{run.path} ran {len(run.ran):,} of its {_count(len(run.ran | run.unfinished), 'test')}, and not"
+                f"{run.path} ran {len(facts['ran']):,} of its {given}, and not"
                 f" {_some(stopped)}; was it stopped, or run with -x or --lf? R{_again(facts)[1:]}"
             )
     if missing:
@@ -168,8 +170,8 @@ def _twice(closed: Sequence[_Closed]) -> Iterator[str]:
     """Say which tests ran in two files."""
     first: dict[str, Run] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    for run, _ in closed:
-        for test in run.ran:
+    for run, facts in closed:
+        for test in facts["ran"]:
             other = first.setdefault(test, run)
             if other is not run:
                 twice.setdefault((other.path, run.path), []).append(test)
@@ -183,10 +185,10 @@ def _twice(closed: Sequence[_Closed]) -> Iterator[str]:
 def _divided_otherwise(closed: Sequence[_Closed]) -> Iterator[str]:
     """Say why tests may be missing, or there twice: the runs collected, chose or divided them in different ways."""
     groups, splits = _groups(closed)
-    given = [run.ran | run.unfinished for run, _ in closed]
-    is_divided = sum(map(len, given)) == len(_union(given)) and _union(given) >= _union(run.left_out for run, _ in closed)
-    if len({run.collected for run, _ in closed}) > 1:
-        said = _who(closed, lambda run, facts: _count(len(run.collected), "test"))
+    given, left_out = [facts["ran"] | facts["unfinished"] for _, facts in closed], (facts["left_out"] for _, facts in closed)
+    is_divided = sum(map(len, given)) == len(_union(given)) and _union(given) >= _union(left_out)
+    if len({collected_by(facts) for _, facts in closed}) > 1:
+        said = _who(closed, lambda run, facts: _count(len(collected_by(facts)), "test"))
         yield (
             f"the runs collected different tests: {said}; the same paths, libraries and --attn-backends, by name, give all"
             " hosts the same"

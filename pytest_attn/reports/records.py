@@ -1,4 +1,4 @@
-"""The record of one judgment: its fields, and a .jsonl file, one JSON object per line; the runs in such files.
+"""The record of one judgment: its fields, and a .jsonl file, one JSON object per line.
 
 A line is whole or not there: it is written in one piece as soon as its test is done. Numbers that JSON has no word for are
 the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again when read.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
@@ -331,141 +329,3 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numbers(one) for key, one in value.items()}
     return [_numbers(one) for one in value] if isinstance(value, list) else value
-
-
-# -- runs: the lines of each, and the closing line that says which tests it collected, left out and ran -------------------
-
-
-class RunFacts(TypedDict):
-    """What the closing line of a run says. Ids of tests are there by what is before their first bracket: {"a::b": ["[c]"]}."""
-
-    command: Annotated[str, "what was typed"]
-    choice: Annotated[str, "-k, -m and --deselect; --lf where it left out what did not fail before"]
-    group: Annotated[str, "I/N where pytest-split divided the tests, else empty"]
-    commit: Annotated[str, "of the repository, with a mark of what is not committed; empty where git has none"]
-    options: Annotated[str, "the options of pytest-attn that differ from their defaults, without outputs and device"]
-    pytest_attn: Annotated[str, "its version"]
-    python: Annotated[str, "its version"]
-    device: Annotated[str, "name of the GPU of tests that name no device, or cpu; empty without such tests"]
-    records: Annotated[int, "how many lines before this one are its records"]
-    uncollected: Annotated[int, "how many files could not be collected"]
-    exit: Annotated[int, "pytest's exit code"]
-    collected: Annotated[int, "how many tests were collected, before any was taken away: those of the next four fields"]
-    ran: Annotated[dict[str, list[str]], "ids of tests that have run to their end, or that one skipped test stands for"]
-    unfinished: Annotated[dict[str, list[str]], "of tests that were to run, and have not"]
-    left_out: Annotated[dict[str, list[str]], "of tests that a plugin took away, as pytest-split does"]
-    unchosen: Annotated[dict[str, list[str]], "of tests that -k, -m or --deselect leave out"]
-
-
-#: ends the choice of a run that collected what failed in an earlier one, and nothing else
-LAST_FAILED = "--lf"
-#: the fields that hold ids of tests
-_IDS = ("ran", "unfinished", "left_out", "unchosen")
-
-
-@dataclass
-class Run:
-    """One run in a file.
-
-    lines: those of its records, and the closing line last. records: how many. damaged: what is wrong with other lines.
-    facts: of the closing line, None where there is none. ran, unfinished, left_out, unchosen: ids of tests. versions: what
-    the records say of the software and the GPU, by what that is.
-    """
-
-    path: str
-    lines: list[str] = field(default_factory=list)
-    records: int = 0
-    damaged: list[str] = field(default_factory=list)
-    facts: RunFacts | None = None
-    ran: frozenset[str] = frozenset()
-    unfinished: frozenset[str] = frozenset()
-    left_out: frozenset[str] = frozenset()
-    unchosen: frozenset[str] = frozenset()
-    versions: dict[str, set[str]] = field(default_factory=dict)
-
-    @property
-    def collected(self) -> frozenset[str]:
-        """The ids of all tests that the run knows of."""
-        return self.ran | self.unfinished | self.left_out | self.unchosen
-
-    def close(self, facts: RunFacts) -> None:
-        """Take the facts of the closing line."""
-        self.facts = facts
-        self.ran, self.unfinished = _ids(facts["ran"]), _ids(facts["unfinished"])
-        self.left_out, self.unchosen = _ids(facts["left_out"]), _ids(facts["unchosen"])
-
-    def add(self, record: Record) -> None:
-        """Take note of a record."""
-        self.records += 1
-        machine = record["machine"]
-        if machine:
-            self._note("torch's version", machine.get("torch"))
-            self._note("pytest-attn's version", machine.get("pytest_attn"))
-            if machine.get("kind") != "cpu":
-                self._note("the GPU of some tests", machine.get("name"))
-        if record["version"]:
-            self._note(f"the library of {record['tags'].get('backend', record['subject'])}", record["version"])
-
-    def _note(self, what: str, value: object) -> None:
-        self.versions.setdefault(what, set()).add(str(value))
-
-
-def read_runs(path: str) -> list[Run]:
-    """Return the runs in a file: as a rule one; several where files were put behind one another. Raises OSError."""
-    runs = [Run(path)]
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            run, where = runs[-1], f"{path}, line {number}"
-            try:
-                line = raw.decode()
-                if not line.strip():
-                    continue
-                if not line.endswith("\n"):
-                    raise ValueError(f"{where}: is cut short")
-                record = read_line(line, where)
-                if record is not None:
-                    run.add(record)
-                else:
-                    run.close(_facts_of(line, where))
-                    runs.append(Run(path))
-                run.lines.append(line)
-            except UnicodeDecodeError:
-                run.damaged.append(f"{where}: is not UTF-8")
-            except ValueError as error:
-                run.damaged.append(str(error))
-    return [run for run in runs if run.lines or run.damaged] or [Run(path)]
-
-
-def to_run_line(facts: RunFacts) -> str:
-    """Return the closing line of a run."""
-    return json.dumps({"schema": SCHEMA, RUN: facts}, ensure_ascii=False, separators=(",", ":"))
-
-
-def _facts_of(line: str, where: str) -> RunFacts:
-    facts: Any = json.loads(line)[RUN]
-    for name, hint in RunFacts.__annotations__.items():
-        kind = int if "[int" in str(hint) else dict if name in _IDS else str
-        if not isinstance(facts, dict) or type(facts.get(name)) is not kind:
-            raise ValueError(f"{where}: is not the closing line of a run: {name} must be of type {kind.__name__}")
-    return cast(RunFacts, facts)
-
-
-def grouped(ids: Iterable[str]) -> dict[str, list[str]]:
-    """Return ids of tests by what stands before their first bracket, as that is much the same for many."""
-    found: dict[str, list[str]] = {}
-    for one in sorted(ids):
-        name, bracket, rest = one.partition("[")
-        found.setdefault(name, []).append(bracket + rest)
-    return found
-
-
-def _ids(groups: dict[str, list[str]]) -> frozenset[str]:
-    return frozenset(f"{name}{rest}" for name, group in groups.items() for rest in group)
-
-
-def stable_id(nodeid: str) -> str:
-    """Return a test's id as every host writes it: without xdist's group, and without where an installed suite lies."""
-    path, colons, name = nodeid.partition("::")
-    inside = re.search(r".*(?:site|dist)-packages/(.+)", path)
-    group = name.find("@", name.rfind("]") + 1)
-    return f"{inside[1] if inside else path}{colons}{name if group < 0 else name[:group]}"

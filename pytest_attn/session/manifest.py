@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.reports.records import LAST_FAILED, Record, RecordWriter, RunFacts, grouped, stable_id, to_run_line
+from pytest_attn.reports.records import Record, RecordWriter
+from pytest_attn.reports.runs import LAST_FAILED, RunFacts, stable_id, to_run_line
 from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
@@ -101,10 +102,10 @@ class Manifest:
             "uncollected": len(self._uncollected),
             "exit": exit_code,
             "collected": noted["collected"],
-            "ran": grouped(ran),
-            "unfinished": grouped(set(noted["selected"]) - ran),
-            "left_out": grouped(noted["left_out"]),
-            "unchosen": grouped(noted["unchosen"]),
+            "ran": frozenset(ran),
+            "unfinished": frozenset(noted["selected"]).difference(ran),
+            "left_out": frozenset(noted["left_out"]),
+            "unchosen": frozenset(noted["unchosen"]),
         }
         return to_run_line(facts)
 

@@ -3,7 +3,8 @@
 import itertools
 
 from fakes.records import run_of
-from pytest_attn.reports.records import changed, grouped, to_line, to_run_line
+from pytest_attn.reports.records import changed, to_line
+from pytest_attn.reports.runs import to_run_line
 from pytest_attn.version import __version__
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -38,10 +39,10 @@ def lines_of_run(found, every, tests=(), **facts):
         "uncollected": 0,
         "exit": 0,
         "collected": len(ran | set(every)),
-        "ran": grouped(ran),
-        "unfinished": {},
-        "left_out": grouped(set(every) - ran),
-        "unchosen": {},
+        "ran": ran,
+        "unfinished": (),
+        "left_out": set(every) - ran,
+        "unchosen": (),
     }
     return [*map(to_line, found), to_run_line({**closing, **facts})]
 

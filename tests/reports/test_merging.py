@@ -10,7 +10,8 @@ from fakes.runs import lines_of_run, write, write_runs
 from pytest_attn.__main__ import main
 from pytest_attn.reports.html.page import report_page
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import changed, grouped, read_records, stable_id, to_line
+from pytest_attn.reports.records import changed, read_records, to_line
+from pytest_attn.reports.runs import grouped, stable_id
 
 COUNT = 8
 FILES = [f"part-{number}.jsonl" for number in range(1, COUNT + 1)]
@@ -126,7 +127,7 @@ def test_several_judgments_of_one_test_are_no_double(parts, merge):
 
 
 def test_what_all_runs_chose_not_to_run_need_not_run(parts, merge):
-    left = {"unchosen": grouped(["a.py::left"]), "choice": "-k it", "collected": 81}
+    left = {"unchosen": ["a.py::left"], "choice": "-k it", "collected": 81}
     for number in range(1, COUNT + 1):
         parts.rewrite(number, **left)
     assert merge(out="part-all.jsonl")[0] == 0
@@ -172,7 +173,7 @@ def test_a_run_that_differs_in_many_ways_is_said_in_full(parts, merge):
 
 
 def test_a_run_that_did_not_finish(parts, merge):
-    unfinished = grouped([parts.records[2][9]["test"]])
+    unfinished = [parts.records[2][9]["test"]]
     parts.rewrite(3, parts.records[2][:9], unfinished=unfinished)
     assert refused(merge) == [
         "part-3.jsonl ran 9 of its 10 tests, and not test_kernel.py::test_it[part3-case9]; was it stopped, or run with -x or"
