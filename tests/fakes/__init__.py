@@ -57,6 +57,7 @@ LIBRARIES = {
         "flashinfer-python",
         "0.5.3",
     ),
+    "cudnn": ({"cudnn/__init__.py": "cudnn.py"}, "nvidia-cudnn-frontend", "1.32.0"),
     "natten": (
         {
             "natten/__init__.py": "from natten.functional import na1d, na2d, na3d\n",
@@ -122,6 +123,12 @@ def faulty(file, right, wrong):
     source = source_of(file)
     assert right in source, f"{file} has no {right!r}"
     return source.replace(right, wrong)
+
+
+def planted(file, right, wrong):
+    """Return the path of a fake in its library, with its text with a fault planted in it."""
+    (path,) = {path for files, *_ in LIBRARIES.values() for path, source in files.items() if source == file}
+    return {path: faulty(file, right, wrong)}
 
 
 def put(monkeypatch, folder, name, **changed):

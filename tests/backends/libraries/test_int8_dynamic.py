@@ -5,7 +5,7 @@ import torch
 from fakes.judged import judged
 
 import pytest_attn
-from pytest_attn import Machine, Pages, Window, Workload
+from pytest_attn import Machine, Window, Workload
 from pytest_attn.backends.libraries import eager
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.mismatch_text import describe
@@ -81,20 +81,6 @@ def test_int8_steps_are_whole_and_reach_from_minus_127_to_127(dim):
     assert (steps[1].abs().amax(dim) == 127).all()
     assert not steps[0, 0].any()
     assert ((steps.float() * scale - x.float()).abs() <= scale * 0.5001).all()
-
-
-@pytest.mark.parametrize(
-    ("workload", "backward", "reason"),
-    [
-        (W, True, "has no backward pass"),
-        (W.replace(softcap=2.0), False, "has no softcap"),
-        (W.replace(bias="hqk"), False, "has no additive bias"),
-        (W.replace(q_len=1, kv_pages=Pages(16)), False, "does not support a paged KV cache"),
-        (Workload(q_lens=(7, 9)), False, "does not support packed sequences"),
-    ],
-)
-def test_it_refuses_the_rest(workload, backward, reason):
-    assert Registry()["int8_dynamic"].unsupported_because(workload, THIS_CPU, backward) == [reason]
 
 
 def quantized_weights(rounded):

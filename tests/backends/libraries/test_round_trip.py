@@ -5,14 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fakes import LIBRARIES, put, uninstall
 from fakes.judged import CPU, HOST
 from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.dense import boolean_mask, dense
 from pytest_attn.backends.libraries.flashinfer import _options
-from pytest_attn.backends.registry import Registry
 from pytest_attn.models.exact import exact_attention
 from pytest_attn.models.interception import intercept_attention
 from pytest_attn.models.mask_recognition import to_inputs
@@ -42,22 +40,12 @@ WORKLOADS = [
     W.replace(v_head_dim=32, kv_heads=4),
     Workload(9, cached=31, batch=2, heads=4, kv_heads=2, head_dim=64, mask="causal-bottom-right"),
 ]
-#: backend -> the libraries to install
-BACKENDS = {
-    **dict.fromkeys(("math", "sdpa", "flex"), ()),
-    **dict.fromkeys(("flash2", "flash2_kvcache"), ("flash2",)),
-    "flash3": ("flash3",),
-    "flash4": ("flash4",),
-    **dict.fromkeys(("te_fused", "te_flash", "te_unfused"), ("transformer_engine",)),
-    "xformers": ("xformers",),
-    "sage": ("sage2",),
-    "natten": ("natten",),
-    "flashinfer_fa3": ("flashinfer",),
-    **dict.fromkeys(("diffusers:native", "diffusers:flex"), ("diffusers",)),
-    **dict.fromkeys(("diffusers:flash", "diffusers:flash_varlen"), ("flash2", "diffusers")),
-    **dict.fromkeys(("transformers:eager", "transformers:sdpa", "transformers:flex_attention"), ("transformers",)),
-    "transformers:flash_attention_2": ("flash2", "transformers"),
-}
+BACKENDS = (
+    *("math", "sdpa", "flex", "flash2", "flash2_kvcache", "flash3", "flash4", "te_fused", "te_flash", "te_unfused"),
+    *("xformers", "sage", "natten", "flashinfer_fa3"),
+    *("diffusers:native", "diffusers:flex", "diffusers:flash", "diffusers:flash_varlen"),
+    *("transformers:eager", "transformers:sdpa", "transformers:flex_attention", "transformers:flash_attention_2"),
+)
 
 
 class Reader:
@@ -73,22 +61,6 @@ class Reader:
 
     def unread(self, module, function, reason):
         raise AssertionError(f"{function} is not read: {reason}")
-
-
-@pytest.fixture
-def installed(monkeypatch, tmp_path):
-    """Install what a backend needs; returns it."""
-    names = []
-
-    def made(name):
-        names.extend(BACKENDS[name])
-        for library in BACKENDS[name]:
-            put(monkeypatch, tmp_path, library)
-        return Registry()[name]
-
-    yield made
-    for library in names:
-        uninstall(LIBRARIES[library][0])
 
 
 def as_a_model_calls(backend, monkeypatch):

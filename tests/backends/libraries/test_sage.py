@@ -1,9 +1,9 @@
 import pytest
 import torch
-from fakes import faulty, install, uninstall
+from fakes import planted
 from fakes.judged import A100, B200, H200, judged
 
-from pytest_attn import Pages, Window, Workload
+from pytest_attn import Workload
 from pytest_attn.backends.libraries import sage
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.mismatch_text import describe
@@ -12,17 +12,6 @@ from pytest_attn.workloads.inputs import draw_inputs
 W = Workload(130, 192, batch=2, heads=4, kv_heads=2)
 SQUARE = Workload(200, heads=4, kv_heads=2, mask="causal")
 PADDED = Workload(130, 200, heads=2)
-
-
-@pytest.fixture
-def installed(monkeypatch, tmp_path):
-    def put(version, source=None):
-        fake = "sage1.py" if version == "1.0.6" else "sage2.py"
-        install(monkeypatch, tmp_path, {"sageattention/__init__.py": source or fake}, "sageattention", version)
-        return Registry()
-
-    yield put
-    uninstall({"sageattention/__init__.py": ""})
 
 
 def judged_on_all(backend, workload):
@@ -47,7 +36,7 @@ def values_pass(comparison):
     ids=lambda w: w.id,
 )
 def test_version_1_computes_exact_attention_on_its_int8_values_and_changes_k(installed, workload):
-    backend = installed("1.0.6")["sage"]
+    backend = installed("sage", ["sage1"])
     assert backend.unavailable_because(H200) is None
     assert backend.unsupported_because(workload, H200) == []
     comparison = judged_on_all(backend, workload)
@@ -60,7 +49,7 @@ def test_version_1_computes_exact_attention_on_its_int8_values_and_changes_k(ins
 
 
 def test_keys_of_padding_that_version_1_counts_are_a_defect_of_their_own(installed):
-    backend = installed("1.0.6")["sage"]
+    backend = installed("sage", ["sage1"])
     comparison = judged(backend, PADDED)
     assert not values_pass(comparison)
     in_place, padding = backend.known_defects
@@ -70,8 +59,8 @@ def test_keys_of_padding_that_version_1_counts_are_a_defect_of_their_own(install
 
 
 def test_a_version_1_that_leaves_k_alone_passes(installed):
-    source = faulty("sage1.py", "k -= k.mean", "k = k - k.mean")
-    assert judged(installed("1.0.6", source)["sage"], W).passed
+    source = planted("sage1.py", "k -= k.mean", "k = k - k.mean")
+    assert judged(installed("sage", ["sage1"], **source), W).passed
 
 
 @pytest.mark.parametrize(
@@ -90,17 +79,17 @@ def test_a_version_1_that_leaves_k_alone_passes(installed):
     ],
 )
 def test_a_fault_in_version_1_is_found_beside_its_defects(installed, text, replacement):
-    comparison = judged(installed("1.0.6", faulty("sage1.py", text, replacement))["sage"], W)
+    comparison = judged(installed("sage", ["sage1"], **planted("sage1.py", text, replacement)), W)
     assert not values_pass(comparison)
 
 
 def test_another_alignment_in_version_1_is_found(installed):
-    source = faulty("sage1.py", "rows[:, None] >=", "rows[:, None] >")
-    assert not values_pass(judged(installed("1.0.6", source)["sage"], SQUARE))
+    source = planted("sage1.py", "rows[:, None] >=", "rows[:, None] >")
+    assert not values_pass(judged(installed("sage", ["sage1"], **source), SQUARE))
 
 
 def test_what_version_1_makes_of_q_and_k_is_known_but_for_ties(installed):
-    library = installed("1.0.6")["sage"].source.load()
+    library = installed("sage", ["sage1"]).source.load()
     for x, rows in ((draw_inputs(W, "structured").q.float(), 128), (draw_inputs(W, "outlier").k.float(), 64)):
         steps, scale = library.per_block_int8(x, rows, 1.0)
         theirs = (steps.float() * scale)[:, :, : x.shape[2]]
@@ -121,7 +110,7 @@ def test_a_block_of_zeros_stays_zero():
     ids=lambda w: w.id,
 )
 def test_version_2_stays_within_the_error_of_its_steps(installed, name, workload):
-    backend = installed("2.2.0")[name]
+    backend = installed(name)
     assert backend.unavailable_because(H200) is None
     assert backend.unsupported_because(workload, H200) == []
     comparison = judged_on_all(backend, workload)
@@ -140,11 +129,11 @@ def test_version_2_stays_within_the_error_of_its_steps(installed, name, workload
     ],
 )
 def test_a_gross_fault_in_version_2_is_found(installed, name, text, replacement):
-    assert not judged(installed("2.2.0", faulty("sage2.py", text, replacement))[name], SQUARE).passed
+    assert not judged(installed(name, **planted("sage2.py", text, replacement)), SQUARE).passed
 
 
 def test_hopper_gets_its_own_fp8_kernel(installed, monkeypatch):
-    backend = installed("2.2.0")["sage_fp8"]
+    backend = installed("sage_fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert backend.function(torch.device("cuda:0")) == "sageattn_qk_int8_pv_fp8_cuda_sm90"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -152,7 +141,8 @@ def test_hopper_gets_its_own_fp8_kernel(installed, monkeypatch):
 
 
 def test_versions_are_told_apart(installed):
-    registry = installed("1.0.6")
+    installed("sage", ["sage1"])
+    registry = Registry()
     assert registry["sage"].precision_on("cuda") == "sage"
     assert registry["sage"].unavailable_because(B200) is None
     for name in ("sage_fp16", "sage_fp8"):
@@ -160,7 +150,8 @@ def test_versions_are_told_apart(installed):
 
 
 def test_version_2_has_kernels_for_some_devices_only(installed):
-    registry = installed("2.2.0")
+    installed("sage")
+    registry = Registry()
     assert registry["sage"].precision_on("cuda") == "sage_fp8"
     assert registry["sage"].unavailable_because(B200) == (
         "has kernels for sm80, sm86, sm89, sm90, sm120, sm121, this device is sm100"
@@ -170,20 +161,3 @@ def test_version_2_has_kernels_for_some_devices_only(installed):
     assert registry["sage"].unsupported_because(W.replace(dtype="fp32"), H200) == [
         "takes float16 and bfloat16 only, not float32"
     ]
-
-
-@pytest.mark.parametrize(
-    ("workload", "backward", "reason"),
-    [
-        (W, True, "has no backward pass"),
-        (W.replace(mask="causal"), False, "takes a causal mask aligned to the first key for q_len == kv_len only"),
-        (W.replace(mask=Window(9, 3)), False, "has no sliding window"),
-        (W.replace(head_dim=32), False, "takes head_dim 64, 96 and 128 only, not head_dim 32"),
-        (W.replace(v_head_dim=128), False, "needs v_head_dim equal to head_dim"),
-        (W.replace(kv_lens=(192, 77)), False, "does not support padded keys"),
-        (W.replace(q_len=1, kv_pages=Pages(16)), False, "does not support a paged KV cache"),
-        (Workload(q_lens=(7, 9)), False, "does not support packed sequences"),
-    ],
-)
-def test_it_refuses_what_the_library_has_no_words_for(installed, workload, backward, reason):
-    assert installed("1.0.6")["sage"].unsupported_because(workload, H200, backward) == [reason]

@@ -7,7 +7,7 @@ from fakes.attention import attention
 from fakes.judged import CPU, H200, assert_passes, judged
 from torch.nn import attention as torch_attention
 
-from pytest_attn import Window, Workload, draw_inputs
+from pytest_attn import Workload, draw_inputs
 from pytest_attn.backends.libraries.sdpa import _BROKEN_HOOKS, _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
@@ -176,26 +176,6 @@ def test_a_library_that_torch_cannot_activate_is_broken(hooked):
 )
 def test_it_needs_the_switch_the_library_and_the_architecture(hooked, machine, reason):
     assert hooked("sdpa_fa4", Hook()).unavailable_because(machine) == reason
-
-
-@pytest.mark.parametrize(
-    ("workload", "reason"),
-    [
-        (W.replace(mask="causal"), "takes a causal mask aligned to the first key for q_len == kv_len only"),
-        (W.replace(mask="causal-bottom-right"), "has no causal mask aligned to the last key"),
-        (SQUARE.replace(mask=Window(3, 0)), "has no sliding window"),
-        (W.replace(dtype="fp32"), "takes bfloat16 and float16 only, not float32"),
-        (W.replace(v_head_dim=64), "needs v_head_dim equal to head_dim"),
-        (W.replace(head_dim=264), "takes a head_dim of at most 256, not head_dim 264"),
-        (W.replace(kv_lens=(80, 51)), "does not support padded keys"),
-        (W.replace(q_lens=(48, 48), kv_lens=(80, 80)), "does not support packed sequences"),
-        (W.replace(bias="hqk"), "has no additive bias"),
-    ],
-    ids=lambda value: value.id if isinstance(value, Workload) else "",
-)
-def test_it_refuses_what_sdpa_has_no_words_for(hooked, workload, reason):
-    backend = hooked("sdpa_fa4", Hook())
-    assert backend.unsupported_because(workload, H200) == [reason]
 
 
 def test_head_dims_without_a_kernel_on_sm100(hooked):
