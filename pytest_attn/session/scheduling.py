@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from pytest_attn.session.durations import Durations
 from pytest_attn.session.kinds import is_case, kind_of, parameter_of
-from pytest_attn.session.progress import Seconds
 from pytest_attn.session.session import session_of
 
 #: between a case's id, its group, and whether its backend compiles, where a worker hands its ids to the controller; in no id
@@ -100,5 +100,5 @@ def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
     is_own = isinstance(own, GroupScheduling) or not type(own).__module__.startswith("xdist.")
     if groups and not is_own and config.getoption("dist") in _DIVIDING:
         compiled = {nodeid for nodeid, *more in parted if _COMPILES in more[1:]}
-        distributed.sched = GroupScheduling(config, own, groups, Seconds(config).earlier, compiled)
+        distributed.sched = GroupScheduling(config, own, groups, Durations(config).earlier, compiled)
     return [nodeid for nodeid, *more in parted if more]

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 from fakes.terminal import as_seen, between_tests, on_a_terminal
 
-import pytest_attn.session.progress as module
-from pytest_attn.session.progress import PassingText, Progress, Remaining, Seconds
+from pytest_attn.session import durations, passing_text
+from pytest_attn.session import progress as module
+from pytest_attn.session.durations import Durations, Remaining
+from pytest_attn.session.passing_text import PassingText
+from pytest_attn.session.progress import Progress
 
 SLOW = """
 import time
@@ -34,9 +37,9 @@ def test_fails():
     assert False
 """
 HASTY = """
-import pytest_attn.session.progress as progress
-progress.SILENT_SECONDS, progress.TICK = {silent}, 0.05
-progress.RUN_SECONDS = 10 * progress.SILENT_SECONDS
+from pytest_attn.session import durations, progress
+durations.SILENT_SECONDS = progress.SILENT_SECONDS = {silent}
+progress.TICK, progress.RUN_SECONDS = 0.05, 10 * {silent}
 """
 
 
@@ -138,7 +141,7 @@ def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, 
         there = SimpleNamespace(isatty=lambda: facts.get("is_terminal", True), fileno=screen.fileno)
         if not facts.get("has_descriptor", True):
             del there.fileno
-        monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=there, stderr=there))
+        monkeypatch.setattr(passing_text, "sys", SimpleNamespace(stdout=there, stderr=there))
         text = PassingText(config, facts.get("is_child", False))
     assert (text.is_watched, text.is_read) == reader
     text.close()
@@ -147,10 +150,10 @@ def test_it_is_silent_where_others_write_or_nobody_reads(monkeypatch, tmp_path, 
 
 def test_a_log_has_a_line_where_nothing_was_printed_for_long(monkeypatch, tmp_path):
     now = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(passing_text, "time", SimpleNamespace(monotonic=lambda: now[0]))
     path = tmp_path / "log"
-    monkeypatch.setattr(module, "_terminal_of", lambda config: None)
-    monkeypatch.setattr(module, "_log_of", lambda config: os.open(path, os.O_WRONLY | os.O_CREAT))
+    monkeypatch.setattr(passing_text, "_terminal_of", lambda config: None)
+    monkeypatch.setattr(passing_text, "_log_of", lambda config: os.open(path, os.O_WRONLY | os.O_CREAT))
     printed = []
     writer = SimpleNamespace(write=lambda text, **markup: printed.append(text))
     text = PassingText(SimpleNamespace(add_cleanup=lambda clean: None, get_terminal_writer=lambda: writer))
@@ -176,7 +179,7 @@ def terminal(monkeypatch):
     """What has a config, the `writer` with the column that pytest has come to, and `written()` since it was last called."""
     read, write = os.pipe()
     os.set_blocking(read, False)
-    monkeypatch.setattr(module, "_terminal_of", lambda config: write)
+    monkeypatch.setattr(passing_text, "_terminal_of", lambda config: write)
     writer = SimpleNamespace(fullwidth=40, width_of_current_line=10, flush=lambda: None)
     monkeypatch.setattr(PassingText, "_width", lambda text: writer.fullwidth)
     cleanups = []
@@ -257,7 +260,7 @@ def test_the_width_is_the_terminals_own(monkeypatch, tmp_path):
     monkeypatch.delenv("COLUMNS", raising=False)
     leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
-    monkeypatch.setattr(module, "_terminal_of", lambda config: follower)
+    monkeypatch.setattr(passing_text, "_terminal_of", lambda config: follower)
     text = PassingText(SimpleNamespace(add_cleanup=lambda clean: None))
     assert text._width() == 57
     text.close()
@@ -271,7 +274,8 @@ def test_the_width_is_the_terminals_own(monkeypatch, tmp_path):
 def now(monkeypatch, terminal):
     """The seconds of the clock, as a list of one; ticks come at once, on a wide terminal."""
     seconds = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    for one in (module, durations, passing_text):
+        monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     monkeypatch.setattr(module, "TICK", 0.01)
     terminal.writer.fullwidth = 200
     terminal.writer.write = lambda text, **markup: None
@@ -366,9 +370,9 @@ def kept(**seconds):
 
 
 def test_the_rest_is_known_by_the_run_before_and_shared_by_workers(now):
-    rest = Remaining(["a", "b", "c", "d"], Seconds(kept(a=20.0, b=40.0, c=60.0)), workers=4)
+    rest = Remaining(["a", "b", "c", "d"], Durations(kept(a=20.0, b=40.0, c=60.0)), workers=4)
     assert rest.words(now[0]) == "0 of 4 cases, 1:00 to go"  # the longest, of which the workers share none
-    rest = Remaining(["a", "b", "c", "d"], Seconds(kept(a=20.0, b=40.0, c=60.0)), workers=2)
+    rest = Remaining(["a", "b", "c", "d"], Durations(kept(a=20.0, b=40.0, c=60.0)), workers=2)
     assert rest.words(now[0]) == "0 of 4 cases, 1:20 to go"  # d as the others on average
     for one in "abcd":
         rest.pytest_runtest_logfinish(one)
@@ -378,7 +382,7 @@ def test_the_rest_is_known_by_the_run_before_and_shared_by_workers(now):
 @pytest.mark.parametrize(("took", "is_kept"), [(5.0, True), (0.5, False)])
 def test_what_cases_took_is_kept_of_a_run_that_took_long(now, took, is_kept):
     config = kept(a=20.0)
-    rest = Remaining(["a", "b"], Seconds(config))
+    rest = Remaining(["a", "b"], Durations(config))
     rest.pytest_runtest_logreport(SimpleNamespace(nodeid="a", duration=took))
     rest.pytest_runtest_logfinish("a")
     rest.pytest_sessionfinish()
@@ -410,12 +414,12 @@ def test_workers_of_xdist_tell_the_controller(terminal, now, last):
         assert last() == "0 of 2 cases | gw0 compiling flex on tiny, 0:24"
         progress.forget("gw0")
         assert last() == ""
-    assert progress.seconds.of("timing flash2 on small") == 4.0
+    assert progress.durations.of("timing flash2 on small") == 4.0
 
 
 def test_nobody_who_reads_means_no_messages(terminal, monkeypatch):
-    monkeypatch.setattr(module, "_terminal_of", lambda config: None)
-    monkeypatch.setattr(module, "_log_of", lambda config: None)
+    monkeypatch.setattr(passing_text, "_terminal_of", lambda config: None)
+    monkeypatch.setattr(passing_text, "_log_of", lambda config: None)
     node = SimpleNamespace(workerinput={}, process_from_remote=print)
     Progress(terminal.config).listen(node)
     assert (node.workerinput, node.process_from_remote) == ({}, print)
