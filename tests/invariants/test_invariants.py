@@ -21,7 +21,7 @@ from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.masks import Document
+from pytest_attn.workloads.masks import BooleanMask, Document
 from pytest_attn.workloads.pages import Pages
 
 CPU = torch.device("cpu")
@@ -33,6 +33,7 @@ PAGED = Workload(1, 100, batch=2, heads=4, kv_heads=2, head_dim=32, kv_pages=Pag
 BATCHED = Workload(70, batch=3, heads=2, head_dim=32, mask=Window(20, 3))
 CAPPED = Workload(70, heads=2, head_dim=32, softcap=5.0, mask="causal", dtype="float32")
 SUNK = Workload(70, heads=2, head_dim=32, sinks=True, alibi=True, dtype="float16")
+SHOWN = Workload(70, heads=2, head_dim=32, mask=BooleanMask(lambda *sizes: torch.arange(70)[:, None] % 3 < 2))
 DOCUMENTS = Workload(70, heads=2, head_dim=32, mask=Document((30, 40), causal=True))
 WORKLOADS = (PLAIN, CAUSAL, PADDED, PACKED, PAGED, BATCHED, CAPPED, SUNK, DOCUMENTS)
 
@@ -88,6 +89,7 @@ FAULTS = {
         ("scale-of-first-call", PLAIN),
         ("softcap-of-first-call", CAPPED),
         ("causal-flag-of-first-call", CAUSAL),
+        ("mask-kept-by-shape", SHOWN),
         ("lengths-of-first-call", PADDED),
         ("page-table-of-first-call", PAGED),
         ("softcap-ignored", CAPPED),
@@ -239,6 +241,12 @@ def test_every_invariant_has_a_fault():
     tested_below = {"alone", "offsets", "opcheck", "graph", "device"}
     missing = {invariant.name for invariant in INVARIANTS} - set(FAULTS) - tested_below
     assert not missing, f"FAULTS wants a mutant that each finds, with a workload: {missing}"
+
+
+def test_every_mutant_that_no_call_shows_is_a_fault_of_an_invariant():
+    seen = {name for faults in FAULTS.values() for name, _ in faults}
+    unseen = [mutant.name for mutant in MUTANTS if mutant.condition not in ("call", "magnitude") and mutant.name not in seen]
+    assert unseen == ["nan-in-one-of-a-hundred-calls", "innermost-stride-ignored"], "which the thorough set sees"
 
 
 def test_values_that_alone_are_transposed_are_asked_about():
