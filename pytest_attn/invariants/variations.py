@@ -186,6 +186,7 @@ def one_sequence(inputs: Inputs, batch: int) -> Inputs:
 
     changed = w.replace(batch=1, q_len=q_len, kv_len=kv_len, q_lens=None, kv_lens=None, kv_pages=None)
     bias = inputs.bias[batch : batch + 1] if inputs.bias is not None and "b" in (w.bias or "") else inputs.bias
+    slopes = inputs.alibi_slopes
     return dataclasses.replace(
         inputs,
         workload=changed,
@@ -194,6 +195,7 @@ def one_sequence(inputs: Inputs, batch: int) -> Inputs:
         v=taken(v, w.kv_lens, kv_len),
         dout=taken(inputs.dout, w.q_lens, q_len),
         bias=bias,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch : batch + 1],
         **dict.fromkeys(("cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table")),  # type: ignore[arg-type]
     )
 

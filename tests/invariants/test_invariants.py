@@ -31,11 +31,12 @@ PADDED = Workload(70, 90, heads=2, head_dim=32, kv_lens=(90, 41))
 PACKED = Workload(heads=2, head_dim=32, q_lens=(7, 64, 33), mask="causal")
 PAGED = Workload(1, 100, batch=2, heads=4, kv_heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(100, 37))
 BATCHED = Workload(70, batch=3, heads=2, head_dim=32, mask=Window(20, 3))
+SLOPED = Workload(40, batch=3, heads=2, head_dim=32, alibi="batch")
 CAPPED = Workload(70, heads=2, head_dim=32, softcap=5.0, mask="causal", dtype="float32")
 SUNK = Workload(70, heads=2, head_dim=32, sinks=True, alibi=True, dtype="float16")
 SHOWN = Workload(70, heads=2, head_dim=32, mask=BooleanMask(lambda *sizes: torch.arange(70)[:, None] % 3 < 2))
 DOCUMENTS = Workload(70, heads=2, head_dim=32, mask=Document((30, 40), causal=True))
-WORKLOADS = (PLAIN, CAUSAL, PADDED, PACKED, PAGED, BATCHED, CAPPED, SUNK, DOCUMENTS)
+WORKLOADS = (PLAIN, CAUSAL, PADDED, PACKED, PAGED, BATCHED, SLOPED, CAPPED, SUNK, DOCUMENTS)
 
 #: for every invariant, faults that it sees on a workload
 FAULTS = {
