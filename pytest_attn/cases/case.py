@@ -14,8 +14,8 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.conclude import CaseRun
-from pytest_attn.cases.executor import Executor, OnRanks
+from pytest_attn.cases.conclude import CaseRun, mark_of
+from pytest_attn.cases.executor import OnRanks
 from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import Measurement
@@ -39,7 +39,6 @@ from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
-from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 from pytest_attn.workloads.sharding import Sharding
@@ -55,23 +54,19 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     __tracebackhide__ = True
     item: pytest.Item = request.node
     session = session_of(item.config)
-    marker = item.get_closest_marker("attention")
-    assert marker is not None
-    mark = AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+    mark = mark_of(item, session)
     if rank := rank_of(request.config):
         return RankCase(rank, parameter, mark, session)
-    if parameter.ranks and session.kernels.are_tested:
-        executor: Executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
-    else:
-        executor = Executor.in_process(parameter.workload)
-        if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
-            pytest.skip(session.cuda.lost_because)
     if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
         pytest.skip(reason)
-    request.addfinalizer(executor.finish)
-    run = CaseRun(request, parameter, mark, session, executor)
-    if reason := executor.skip_reason():
-        run.skip(None, reason)
+    if parameter.ranks and session.kernels.are_tested:
+        executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
+        request.addfinalizer(executor.finish)
+        run = CaseRun(request, parameter, mark, session, executor)
+        if reason := executor.skip_reason():
+            run.skip(None, reason)
+    else:
+        run = CaseRun.of_item(request, parameter)
     run.skip_unless_runnable(run.backend)
     return AttentionCase(run)
 

@@ -39,6 +39,12 @@ from pytest_attn.workloads.parameters import parameters_of
 from pytest_attn.workloads.sharding import Sharding
 
 
+def mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
+    """Read the marker of a test."""
+    mark: AttentionMark = kind_of(item).made_items().read(marker_of(item), session)
+    return mark
+
+
 class CaseRun:
     """One workload in one test, with one backend where the test takes one. asked: what was judged last.
 
@@ -64,10 +70,12 @@ class CaseRun:
 
     @classmethod
     def of_item(cls, request: pytest.FixtureRequest, parameter: CaseParameter) -> CaseRun:
-        """Return the run of an item whose marker names no ranks."""
+        """Return the run of an item whose callables compute in this process; skips the test where it has lost its device."""
         item: pytest.Item = request.node
-        session, marker = session_of(item.config), marker_of(item)
-        mark: AttentionMark = kind_of(item).made_items().read(marker, session)
+        session = session_of(item.config)
+        mark = mark_of(item, session)
+        if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
+            pytest.skip(session.cuda.lost_because)
         return cls(request, parameter, mark, session, Executor.in_process(parameter.workload))
 
     # -- the end of a judgment -----------------------------------------------------------------------------------------
@@ -171,10 +179,10 @@ class CaseRun:
             return []
         if not isinstance(found.evidence, FailureToSave):
             return [labeled("not saved", found.evidence, found.width)]
-        spec, subject, unnamed = found.evidence.spec, found.evidence.subject, self.executor.unnamed_because
-        saver = FailureSaver(folder, self.session, self.item, spec, subject, self.command, unnamed)
+        unnamed = self.executor.unnamed_because
+        saver = FailureSaver(folder, self.session, self.item, found.evidence, message, self.command, unnamed)
         with self.session.progress.during("saving tensors", self.workload.id):
-            return [saver.save(message, found.evidence.comparison, found.evidence.broken, found.width)]
+            return [saver.save(found.width)]
 
     @property
     def saves_failures(self) -> bool:

@@ -61,10 +61,6 @@ class Executor:
         """How many processes compute the case together."""
         return self.sharding.ranks
 
-    def skip_reason(self) -> str | None:
-        """Say why nothing can run there, None where it can."""
-        return None
-
     def asked(self, subject: Subject | None) -> Subject | None:
         """Return what is asked whether it takes the case there."""
         return subject
@@ -76,9 +72,6 @@ class Executor:
 
     def leave(self, result: object) -> None:
         """Let the test go on there, after a judgment that passed with this result."""
-
-    def finish(self) -> None:
-        """End the case there, once its test has ended here."""
 
     @property
     def timing(self) -> TimingPlace:

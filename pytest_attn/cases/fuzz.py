@@ -228,7 +228,7 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> 
     """Make the case that stands for the draws until the test is called; skips the test where nothing can be drawn for it."""
     item = request.node
     session = session_of(item.config)
-    case = FuzzCase(_run_of(request, parameter, _mark_of(item, session), session))
+    case = FuzzCase(CaseRun.of_item(request, parameter))
     if late := _fixtures_made_once(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     if _is_hypothesis_test(item.obj):
@@ -256,7 +256,8 @@ class FuzzCase(AttentionCase):
     def on(self, workload: Workload, session: AttentionSession) -> FuzzCase:
         """Return the same case on another workload."""
         backend = self.backend.name if self.backend else None
-        return FuzzCase(_run_of(self._run.request, CaseParameter(workload, backend), self._mark, session))
+        drawn, executor = CaseParameter(workload, backend), Executor.in_process(workload)
+        return FuzzCase(CaseRun(self._run.request, drawn, self._mark, session, executor))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
@@ -280,19 +281,6 @@ class FuzzCase(AttentionCase):
 
 class DrawEndsError(BaseException):
     """The rest of the test is not for drawn workloads; no `except Exception` of the test can swallow this."""
-
-
-def _run_of(
-    request: pytest.FixtureRequest, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession
-) -> CaseRun:
-    """Return a run of one process; draws are not divided over ranks."""
-    return CaseRun(request, parameter, mark, session, Executor.in_process(parameter.workload))
-
-
-def _mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
-    marker = item.get_closest_marker("attention")
-    assert marker is not None
-    return AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
 
 
 def _fixtures_made_once(item: pytest.Function) -> str | None:

@@ -212,9 +212,6 @@ class AttentionModel:
 def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionModel:
     """Make the case of a model's test; skips the test where its device or backend is not there."""
     run = CaseRun.of_item(request, parameter)
-    session = run.session
-    if session.cuda.lost_because and session.machines.device(run.mark.device).type == "cuda":
-        pytest.skip(session.cuda.lost_because)
     if run.backend is not None and (reason := run.backend.unavailable_because(run.machine) or run.backend.broken_because()):
         run.skip(run.backend, reason)
     return AttentionModel(run)

@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import json
 import keyword
-import math
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ import pytest
 
 from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.judgment import FailureToSave
 from pytest_attn.cases.records import change_last_record
 from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
@@ -37,18 +36,17 @@ from pytest_attn.cases.saved_failure import (
     tensors_of,
     write_tensors,
 )
-from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.reports.lines import LABEL_WIDTH, labeled
+from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.records import named_numbers
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import id_from_root
 from pytest_attn.session.session import AttentionSession
 
 
 class FailureSaver:
-    """Saves the failure of one judgment in a folder.
+    """Saves the failure of one judgment, which `message` tells, in a folder.
 
-    subject: None where only its output is known. unnamed_because: why the script cannot name the callable, None where it can.
+    unnamed_because: why the script cannot name the callable, None where it can.
     """
 
     def __init__(
@@ -56,25 +54,19 @@ class FailureSaver:
         folder: str,
         session: AttentionSession,
         item: pytest.Item,
-        spec: CheckSpec,
-        subject: Subject | None,
+        evidence: FailureToSave,
+        message: str,
         command: str,
-        unnamed_because: str | None = None,
+        unnamed_because: str | None,
     ) -> None:
-        self._unnamed_because = unnamed_because
         self.folder, self._session, self._item = folder, session, item
-        self._spec, self._subject, self._command = spec, subject, command
+        self._spec, self._subject, self._evidence = evidence.spec, evidence.subject, evidence
+        self._message, self._command, self._unnamed_because = message, command, unnamed_because
 
-    def save(
-        self, message: str, comparison: Comparison | None = None, broken: tuple[str, ...] = (), width: int = LABEL_WIDTH
-    ) -> str:
-        """Save the failure that `message` tells, and say where, or why not, in the case's record; return a line that says so.
-
-        comparison: with the first mismatch, and the tensors that it kept; without one, as of a broken contract or of broken
-        invariants, whose names are `broken`, the inputs are saved. width: of the line's label.
-        """
+    def save(self, width: int) -> str:
+        """Save, and say where, or why not, in the case's record; return a line that says so. width: of the line's label."""
         try:
-            target = self._save(message, comparison, broken)
+            target = self._save()
         except Exception as error:  # a failure that cannot be saved is still told
             named = "" if isinstance(error, NoSpaceError) else f"{type(error).__name__}: "
             why = f"{named}{' '.join(str(error).split())[:300]}"
@@ -84,15 +76,15 @@ class FailureSaver:
         change_last_record(self._item, saved=shown)
         return labeled("saved", f"{shown}  (python {shlex.quote(f'{shown}/repro.py')})", width)
 
-    def _save(self, message: str, comparison: Comparison | None, broken: tuple[str, ...]) -> Path:
-        data = self._data_of(comparison)
+    def _save(self) -> Path:
+        data = self._data()
         tensors = tensors_of(data)
         folder = Path(self.folder)
         target = folder / safe_name(self._case)
         folder.mkdir(parents=True, exist_ok=True)
         require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
-        environment = self._environment(data, message, comparison, broken)
-        title = f"{message.splitlines()[0]}\n{self._case}, saved by pytest-attn on {environment['date']}"
+        environment = self._environment(data)
+        title = f"{self._message.splitlines()[0]}\n{self._case}, saved by pytest-attn on {environment['date']}"
 
         def write(folder: Path) -> None:
             write_tensors(folder / TENSORS, tensors, self._spec.workload.id)
@@ -103,8 +95,9 @@ class FailureSaver:
         write_folder(target, write)
         return target
 
-    def _data_of(self, comparison: Comparison | None) -> FailureData:
+    def _data(self) -> FailureData:
         """Return what the judgment saw, or only the inputs of the first distribution."""
+        comparison = self._evidence.comparison
         evidence = comparison.mismatch.evidence if comparison and comparison.mismatch else None
         if evidence is None:
             first = self._spec.inputs[0]
@@ -118,18 +111,16 @@ class FailureSaver:
         """The node id, from rootdir."""
         return id_from_root(self._item)
 
-    def _environment(
-        self, data: FailureData, message: str, comparison: Comparison | None, broken: tuple[str, ...]
-    ) -> dict[str, Any]:
-        spec = self._spec
+    def _environment(self, data: FailureData) -> dict[str, Any]:
+        spec, comparison, broken = self._spec, self._evidence.comparison, self._evidence.broken
         machine = self._session.machines.machine(str(spec.device))
-        levels = [_plain(asdict(row)) for row in comparison.tensors] if comparison else []
+        levels = [named_numbers(asdict(row)) for row in comparison.tensors] if comparison else []
         return {
             "format": FORMAT,
             "case": self._case,
             "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
             "verdict": (Verdict.BROKEN if broken else Verdict.MISMATCH).value,
-            "message": message,
+            "message": self._message,
             "command": self._command,
             "invariants": list(broken),
             "levels": [level for level in levels if level["distribution"] == data.distribution],
@@ -190,15 +181,6 @@ class FailureSaver:
         of_mask = getattr(mask, "fn", None), getattr(mask, "factory", None)
         functions = (self._subject.user_function if self._subject else None, *of_mask, score_mod)
         return [relative_to(folder, root) for root in dict.fromkeys(map(import_root, functions)) if root]
-
-
-def _plain(value: Any) -> Any:
-    """Return builtin types that JSON can hold: NaN and infinities as text."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(path: Path) -> str:

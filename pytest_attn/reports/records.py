@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
 from pytest_attn.reports.verdict import Cause, Verdict
 
@@ -204,28 +204,30 @@ def verdict_of(record: Record) -> Verdict | None:
 
 
 class RecordWriter:
-    """Writes a .jsonl file of --attn-output. The file of an earlier run is replaced when the first record comes."""
+    """Writes a .jsonl file of --attn-output. The file of an earlier run is replaced when the first record comes.
+
+    If it cannot be written, the run goes on: `problem` says why, "" where there is none.
+    """
 
     def __init__(self, path: str, with_samples: bool = False) -> None:
-        self.path, self.with_samples = Path(path), with_samples
-        self._file: IO[str] | None = None
+        self.path, self.with_samples = path, with_samples
+        self.problem = ""
+        self._mode = "w"
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append records, and make sure that they are on their way to the disk. Raises OSError where that fails."""
+        """Append records; none leaves an empty file behind where there was none before."""
         self.write_lines(to_line(record, self.with_samples) for record in records)
 
     def write_lines(self, lines: Iterable[str]) -> None:
         """Append lines in the same way."""
-        if self._file is None:
-            self._file = self.path.open("w", encoding="utf-8", newline="\n")
-        self._file.write("".join(f"{line}\n" for line in lines))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Leave a file behind even where there was no record."""
-        self.write(())
-        assert self._file is not None
-        self._file.close()
+        if self.problem:
+            return
+        try:
+            with open(self.path, self._mode, encoding="utf-8", newline="\n") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            self.problem = f"--attn-output: cannot write {self.path}: {error}"
+        self._mode = "a"
 
 
 def to_line(record: Record, with_samples: bool = False) -> str:
@@ -235,7 +237,7 @@ def to_line(record: Record, with_samples: bool = False) -> str:
     if latency and not with_samples:
         complete["latency"] = {key: value for key, value in latency.items() if key != "samples"}
     ordered = {name: complete[name] for name, _, _ in FIELDS if name in complete}
-    return json.dumps(_named(ordered), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(named_numbers(ordered), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_records(*paths: str | Path) -> list[Record]:
@@ -313,13 +315,13 @@ def name_of(number: float) -> str:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def _named(value: Any) -> Any:
+def named_numbers(value: Any) -> Any:
     """Replace the numbers that JSON cannot say by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return name_of(value)
     if isinstance(value, Mapping):
-        return {str(key): _named(one) for key, one in value.items()}
-    return [_named(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): named_numbers(one) for key, one in value.items()}
+    return [named_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _numbers(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The .jsonl file of --attn-output: records as they come, then which tests the run collected, left out and ran.
+"""What becomes of each test, for the last line of the .jsonl file of --attn-output: collected, left out, run.
 
-By this closing line merge proves a run whole. pytest-split, -k of a script, or any other plugin may take tests away to divide
+By this line merge proves a run whole. pytest-split, -k of a script, or any other plugin may take tests away to divide
 them, so all are noted before that. Under xdist each worker notes what is collected, and the controller what ran.
 """
 
@@ -11,14 +11,13 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.reports.records import Record, RecordWriter
 from pytest_attn.reports.runs import LAST_FAILED, RunFacts, stable_id, to_run_line
 from pytest_attn.version import __version__
 
@@ -34,33 +33,6 @@ _CHOOSERS = ("mark", "main")
 _NARROWS = "lfplugin-collskip"
 #: what becomes of a test: it is to run here, one skipped test stands for it, or somebody took it away
 _FATES = ("selected", "absent", "left_out", "unchosen")
-
-
-class JsonLines:
-    """The file, in the process that collects the records. If it cannot be written, the run goes on."""
-
-    def __init__(self, path: str, with_samples: bool) -> None:
-        self.problem = ""
-        self.path, self._writer = path, RecordWriter(path, with_samples)
-
-    def write(self, records: Iterable[Record]) -> None:
-        """Append records, until one cannot be written."""
-        self._attempt(lambda: self._writer.write(records))
-
-    def write_lines(self, lines: Iterable[str]) -> None:
-        """Append lines other than records in the same way."""
-        self._attempt(lambda: self._writer.write_lines(lines))
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._attempt(self._writer.close)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if not self.problem:
-            try:
-                action()
-            except OSError as error:
-                self.problem = f"--attn-output: cannot write {self.path}: {error}"
 
 
 class Manifest:

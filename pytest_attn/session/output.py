@@ -18,13 +18,13 @@ from pytest_attn.reports.lines import room
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
-from pytest_attn.reports.records import Record, verdict_of
+from pytest_attn.reports.records import Record, RecordWriter, verdict_of
 from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
-from pytest_attn.session.manifest import JsonLines, Manifest
+from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.session import AttentionSession
 
 
@@ -33,7 +33,7 @@ def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
     session.manifest = Manifest(config, session.settings, session.machines)
     config.pluginmanager.register(session.manifest, "attn-manifest")
     if session.settings.json is not None and not hasattr(config, "workerinput"):
-        session.results.write_to(JsonLines(session.settings.json, session.settings.json_samples), session.manifest)
+        session.results.write_to(RecordWriter(session.settings.json, session.settings.json_samples), session.manifest)
 
 
 def write_summaries(session: AttentionSession, reporter: Any) -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.subject import Subject
     from pytest_attn.correctness.spec import ReferenceCache
-    from pytest_attn.reports.records import Record
+    from pytest_attn.reports.records import Record, RecordWriter
     from pytest_attn.session.deadline import Deadline
-    from pytest_attn.session.manifest import JsonLines, Manifest
+    from pytest_attn.session.manifest import Manifest
     from pytest_attn.session.progress import Progress
     from pytest_attn.session.selection import SelectedKernels
     from pytest_attn.workloads.workload import Workload
@@ -83,11 +83,11 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self._lines: JsonLines | None = None
+        self._lines: RecordWriter | None = None
         self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
 
-    def write_to(self, lines: JsonLines, manifest: Manifest) -> None:
+    def write_to(self, lines: RecordWriter, manifest: Manifest) -> None:
         """Also write each record to a .jsonl file, as it comes, and last what the run collected and ran."""
         self._lines, self._manifest = lines, manifest
 
@@ -120,7 +120,6 @@ class Results:
             self._lines.write(self._held)
             if self._manifest is not None:
                 self._lines.write_lines([self._manifest.closing_line(int(exitstatus), len(self.records))])
-            self._lines.close()
             if self._lines.problem:
                 terminalreporter.write_line(self._lines.problem, red=True)
             else:

@@ -18,6 +18,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import saved_failure as failure_module
 from pytest_attn.cases import saving as folder_module
+from pytest_attn.cases.judgment import FailureToSave
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
@@ -219,9 +220,10 @@ def save(folder, spec, target=on_module_level):
     session = SimpleNamespace(settings=settings, machines=Machines("cpu"), references=ReferenceCache(), rootpath=folder)
     item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]})
     subject = spec.subject(Registry(), target)
-    saver = FailureSaver(str(folder), session, item, spec, subject, "pytest test_x.py")
     comparison = judge(subject, spec, ReferenceCache())
-    saved = saver.save(f"{describe(comparison)}\n  reproduce  pytest test_x.py", comparison)
+    evidence = FailureToSave(spec, subject, comparison)
+    message = f"{describe(comparison)}\n  reproduce  pytest test_x.py"
+    saved = FailureSaver(str(folder), session, item, evidence, message, "pytest test_x.py", None).save(10)
     assert saved.startswith("  saved      "), saved
     (found,) = folder.iterdir()
     return load_failure(found)

@@ -21,9 +21,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = run_of(60)
     for name, part in (("one.jsonl", records[:30]), ("two.jsonl", records[30:])):
-        writer = RecordWriter(name, with_samples=False)
-        writer.write(part)
-        writer.close()
+        RecordWriter(name).write(part)
     return tmp_path
 
 

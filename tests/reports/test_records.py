@@ -39,9 +39,9 @@ TIMED = {**RECORD, "question": "latency", "verdict": "passed", "latency": {"p50"
 def written(tmp_path, *records, **options):
     path = tmp_path / "run.jsonl"
     writer = RecordWriter(str(path), **options)
+    writer.write([])
     for record in records:
         writer.write([record])
-    writer.close()
     return path
 
 
@@ -73,7 +73,6 @@ def test_lines_are_there_before_the_run_ends(tmp_path):
     assert path.read_text() == "an earlier run\n"  # until there is something to put in its place
     writer.write([RECORD, TIMED])
     assert len(read_records(path)) == 2
-    writer.close()
 
 
 def test_a_run_without_records_leaves_an_empty_file(tmp_path):
