@@ -120,8 +120,7 @@ def row_chunks(block: Block) -> Iterator[torch.Tensor]:
     """Yield positions of query rows, as many as fit a chunk: all rows, or the sampled ones if no gradient needs the others."""
     segment = block.segment
     q_len, kv_len = segment.lengths
-    only_sampled = segment.rows is not None and (segment.keys is None or not len(segment.keys))
-    rows = segment.rows if only_sampled else torch.arange(q_len, device=block.k.device)
+    rows = segment.rows if _takes_only_sampled(segment) else torch.arange(q_len, device=block.k.device)
     assert rows is not None
     heads = block.k.shape[0] * block.k.shape[1] * block.workload.group
     room = _room_in(segment) // max(1, heads)
@@ -148,6 +147,11 @@ def _chunks_by_span(segment: Segment, rows: torch.Tensor, least: int, room: int)
         start += step
 
 
+def _takes_only_sampled(segment: Segment) -> bool:
+    """Whether there is no gradient that needs the other rows."""
+    return segment.rows is not None and (segment.keys is None or not len(segment.keys))
+
+
 class Chunk:
     """Some query rows of a block in float64, and the keys that any of them may see.
 
@@ -167,9 +171,9 @@ class Chunk:
         self.k, self.v, self.v_squared = (t[:, :, self.keys] for t in (block.k, block.v, block.v_squared))
         self.query_index = rows.view(1, 1, -1, 1)
         self.key_index = torch.arange(self.keys.start, self.keys.stop, device=rows.device).view(1, 1, 1, -1)
-        if segment.rows is None:
+        if segment.rows is None or _takes_only_sampled(segment):
             self.kept = torch.ones_like(rows, dtype=torch.bool)
-            self.places = rows + segment.q_start
+            self.places = rows + segment.q_start if segment.rows is None else torch.searchsorted(segment.rows, rows)
         else:
             self.kept = torch.isin(rows, segment.rows)
             self.places = torch.searchsorted(segment.rows, rows[self.kept])

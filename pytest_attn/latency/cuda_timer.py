@@ -128,10 +128,9 @@ def _driver() -> ctypes.CDLL:
 #: bytes of padding that are kept alive after each captured call, so that the next call's workspace has another address (if it
 #: has up to 1 MiB, from the allocator's small blocks): graphs of calls with one workspace differ by 1 %
 _PADDING_BYTES = 512
-#: seconds after which no more graphs are captured, if there are a few: a host that is slow to launch is slow to capture, too
+#: seconds after which no more graphs are captured, if there are a few: a host that is slow to launch is slow to capture, too;
+#: at one of these few, as chance has it, is looked before it is timed, at all of them after that
 _SECONDS, _FEWEST = 0.12, 3
-#: of the first of which at so many is looked, as chance has it, before they are timed, and at all of them after that
-_LOOKED_AT = 2
 
 
 class Replay:
@@ -169,9 +168,9 @@ def graphs_of(work: KernelWork, calls: int, number: int, on_device: bool) -> lis
     """
     stream = torch.cuda.Stream(work.device)  # type: ignore[no-untyped-call]
     graphs: list[Stage] = []
-    begun, looked_at = time.perf_counter(), CHANCE.sample(range(_FEWEST), _LOOKED_AT)
+    begun, looked_at = time.perf_counter(), CHANCE.randrange(_FEWEST)
     while len(graphs) < _FEWEST or (len(graphs) < number and time.perf_counter() - begun < _SECONDS):
-        if (replay := _captured(work, calls, stream, on_device, len(graphs) in looked_at)) is None:
+        if (replay := _captured(work, calls, stream, on_device, len(graphs) == looked_at)) is None:
             return []
         graphs.append(replay)
     return graphs
@@ -271,7 +270,7 @@ class CudaTimer(Timer):
         with work.context():
             self._backlogs.clear()
             work.rotate_over(1)
-            looks = [verified(work) for _ in range(2)]  # whose results stay in memory until all is planned
+            looks = [verified(work), called(work)]  # whose results stay in memory until all is planned
             launch, device = self._launch_and_device_time(work, looks)
             wanted = choose_mode(mode, launch, device)
             if device is None or wanted == "host":

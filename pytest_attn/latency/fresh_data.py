@@ -1,35 +1,27 @@
-"""Data for timed calls, none of which has been there before, and whether a result is attention on the data of its call.
+"""Data for timed calls, none of which has been there before, and memory for them that stays where it is.
 
 Data are random, so they may begin anywhere in memory that is full of random elements: q, k, v and dout, each at a place of
-its own that is drawn before the call, are as good as drawn anew, and cost nothing. What a call has left behind is compared
-with exact attention at rows that are drawn after it.
+its own that is drawn before the call, are as good as drawn anew, and cost nothing, or a copy.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
-from pytest_attn.correctness.contract import EmptyRows, native_shape
-from pytest_attn.correctness.judge import compare_rows
-from pytest_attn.correctness.reference import ExactRows, Expected, Held, exact_rows
-from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.work import LatencyDirection, names_of
 from pytest_attn.workloads.dtypes import movable
-from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.kv_layout import canonical, spans_of
+from pytest_attn.workloads.kv_layout import copies_of, spans_of
 
 #: bytes between the places where tensors may begin, and how many places there are, as bits
 _STEP, _PLACES = 64, 9
+#: how many sets of tensors are drawn together, which begin one after the other, and how many places apart at most
+_MOST_DRAWN, _MOST_APART = 64, 8
+#: bytes of what memory is copied by
+_WORD = 8
 
 #: bytes of memory from which copying it takes longer than many a call, and of how many draws one moves it
 _MUCH, _DRAWS = 32 << 20, 4
@@ -41,8 +33,8 @@ Places = tuple[int, ...]
 class Noise:
     """Memory full of the elements of some tensors, in which tensors of their shapes and strides may begin anywhere.
 
-    What shares memory begins at the same place. A kernel is given views of other memory with the same elements, so that it
-    cannot change what its result is compared with.
+    What shares memory begins at the same place. A kernel is given views of other memory with the same elements, or copies, so
+    that it cannot change what its result is compared with.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chosen: random.Random) -> None:
@@ -51,13 +43,15 @@ class Noise:
         memories = list(spans)
         seed = torch.Generator(tensors[0].device).manual_seed(chosen.getrandbits(32))
         self._steps: list[int] = []
+        self._sizes: list[int] = []  # in words, of what lies at a place
         self._own: list[Tensor] = []
         for memory, (start, stop) in spans.items():
             of_memory = next(t for t in tensors if t.untyped_storage().data_ptr() == memory)
-            self._steps.append(_STEP // of_memory.element_size())
-            self._own.append(_full_of(of_memory, stop - start + (self._steps[-1] << _PLACES), seed))
-        self._movable = [movable(room) for room in self._own]
-        self._known: dict[tuple[int, int], Tensor] = {}
+            size = of_memory.element_size()
+            self._steps.append(_STEP // size)
+            self._sizes.append(max(0, -((start - stop) * size // _WORD)))
+            places = (1 << _PLACES) + _MOST_DRAWN * _MOST_APART
+            self._own.append(_full_of(of_memory, self._sizes[-1] * _WORD // size + places * self._steps[-1], seed))
         self._handed: list[Tensor] = []
         at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
         self._lie = [
@@ -65,42 +59,48 @@ class Noise:
             for which, t in zip(at, tensors, strict=True)
         ]
 
-    def draw(self, before: Places | None = None) -> Places:
-        """Return where the next tensors begin.
+    def draw(self, number: int = 1, before: Sequence[Places] = ()) -> list[Places]:
+        """Return where the next tensors begin, of so many sets: one after the other, so that one copy fills them all.
 
         before: where those did that are still there. Beside q, much memory then mostly stays as it is.
         """
-        drawn = tuple(self._chosen.getrandbits(_PLACES) * step for step in self._steps)
-        if before is None:
-            return drawn
-        stays = [
-            which > 0 and own.nbytes > _MUCH and self._chosen.randrange(_DRAWS) > 0 for which, own in enumerate(self._own)
-        ]
-        return tuple(was if stay else new for was, new, stay in zip(before, drawn, stays, strict=True))
-
-    def moved(self, before: Places | None, places: Places) -> list[bool]:
-        """Return which of the tensors begin elsewhere than before."""
-        return [before is None or before[which] != places[which] for which, *_ in self._lie]
+        drawn = []
+        for which, (own, step) in enumerate(zip(self._own, self._steps, strict=True)):
+            first, apart = self._chosen.getrandbits(_PLACES), 1 + self._chosen.randrange(_MOST_APART)
+            stays = before and which > 0 and own.nbytes > _MUCH and self._chosen.randrange(_DRAWS) > 0
+            drawn.append([was[which] for was in before] if stays else [(first + at * apart) * step for at in range(number)])
+        return list(zip(*drawn, strict=True))
 
     def at(self, places: Places) -> list[Tensor]:
         """Return the tensors that begin there, as they are."""
         return self._views(self._own, places)
 
-    def movable_at(self, places: Places) -> list[Tensor]:
-        """Return them to be copied: `movable`. Many are, between any two samples: views are made once."""
-        found = []
-        for at, (which, size, stride, start) in enumerate(self._lie):
-            view = self._known.get((at, places[which]))
-            if view is None:
-                view = self._movable[which].as_strided(size, stride, start + places[which])
-                self._known[at, places[which]] = view
-            found.append(view)
-        return found
-
     def handed(self, places: Places) -> list[Tensor]:
         """Return the same tensors for a kernel, which may write to them."""
         self._handed = self._handed or [room.clone() for room in self._own]
         return self._views(self._handed, places)
+
+    def rooms(self, number: int, apart: int) -> list[Tensor]:
+        """Return memory for so many sets: for each that the tensors lie in, (number, words), a row longer than a set.
+
+        apart: bytes, of which a row is a multiple.
+        """
+        rows = [(1 - -size * _WORD // apart) * apart // _WORD for size in self._sizes]
+        return [own.new_empty((number, row), dtype=torch.int64) for own, row in zip(self._own, rows, strict=True)]
+
+    def views_in(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that lie in one row of each of `rooms`; autograd does not see that the rows are written to."""
+        rooms = [row.data.view(own.dtype) for row, own in zip(rows, self._own, strict=True)]
+        return [
+            torch.as_strided(rooms[which], size, stride, int(rooms[which].storage_offset()) + start)
+            for which, size, stride, start in self._lie
+        ]
+
+    def words(self, which: int, places: Sequence[Places]) -> Tensor:
+        """Return what lies in one of the memories at places that were drawn together, (places, words)."""
+        own = self._own[which]
+        first, second = (where[which] * own.element_size() // _WORD for where in (places[0], places[min(1, len(places) - 1)]))
+        return own.view(torch.int64).as_strided((len(places), self._sizes[which]), (second - first, 1), first)
 
     def _views(self, rooms: list[Tensor], places: Places) -> list[Tensor]:
         return [rooms[which].as_strided(size, stride, start + places[which]) for which, size, stride, start in self._lie]
@@ -118,131 +118,103 @@ def _full_of(tensor: Tensor, length: int, generator: torch.Generator) -> Tensor:
     return room.view(tensor.dtype)
 
 
-#: rows that are looked at of one result, and where probabilities are dropped, which takes more to tell
-_ROWS, _ROWS_WITH_DROPOUT = 16, 64
-#: how far beyond the limits of a check a timed result may be, which is looked at far more often
-_ROOM = 2.0
-#: standard deviations, and a share beside them, by which the size of a result with dropout may differ
-_DEVIATIONS, _SHARE = 4.0, 0.25
+#: a set begins at a multiple of so many bytes, and so many more than the one before: where tensors lie moves short kernels
+_APART = 256
 
 
-class Attention:
-    """What the results of a timed call must be.
+class TensorSets(ABC):
+    """Sets of q, k and v, each on other data, which come from noise.
 
-    names: of those that can be looked at, in the order in which a call returns them. quantized: what the kernel makes of its
-    inputs, None for nothing. defects: those known of it on this workload and machine, by which a result may be off.
+    tensors: of each set, as the kernel is given them. keeps: whether much memory may stay as it is when data are renewed,
+    because no kernel has written to it.
     """
 
-    def __init__(
-        self,
-        spec: CheckSpec,
-        inputs: Inputs,
-        direction: LatencyDirection,
-        quantized: Callable[[Inputs], Inputs] | None = None,
-        defects: Sequence[KnownDefect] = (),
-    ) -> None:
-        self._spec, self._quantized, self._defects = spec, quantized, defects
-        self.names = names_of(direction)[: 1 if spec.workload.dropout else 3]  # of keys, dropout leaves too few rows to tell
-        nothing = inputs.q.new_empty(0)
-        self._inputs = dataclasses.replace(inputs, q=nothing, k=nothing, v=nothing, dout=nothing)  # all that stays
-        self._empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
-        self._limits = limits_named(spec.limits)
-        self.chosen = random.Random(os.urandom(16))
+    def __init__(self, noise: Noise, number: int, keeps: bool) -> None:
+        self._noise, self._keeps = noise, keeps
+        self._places: dict[int, Places] = {}
+        self.tensors = self._allocated(number)
+        self.renew(range(number))
 
-    def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a kernel is given of q, k and v: all of it."""
-        return list(tensors)
+    def places(self, at: int) -> Places:
+        """Return where what is in a set now lies among the noise."""
+        return self._places[at]
 
-    def dout(self, drawn: Tensor) -> Tensor:
-        """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""
-        if not self._empty_rows.are_there:
-            return drawn
-        return self._spec.in_layout(self._empty_rows.blanked(self._spec.in_layout(drawn)))
+    def renew(self, sets: Sequence[int]) -> None:
+        """Put other data into some sets."""
+        for first, stop in _runs(sets):
+            run = range(first, stop)
+            before = [self._places[at] for at in run if self._keeps and at in self._places]
+            places = self._noise.draw(len(run), before)
+            self._copy(first, before, places)
+            self._places.update(zip(run, places, strict=True))
 
-    def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
-        """Say how results, as the kernel laid them out, are not those of what it was given; "" where they are.
+    @abstractmethod
+    def move(self) -> None:
+        """Have the same data in other memory."""
 
-        results: out or dq, or dk and dv.
-        """
-        w, native = self._spec.workload, {name: self._native(result) for name, result in results.items()}
-        held: Held | None = None
-        for name, one in native.items():
-            shape, held = self._expected_of(name, one)
-            if tuple(one.shape) != shape:
-                return f"{name} is of shape {tuple(one.shape)}, {shape} was expected"
-        rows = _ROWS_WITH_DROPOUT if w.dropout else _ROWS
-        found = exact_rows(self._as_inputs(tensors, dout), self._spec.profile, list(native), rows, self.chosen, held)
-        faults = [] if found is None else [self._fault_of(name, one, found, held) for name, one in native.items()]
-        return next(filter(None, faults), "")
+    @abstractmethod
+    def _allocated(self, number: int) -> list[list[Tensor]]:
+        """Return the tensors of so many sets."""
 
-    def _fault_of(self, name: str, native: Tensor, found: ExactRows, held: Held | None) -> str:
-        w, limits, expected = self._spec.workload, limits_of(name, self._limits), found.expected[name]
-        got = found.of(native, w, held)
-        if self._empty_rows.rows is not None and name in ("out", "dq"):
-            got = got.masked_fill(found.of(self._empty_rows.rows, w)[..., None], 0)
-        if not w.dropout and _is_clearly_right(got, expected, limits):
-            return ""
-        row = compare_rows(name, "randn", got, expected, w, limits)
-        is_wrong = self._is_of_another_size(row) if w.dropout else _is_far_beyond(row)
-        if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
-            return ""
-        if bool(got.isnan().any()):
-            return "NaN: memory that was not written"
-        if not bool(native.any()):
-            return "it is zero everywhere, as if it had not been written yet"
-        return f"{name} differs from exact attention by {row.relative_l2:.2g} of its norm"
-
-    def _expected_of(self, name: str, native: Tensor) -> tuple[tuple[int, ...], Held | None]:
-        """Return the shape that a native result must have, and what it has of all rows and heads, None for all."""
-        del native
-        return native_shape(name, self._spec.workload), None
-
-    def _native(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor with heads before rows, unless it is packed."""
-        return tensor.transpose(1, 2) if self._spec.layout == "bshd" else tensor
-
-    def _as_inputs(self, tensors: Sequence[Tensor], dout: Tensor) -> Inputs:
-        """Return what a kernel was given as a reference takes it: `CheckSpec.handed`, backwards."""
-        q, k, v = tensors
-        if self._spec.workload.kv_pages is None:
-            k, v = self._native(k), self._native(v)
-        k, v = canonical(self._spec.workload, k, v)
-        q, dout = self._native(q), self._native(dout)
-        if self._quantized is None:
-            return dataclasses.replace(self._inputs, q=q, k=k, v=v, dout=dout)
-        return self._quantized(
-            dataclasses.replace(self._inputs, q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), dout=dout)
-        )
-
-    def _is_of_another_size(self, row: TensorComparison) -> bool:
-        """Whether a result with dropout, whose mean is exact, lies elsewhere: its slope over the exact one is not near 1."""
-        w = self._spec.workload
-        rows = row.elements / (w.v_head_dim if row.name == "out" else w.head_dim)
-        deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
-        return not abs(row.alpha - 1) <= _SHARE + _DEVIATIONS * deviation or bool(row.wrong_positions)
+    @abstractmethod
+    def _copy(self, first: int, before: Sequence[Places], places: Sequence[Places]) -> None:
+        """Copy what lies at some places into the sets from `first` on. before: what is there, nothing if that is to go."""
 
 
-class AnyResult(Attention):
-    """Results of what cannot be told here, which the process that judges compares with what they must be."""
+class WholeSets(TensorSets):
+    """Sets of all that is among the noise: set after set in one piece for each memory, filled by one copy."""
 
-    def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
-        """Find none."""
-        del results, tensors, dout
-        return ""
+    _rooms: list[Tensor]
+
+    def move(self) -> None:
+        """Have the same data in other memory."""
+        self._rooms = [room.clone() for room in self._rooms]
+        self.tensors = self._views()
+
+    def _allocated(self, number: int) -> list[list[Tensor]]:
+        self._rooms = self._noise.rooms(number, _APART)
+        return self._views()
+
+    def _views(self) -> list[list[Tensor]]:
+        return [self._noise.views_in([room[at] for room in self._rooms]) for at in range(len(self._rooms[0]))]
+
+    def _copy(self, first: int, before: Sequence[Places], places: Sequence[Places]) -> None:
+        for which, room in enumerate(self._rooms):
+            stays = before and all(was[which] == now[which] for was, now in zip(before, places, strict=True))
+            if not stays:
+                words = self._noise.words(which, places)
+                room[first : first + len(places), : words.shape[1]].copy_(words)
 
 
-#: a budget of zero, by which one can divide
-_NO_BUDGET = 1e-37
+class PartSets(TensorSets):
+    """Sets of a part of what is among the noise. part: returns it, of q, k and v."""
+
+    def __init__(self, noise: Noise, number: int, part: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self._part = part
+        super().__init__(noise, number, keeps=False)
+
+    def move(self) -> None:
+        """Have the same data in other memory."""
+        self.tensors = [copies_of(tensors, _APART * at) for at, tensors in enumerate(self.tensors)]
+
+    def _allocated(self, number: int) -> list[list[Tensor]]:
+        part = self._part(self._noise.at(self._noise.draw()[0]))
+        return [copies_of(part, _APART * at) for at in range(number)]
+
+    def _copy(self, first: int, before: Sequence[Places], places: Sequence[Places]) -> None:
+        del before
+        with torch.no_grad():
+            for at, where in enumerate(places, first):
+                data = self._part(self._noise.at(where))
+                torch._foreach_copy_([movable(t) for t in self.tensors[at]], [movable(t) for t in data])
 
 
-def _is_clearly_right(got: Tensor, expected: Expected, limits: Limits) -> bool:
-    """Whether rows are finite and within the limits of a check, as far as one look at the device tells."""
-    squares = ((got.double() - expected.value) / expected.tau.clamp(min=_NO_BUDGET)).square_()
-    rows = squares.mean(-1)
-    largest = torch.stack([squares.amax(), rows.amax(), rows.mean(-1).amax()]).sqrt_().tolist()
-    return limits.excess(*largest) <= 1
-
-
-def _is_far_beyond(row: TensorComparison) -> bool:
-    limits = Limits(*(_ROOM * limit for limit in (row.limits.element, row.limits.row, row.limits.head)))
-    return bool(row.wrong_positions) or limits.excess(row.z_element, row.z_row, row.z_head) > 1
+def _runs(sets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield sets that follow each other, as the first and one past the last, no more than are drawn at once."""
+    ordered = sorted(set(sets))
+    start = 0
+    for at in range(1, len(ordered) + 1):
+        is_over = at == len(ordered) or ordered[at] != ordered[at - 1] + 1 or at - start == _MOST_DRAWN
+        if is_over:
+            yield ordered[start], ordered[at - 1] + 1
+            start = at

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
-from pytest_attn.latency.fresh_data import Attention, Noise, Places
+from pytest_attn.latency.exact_results import Attention
+from pytest_attn.latency.fresh_data import Noise, Places
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of
-from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.kv_layout import copies_of
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -69,8 +67,8 @@ class KernelWork(Work):
     """A kernel in one direction.
 
     Without sets of tensors a call is given views of noise, each call others. With sets, whose memory stays, data are copied
-    there before each call, on the stream that launches it. tensors, dout: all of them, of which the kernel may be given a part
-    (`Attention.given`). needs_sets: whether that is so, or the kernel is known to write to q, k or v. chosen: draws the data.
+    there before each call, on the stream that launches it. tensors, dout: all of them; `Attention` says which part the kernel
+    is given. needs_sets: whether it is given a part, or is known to write to q, k or v. chosen: draws the data.
     """
 
     def __init__(
@@ -86,23 +84,21 @@ class KernelWork(Work):
         self.kernel, self.direction, self._attention = kernel, direction, attention
         chosen = chosen or attention.chosen
         self._noise, self._noise_of_dout = Noise(tensors, chosen), Noise([dout], chosen)
-        self.dout, self._places_of_dout = attention.dout(dout).clone(), self._noise_of_dout.draw()
+        self.dout, (self._places_of_dout,) = attention.dout(dout).clone(), self._noise_of_dout.draw()
         self.sets: list[list[torch.Tensor]] = []
-        self._movable_sets: list[list[torch.Tensor]] = []
-        self._in_sets: dict[int, Places] = {}
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
         self._fewest_sets, self._turn = int(needs_sets), 0
         self.rotate_over(1 if self.device.type == "cuda" else 0)
         self._kept: Seen | None = None
         self._room: torch.Tensor | None = None  # for what is kept
-        self._turn_to_look = 0
+        self._turns, self._turn_to_look = [turn for turn in _TURNS if {*turn} & {*attention.names}], 0
         self._told = self._looks = self._unseen = 0
         self._looking, self._begun = 0.0, time.perf_counter()
 
     @property
     def nbytes(self) -> int:
         """The bytes of one set."""
-        return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(self._noise.draw())))
+        return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(*self._noise.draw())))
 
     @property
     def device(self) -> torch.device:
@@ -111,23 +107,21 @@ class KernelWork(Work):
 
     def rotate_over(self, number: int) -> None:
         """Have `number` sets, each at another offset within its allocation; 0 for views of noise. No graph starts from one."""
-        number = max(self._fewest_sets, number)
-        del self.sets[number:]
         self._captured.clear()
-        self._in_sets = {at: places for at, places in self._in_sets.items() if at < number}
-        while len(self.sets) < number:
-            self.sets.append(self._own(self._attention.given(self._noise.at(self._noise.draw())), offset=len(self.sets)))
-        self._movable_sets = [_movable(one) for one in self.sets]
+        number = max(self._fewest_sets, number)
+        if number != len(self.sets):
+            self._sets = self._attention.sets_of(self._noise, number, keeps=not self._fewest_sets)
+            self._own_tensors()
 
     def move(self) -> None:
         """Have sets, and dout, in other memory."""
-        self.sets = [self._own(tensors, offset) for offset, tensors in enumerate(self.sets)]
+        self._sets.move()
+        self._own_tensors()
         self.dout = self.dout.clone()
-        self._movable_sets = [_movable(one) for one in self.sets]
 
     def given_at(self, at: int) -> Given:
         """Return where what is in a set now lies among the noise."""
-        return Given(self._in_sets[at], self._places_of_dout)
+        return Given(self._sets.places(at), self._places_of_dout)
 
     def stage(self, replayed: bool = False) -> Call:
         """Put new data in place, do what else is not timed, and return the call that is."""
@@ -137,13 +131,13 @@ class KernelWork(Work):
             at = self._turn % len(self.sets)
             tensors = self.sets[at]
             self._turn += 1
-            if at not in self._captured:
-                self._put([at])
-            if replayed and self.direction == "backward":
+            if not replayed and at not in self._captured:
+                self._sets.renew([at])
+            elif self.direction == "backward":
                 self._captured.add(at)
             call = Call(self, tensors, at, None)
         else:
-            given = Given(self._noise.draw(), self._noise_of_dout.draw())
+            given = Given(*self._noise.draw(), *self._noise_of_dout.draw())
             tensors = [t.requires_grad_(self.direction != "forward") for t in self._noise.handed(given.qkv)]
             call = Call(self, tensors, 0, given)
         if self.direction == "forward":
@@ -161,7 +155,7 @@ class KernelWork(Work):
         """Put other data in place for calls that a graph has captured."""
         self.on_call()
         if self.direction != "backward":
-            self._put([call.at for call in calls])
+            self._sets.renew([call.at for call in calls])
         if self.direction != "forward":
             self._next_dout(None)
 
@@ -187,7 +181,7 @@ class KernelWork(Work):
             self._verify(what, given, self._next_of(results))
             return
         sizes = []
-        for _ in _TURNS:
+        for _ in self._turns:
             turn = self._next_of(results)
             sizes.append(sum(one.numel() for one in turn.values()))
             self._verify(what, given, turn)
@@ -227,46 +221,32 @@ class KernelWork(Work):
         tensor: torch.Tensor = plain("out", first_of(self.kernel(*tensors)))
         return tensor
 
-    def _own(self, tensors: list[torch.Tensor], offset: int = 0) -> list[torch.Tensor]:
-        """Copy tensors with their strides, `offset` times 256 bytes into allocations of their own."""
-        return [copy.requires_grad_(self.direction != "forward") for copy in copies_of(tensors, 256 * offset)]
+    def _own_tensors(self) -> None:
+        """Take the sets for those of the calls."""
+        self.sets = self._sets.tensors
+        for tensors in self.sets:
+            for one in tensors:
+                one.requires_grad_(self.direction != "forward")
 
     def _next_of(self, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return which results of a call have their turn."""
-        turn = {name: results[name] for name in _TURNS[self._turn_to_look] if name in results}
+        turn = {name: results[name] for name in self._turns[self._turn_to_look] if name in results}
         return turn or dict([next(iter(results.items()))])
 
     def _verify(self, what: str, given: Given, results: dict[str, torch.Tensor]) -> None:
         """Look at results, after which others have their turn."""
-        self._turn_to_look = 1 - self._turn_to_look
+        self._turn_to_look = (self._turn_to_look + 1) % len(self._turns)
         (dout,) = self._noise_of_dout.at(given.dout)
         if fault := self._attention.fault_of(results, self._noise.at(given.qkv), dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
             raise WrongResultError(f"{how}: its result is not that of the data it was given ({fault})")
 
-    def _put(self, sets: Sequence[int]) -> None:
-        """Put other data into some sets."""
-        to: list[torch.Tensor] = []
-        data: list[torch.Tensor] = []
-        for at in sets:
-            before = None if self._fewest_sets else self._in_sets.get(at)  # a kernel may have written to a set
-            self._in_sets[at] = places = self._noise.draw(before)
-            moved = self._noise.moved(before, places)
-            to += compress(self._movable_sets[at], moved)
-            data += compress(self._attention.given(self._noise.movable_at(places)), moved)
-        with torch.no_grad():
-            torch._foreach_copy_(to, data)
-
     def _next_dout(self, given: Given | None) -> torch.Tensor:
         """Return a call's own dout; where it has none, that of all calls, with other data."""
         if given is not None:
             return self._attention.dout(*self._noise_of_dout.handed(given.dout))
-        self._places_of_dout = self._noise_of_dout.draw()
+        (self._places_of_dout,) = self._noise_of_dout.draw()
         return self.dout.copy_(self._attention.dout(*self._noise_of_dout.at(self._places_of_dout)))
-
-
-def _movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [movable(t.detach()) for t in tensors]
 
 
 def work_of(

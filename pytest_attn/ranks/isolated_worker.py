@@ -30,7 +30,7 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import switches_kept
-from pytest_attn.latency.fresh_data import AnyResult, Attention
+from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
 from pytest_attn.latency.work import WrongResultError

@@ -27,7 +27,8 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor
-from pytest_attn.latency.fresh_data import Attention
+from pytest_attn.latency.exact_results import Attention
+from pytest_attn.latency.fresh_data import Noise, PartSets, TensorSets
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
@@ -200,6 +201,11 @@ class AttentionOfShard(Attention):
             heads = torch.arange(spec.workload.heads).tensor_split(sharding.ranks)[rank].tolist()
         self._held = _held(heads, sharding.rows[rank])
         self._held_keys = _held(range(spec.workload.kv_heads), sharding.keys[rank])
+
+    def sets_of(self, noise: Noise, number: int, keeps: bool) -> TensorSets:
+        """Return sets of the rank's shards, which keep nothing."""
+        del keeps
+        return PartSets(noise, number, self.given)
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rank's shards of q, k and v, without waiting for the device."""

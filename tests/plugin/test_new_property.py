@@ -64,7 +64,7 @@ def house(tmp_path_factory):
     for after, added in DECLARATION:
         insert(copied / "backends" / "declaration.py", after, added)
     insert(copied / "correctness" / "call.py", *USE)
-    insert(copied / "latency" / "fresh_data.py", *USE_OF_TIMES)
+    insert(copied / "latency" / "exact_results.py", *USE_OF_TIMES)
     (house / "test_it.py").write_text(TEST)
     return house
 
