@@ -1,10 +1,11 @@
 """fp8 and int8 tensors with descales: fault-free kernels pass, each descale that is wrong is found and named; MLA's v in k."""
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 from judging import judged, spec_of
+from reported_faults.kernel import Attention
 
 import pytest_attn
 from pytest_attn import Precision, Workload
@@ -29,56 +30,20 @@ PER_HEAD = Workload(8, 40, batch=2, heads=4, kv_heads=2, dtype="fp8", descales="
 LATENT = Workload(8, 24, batch=2, heads=4, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True)
 
 
-class Kernel:
-    """An online softmax over quantized tiles: float32 sums, P rounded to fp8 or bf16. `wrong`: makes other descales."""
+class Kernel(Attention):
+    """A fault-free kernel that rounds P to fp8, by a scale of its own, or to bf16. `wrong`: makes other descales."""
 
     def __init__(self, workload, p_scale=None, wrong=lambda descales: descales):
-        self.workload, self.p_scale = workload, p_scale
-        self.inputs = draw_inputs(workload)
-        self.descales = wrong(self.inputs.descales)
+        super().__init__()
+        self.workload, self.p_scale, inputs = workload, p_scale, draw_inputs(workload)
+        self.inputs = replace(inputs, descales=wrong(inputs.descales))
 
     def __call__(self, q, k, v):
-        w, table = self.workload, self.inputs.page_table
-        q, k, v = (self.values(name, t) for name, t in zip("qkv", (q, k, v), strict=True))
-        if table is not None:
-            k, v = (t[table.long()].flatten(1, 2)[:, : w.kv_len].transpose(1, 2) for t in (k, v))
-            unseen = torch.arange(w.kv_len) >= self.inputs.kv_lens[:, None]
-            v = v.masked_fill(unseen[:, None, :, None], 0)  # the end of a page may hold NaN
-        k, v = k.repeat_interleave(w.group, 1), v.repeat_interleave(w.group, 1)
-        scores = q @ k.transpose(-1, -2) * w.softmax_scale
-        scores = scores.masked_fill(~self.seen(), -math.inf)
-        out, total, top = torch.zeros(*q.shape[:3], w.v_head_dim), 0, torch.full((*q.shape[:3], 1), -1e30)
-        for tile in range(0, w.kv_len, 64):
-            part = scores[..., tile : tile + 64]
-            highest = top.maximum(part.amax(-1, keepdim=True))
-            p, rescaling = (part - highest).exp(), (top - highest).exp()
-            total, top = total * rescaling + p.sum(-1, keepdim=True), highest
-            out = out * rescaling + self.rounded(p) @ v[:, :, tile : tile + 64]
-        return (out / total).to(torch.bfloat16)
+        return super().__call__(self.inputs, q, k, v)[0]
 
-    def values(self, name, tensor):
-        descale, w = getattr(self.descales, name), self.workload
-        if descale is None or descale.dim() == 0:
-            return tensor.float() * (1.0 if descale is None else descale)
-        if descale.dim() == 3:
-            return tensor.float() * descale[..., None]
-        if w.kv_pages and name != "q":
-            of_pages = torch.zeros(len(tensor), descale.shape[1])
-            of_pages[self.inputs.page_table.long().flatten()] = descale.repeat_interleave(self.inputs.page_table.shape[1], 0)
-            return tensor.float() * of_pages[:, None, :, None]
-        return tensor.float() * (descale.repeat_interleave(w.group, 1) if name == "q" else descale)[..., None, None]
-
-    def seen(self):
-        mask = self.inputs.mask_mod()
-        sizes = self.workload.q_len, self.workload.kv_len
-        if mask is None:
-            return torch.ones(sizes, dtype=torch.bool)
-        b, h, i, j = (torch.arange(n) for n in (self.workload.batch, self.workload.heads, *sizes))
-        return mask(b[:, None, None, None], h[:, None, None], i[:, None], j)
-
-    def rounded(self, p):
+    def rounded(self, t, p):
         if self.p_scale is None:
-            return p.to(torch.bfloat16).float()
+            return super().rounded(t, p)
         return (p * self.p_scale).to(torch.float8_e4m3fn).float() / self.p_scale
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from judging import asked, assert_few_calls
+from reported_faults.kernel import Attention
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
@@ -15,46 +16,27 @@ W = Workload(40, 48, heads=2, head_dim=16, dtype="float32")
 CLOSED = W.replace(sinks=True, bias="hqk")
 
 
-def formula(q, k, v, sinks=None, bias=None):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    scores = scores if bias is None else scores + bias
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1)[..., : k.shape[2]] @ v
+def formula(q, k, v):
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
-class Attention(torch.autograd.Function):
-    """Attention whose backward pass can decide by which gradients are needed."""
+class Loses(Attention):
+    """Attention whose backward pass loses one gradient unless that of another is needed, too; "" loses none."""
 
-    @staticmethod
-    def forward(ctx, given, *tensors):
-        ctx.given = given
-        ctx.save_for_backward(*tensors)
-        return formula(*tensors)
+    def __init__(self, name="", unless="q"):
+        super().__init__()
+        self.name, self.unless = name, unless
 
-    @staticmethod
-    def backward(ctx, dout):
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            found = list(torch.autograd.grad(formula(*leaves), leaves, dout))
-        return None, *ctx.given(found, ctx.needs_input_grad[1:])
+    def gradients(self, call, out, lse, dout, dlse, needed):
+        sums = super().gradients(call, out, lse, dout, dlse, needed)
+        if self.name and not needed[self.unless]:
+            sums[self.name].zero_()
+        return sums
 
 
-def kernel_of(given, *closed):
-    return lambda q, k, v: Attention.apply(given, q, k, v, *closed)
-
-
-def without(name, unless, zero=torch.zeros_like):
-    """Return the gradients with one lost, unless that of another is needed, too."""
-    names = ("q", "k", "v", "sinks", "bias")
-
-    def given(found, needed):
-        at = names.index(name)
-        if not needed[names.index(unless)]:
-            found[at] = zero(found[at])
-        return found
-
-    return given
+def kernel_of(kernel, workload=W, **closed):
+    inputs = draw_inputs(workload)
+    return lambda q, k, v: kernel(inputs, q, k, v, **closed)[0]
 
 
 def ask(kernel, workload=W, parameters=None, **options):
@@ -68,23 +50,22 @@ def closed_over():
 
 @pytest.mark.parametrize(("name", "unless"), [("q", "k"), ("k", "v"), ("v", "q"), ("k", "q")])
 def test_a_gradient_that_is_lost_without_another(name, unless):
-    faulty = kernel_of(without(name, unless))
+    faulty = kernel_of(Loses(name, unless))
     (finding,) = ask(faulty, only="alone").broken
     assert finding.evidence.startswith(f"where nothing but {name} needs a gradient: d{name}[0, 0, 0, 0] = 0, was ")
     assert ask(faulty, skip="alone").passed
-    assert ask(kernel_of(lambda found, needed: found)).passed
+    assert ask(kernel_of(Loses())).passed
 
 
 @pytest.mark.parametrize(("name", "unless"), [("sinks", "q"), ("bias", "k"), ("q", "bias")])
 def test_so_are_those_of_what_is_closed_over(name, unless):
     parameters = closed_over()
-    closed = (parameters["sinks"], parameters["bias"])
-    (finding,) = ask(kernel_of(without(name, unless), *closed), CLOSED, parameters, only="alone").broken
+    (finding,) = ask(kernel_of(Loses(name, unless), CLOSED, **parameters), CLOSED, parameters, only="alone").broken
     assert f"where nothing but {name} needs a gradient: d{name}[" in finding.evidence
-    report = ask(kernel_of(lambda found, needed: found, *closed), CLOSED, parameters)
+    report = ask(kernel_of(Loses(), CLOSED, **parameters), CLOSED, parameters)
     assert report.passed
     assert_few_calls(report)
-    assert all(one.requires_grad for one in closed)
+    assert all(one.requires_grad for one in parameters.values())
 
 
 def test_a_kernel_that_goes_another_way_without_q():

@@ -87,6 +87,10 @@ def test_packed_sequences_lie_end_to_end():
     assert inputs.cu_seqlens_kv.tolist() == [0, 4, 6, 11]
 
 
+def test_slopes_of_alibi_halve_from_head_to_head():
+    assert draw_inputs(Workload(8, heads=8, alibi=True)).alibi_slopes.tolist() == [2.0**-n for n in range(1, 9)]
+
+
 def test_an_unknown_distribution_is_refused():
     with pytest.raises(ValueError, match="unknown input distribution 'rand'; known: structured, flat, randn"):
         distribution_names("rand")
