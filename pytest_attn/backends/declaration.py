@@ -26,8 +26,8 @@ RESULTS = ("out", "lse", "weights", "max", "keep")
 IGNORED = "ignored"
 #: layouts without a batch dimension, and the ones that they are a part of
 WITHOUT_BATCH = {"hsd": "bhsd", "shd": "bshd"}
-#: those of packed sequences: as they are, and with a batch dimension of 1, rows or heads first
-OF_PACKED = ("thd", "bthd", "bhtd")
+#: those of packed sequences: as they are, and with a batch dimension of 1, rows or heads first; and what is alike in others
+OF_PACKED = {"thd": "shd", "bthd": "bshd", "bhtd": "bhsd"}
 #: orders of lse's dimensions: batch, heads, rows
 LSE_LAYOUTS = ("bhs", "bsh", "hs", "sh")
 LSE_BASES = ("e", 2)
@@ -126,7 +126,7 @@ def _names_results(name: str, value: object) -> None:
 
 # -- the declaration -------------------------------------------------------------------------------------------------------
 
-_is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH, *OF_PACKED[1:])
+_is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH, "bthd", "bhtd")
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,9 @@ class Declaration:
         if "keep" in self.names and not w.dropout:
             return f"returns names 'keep', the mask of dropout, and {w.id} has none; say Workload(dropout=...)"
         if self.layout in OF_PACKED and not w.is_packed:
-            return f"layout {self.layout!r} needs a packed workload (q_lens), {w.id} is not one"
+            return (
+                f"layout {self.layout!r} is for packed workloads (q_lens), {w.id} is not one; say {OF_PACKED[self.layout]!r}"
+            )
         return ""
 
     def fitted(self, w: Workload) -> Workload:

@@ -141,7 +141,7 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         _require_unique(cases, ids)
     except (ValueError, NoTorchError) as error:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
-    session.collected.add_test(len(cases))
+    session.collected.add_test(len(cases), "attn_backend" in metafunc.fixturenames)
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
 
 

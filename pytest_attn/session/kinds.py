@@ -77,7 +77,7 @@ ATTENTION = Kind(
     fixture="attn",
     takes=("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"),
     items="pytest_attn.session.collection:KernelItems",
-    example="for example @pytest.mark.attention('flux-L512')",
+    example='for example @pytest.mark.attention(Workload(200, heads=2, mask="causal"))',
 )
 MODEL = Kind(
     marker="attention_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -130,8 +130,9 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if timed and (verbosity >= 0 or any(map(is_notable, timed))):
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-    if verbosity >= 0 and (said := chosen_words(session)):
-        reporter.write_line(said)
+    for said in filter(None, (chosen_words(session), *without_effect(session, reporter.config, bool(timed)))):
+        if verbosity >= 0:
+            reporter.write_line(said)
     number = reporter.config.getoption("durations", None)
     if number is not None and (compilations := list(slowest_compilations(judged, number))):
         print_section(reporter, compilations, "slowest compilations")
@@ -146,6 +147,15 @@ def chosen_words(session: AttentionSession) -> str:
         f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend;"
         f" --attn-workloads=all adds {collected.unchosen:,}"
     )
+
+
+def without_effect(session: AttentionSession, config: pytest.Config, has_timed: bool) -> Iterator[str]:
+    """Say of options of the command line that no test of the run asks for what they select."""
+    collected = session.collected  # by no process that has workers of xdist
+    if config.getoption("attn_backends") is not None and collected.tests and not collected.takes_backend:
+        yield "--attn-backends: no test here takes attn_backend, so none ran on these backends"
+    if config.getoption("attn_latency") == "require" and not has_timed:
+        yield "--attn-latency=require: nothing was timed; a test times a kernel with attn.measure(fn)"
 
 
 def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:

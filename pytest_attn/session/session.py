@@ -37,16 +37,18 @@ class Collected:
 
     def __init__(self) -> None:
         self.tests = self.cases = 0  # the tests with cases, and the cases of them all
+        self.takes_backend = False  # whether one of the tests runs on each selected backend
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.runnable = 0  # cases of a listing that would run
         self.chosen = self.unchosen = 0  # of those that a choice was made of (session/choice.py), as far as they would run
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 
-    def add_test(self, cases: int) -> None:
+    def add_test(self, cases: int, takes_backend: bool) -> None:
         """Count a test that was collected, and its cases."""
         self.tests += 1
         self.cases += cases
+        self.takes_backend |= takes_backend
 
     @property
     def listed(self) -> int:

@@ -103,7 +103,8 @@ class Catalog:
         if not found:
             groups = ", ".join(dict.fromkeys(entry.group for entry in self))
             meant = did_you_mean(name, self.names)
-            raise ValueError(f"unknown workload {name!r};{meant} groups: {groups}; pytest --attn-list shows all workloads")
+            others = "pytest --attn-list shows all workloads, Workload(...) is one of your own"
+            raise ValueError(f"unknown workload {name!r};{meant} groups: {groups}; {others}")
         return found
 
 

@@ -24,6 +24,14 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" did you mean {' or '.join(alike)}?" if alike else ""
 
 
+#: what a workload is told that it says in another way, or that its test says
+_SAID = {
+    **dict.fromkeys(("n", "seq", "seqlen", "seq_len", "tokens"), "did you mean q_len?"),
+    **dict.fromkeys(("causal", "is_causal"), 'say mask="causal";'),
+    **dict.fromkeys(("layout", "backward", "inputs", "precision"), "the marker takes it, beside the workload;"),
+}
+
+
 def suggests_fields(made: type[_T]) -> type[_T]:
     """Let a dataclass answer an unknown argument with the field that may have been meant.
 
@@ -37,8 +45,8 @@ def suggests_fields(made: type[_T]) -> type[_T]:
     def init(self: _T, *args: Any, **given: Any) -> None:
         for name in given:
             if name not in known:
-                hint = did_you_mean(name, known)
-                raise TypeError(f"{made.__name__} has no field {name!r};{hint} fields: {', '.join(known)}")
+                said = f" {_SAID[name]}" if name in _SAID and "q_len" in known else did_you_mean(name, known)
+                raise TypeError(f"{made.__name__} has no field {name!r};{said} fields: {', '.join(known)}")
         plain(self, *args, **given)
 
     of_class.__init__ = init

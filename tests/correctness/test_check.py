@@ -116,7 +116,7 @@ def test_an_exception_of_the_callable_passes_through():
         ({"inputs": ("rand",)}, "unknown input distribution 'rand'; known: structured"),
         ({"precision": "fp4"}, "unknown precision 'fp4'; known: flash, flash2, eager"),
         ({"layout": "sbhd"}, "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
-        ({"layout": "thd"}, "layout 'thd' needs a packed workload (q_lens), h2-s128-d64 is not one"),
+        ({"layout": "thd"}, "layout 'thd' is for packed workloads (q_lens), h2-s128-d64 is not one; say 'shd'"),
         ({"limits": "loose"}, "unknown limits 'loose'; known: default, strict"),
         ({"device": "tpu"}, "unknown device 'tpu'; expected auto, cpu, cuda, cuda:N, xpu or mps"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not there; this machine has "),

@@ -109,7 +109,7 @@ def test_a_fixture_without_a_marker_is_a_collection_error(run, pytester):
     result = run()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*::test_kernel: uses attn but has no marker; add for example @pytest.mark.attention('flux-L512')*"]
+        ['*::test_kernel: uses attn but has no marker; add for example @pytest.mark.attention(Workload(200, heads=2, mask="causal"))*']
     )
 
 

@@ -100,7 +100,7 @@ def test_thd_for_a_dense_workload_is_a_collection_error(run, kernel_test):
     kernel_test("raise SystemExit('ran')", marker='"smoke-full", layout="thd"')
     result = run()
     result.assert_outcomes(errors=1)
-    assert "layout 'thd' needs a packed workload (q_lens), smoke-full is not one" in result.stdout.str()
+    assert "layout 'thd' is for packed workloads (q_lens), smoke-full is not one; say 'shd'" in result.stdout.str()
 
 
 def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pytester):

@@ -292,3 +292,22 @@ def pytest_attn_backends(registry):
     result.stdout.fnmatch_lines(
         ["raised        late on s33-d64: RuntimeError: a fault", "SKIPPED * late: compiles no 'minimum'"]
     )
+
+
+@pytest.mark.parametrize("is_for_backends", [False, True])
+def test_options_that_no_test_asks_for_are_said_to_have_no_effect(run, kernel_test, is_for_backends):
+    if is_for_backends:
+        kernel_test("attn.check(attn_backend)\nattn.measure(attn_backend)", fixtures="attn, attn_backend")
+    else:
+        kernel_test("attn.check(sdpa)")
+    result = run("--attn-backends=math", "--attn-latency=require")
+    said = [line for line in result.outlines if line.startswith("--attn-")]
+    assert (
+        said == []
+        if is_for_backends
+        else said
+        == [
+            "--attn-backends: no test here takes attn_backend, so none ran on these backends",
+            "--attn-latency=require: nothing was timed; a test times a kernel with attn.measure(fn)",
+        ]
+    )
