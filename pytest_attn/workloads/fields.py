@@ -24,7 +24,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" did you mean {' or '.join(alike)}?" if alike else ""
 
 
-#: what a workload is told that it says in another way, or that its test says
+#: names that are none of a workload's fields: what to say in their place
 _SAID = {
     **dict.fromkeys(("n", "seq", "seqlen", "seq_len", "tokens"), "did you mean q_len?"),
     **dict.fromkeys(("causal", "is_causal"), 'say mask="causal";'),
