@@ -268,8 +268,9 @@ def test_a_dead_link_is_seen(tmp_path):
 
 def test_the_files_that_the_pages_name_are_there():
     prose = {page: re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M) for page in PAGES}
-    named = {(page, name) for page, text in prose.items() for name in re.findall(r"`((?:[\w.-]+/)+[a-z_]+\.py)`", text)}
-    assert [f"{page}: {name}" for page, name in sorted(named) if not any((root / name).is_file() for root in ROOTS)] == []
+    a_path = r"`((?:[\w.-]+/)+[a-z_]+\.py|(?:pytest_attn|tests|benchmarks|examples)/[\w/]+)`"
+    named = {(page, name) for page, text in prose.items() for name in re.findall(a_path, text)}
+    assert [f"{page}: {name}" for page, name in sorted(named) if not any((root / name).exists() for root in ROOTS)] == []
 
 
 def test_the_pages_that_the_code_names_are_there():

@@ -135,43 +135,45 @@ class Declaration:
 
     layout: str = argument(
         "bhsd",
-        '"bhsd" (torch) or "bshd" (flash-attn), in which fn takes and returns tensors, "hsd" or "shd" where they have no'
-        ' batch dimension; packed workloads are "thd", or with a batch dimension of 1 "bthd" or "bhtd"',
+        'in which fn takes and returns tensors: "bhsd" (torch) or "bshd" (flash-attn), "hsd" or "shd" without a batch'
+        ' dimension; packed workloads are "thd" or, with a batch dimension of 1, "bthd" or "bhtd"',
         _is_layout,
     )
     returns_lse: bool = argument(
-        False, "fn returns (out, lse): lse (batch, heads, q_len), float32, the natural logarithm", one_of(True, False)
+        False,
+        "fn returns (out, lse), with lse (batch, heads, q_len), float32, as a natural logarithm",
+        one_of(True, False),
     )
     returns: Sequence[str] | None = argument(
         None,
-        'what fn returns, in its order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each row),'
-        ' "keep" (what dropout has left) and "ignored"',
+        'what fn returns, in order: "out", "lse", "weights" (the softmax matrix), "max" (the largest score of each row),'
+        ' "keep" (which weights dropout has kept) and "ignored"',
         _unless_none(_names_results),
         unset='("out",)',
     )
     out_layout: str | None = argument(
-        None, "the layout of out, where it is not that of q, k and v", _unless_none(_is_layout), unset="as layout"
+        None, "the layout of out, if it differs from that of q, k and v", _unless_none(_is_layout), unset="as layout"
     )
     lse_base: str | int = argument("e", 'the base of lse and max: "e" or 2', one_of(*LSE_BASES))
     lse_layout: str | None = argument(
         None,
-        'the order of the dimensions of lse and max: "bhs" or "bsh", without a batch dimension "hs" or "sh"',
+        'the order of the dimensions of lse and max: "bhs" or "bsh", or "hs" or "sh" without a batch dimension',
         _unless_none(one_of(*LSE_LAYOUTS)),
         unset='"bhs" or "hs"',
     )
     takes_out: bool = argument(
-        False, "fn writes out into its argument out=, which is filled with NaN before", one_of(True, False)
+        False, "fn writes its result into its argument out=, which is filled with NaN before", one_of(True, False)
     )
     precision: str | Precision = argument(
         "flash",
-        'where fn says it rounds: the name of a profile ("flash", "flash2", "eager", ...), or a pytest_attn.Precision; a'
-        " backend declares its own",
+        'where fn rounds: the name of a profile ("flash", "flash2", "eager", ...) or a pytest_attn.Precision; a backend'
+        " declares its own",
         _is_precision,
     )
     empty_rows: str = argument(
         "zero",
-        'what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any", which leaves these rows and'
-        " their dout out",
+        'what fn returns in rows that see no key: "zero", "finite" (any finite numbers) or "any"; the last two leave these'
+        " rows and their dout out",
         one_of(*EMPTY_ROWS),
     )
     contiguous: bool = argument(False, "fn takes contiguous tensors only, as its documentation says", one_of(True, False))

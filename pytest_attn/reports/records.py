@@ -28,10 +28,10 @@ class Record(TypedDict):
     table of the documentation follow it.
     """
 
-    schema: Annotated[int, "version of this table; a field may be added without a new version, never changed or left out"]
+    schema: Annotated[int, "version of this table; fields may be added without a new version, but not changed or removed"]
     date: Annotated[str, "when the test was done: ISO 8601, UTC"]
     test: Annotated[str, "pytest's id of the test"]
-    line: Annotated[int, "of its file, counted from 1"]
+    line: Annotated[int, "of the test in its file, counted from 1"]
     question: Annotated[str, "what was asked: check, invariants or latency"]
     verdict: Annotated[
         str,
@@ -39,22 +39,21 @@ class Record(TypedDict):
         " result, known defect, expected, skipped, raised; of a latency: passed, mismatch, regressed, inconclusive, no"
         " baseline, recorded, unrecorded, unconfirmed, untimed, no result, raised",
     ]
-    reason: Annotated[str, "why: of a skip, defect or failure, in one line"]
+    reason: Annotated[str, "why a case was skipped or failed, or what its known defect is, in one line"]
     explanation: Annotated[
         Sequence[dict[str, Any]],
-        "what a failure says in a terminal, line by line: label (worst, largest z, where, figures, suggests, ...; empty of the"
-        " first line and of what has none), text; the last line of a terminal, which repeats the case, is command",
+        "the lines of a failure in a terminal: label (worst, largest z, where, figures, suggests, ...; empty in the first line"
+        " and in lines without one), text; the last line of a terminal, which repeats the case, is command",
     ]
     cause: Annotated[
         str,
-        "the reason in a word that programs may go by, empty where there is none; of no baseline: none recorded, recorded"
-        " otherwise, another protocol, another shape, unusable file; of a check that passed: defect not shown; of a skip:"
-        " declined, not here",
+        "the reason as a fixed word for programs, else empty; of no baseline: none recorded, recorded otherwise, another"
+        " protocol, another shape, unusable file; of a check that passed: defect not shown; of a skip: declined, not here",
     ]
-    remedy: Annotated[str, "the options that mend it, to be added to the command; empty where none do"]
-    source: Annotated[str, "where the workload is from: fuzz, where --attn-fuzz drew it, else empty"]
+    remedy: Annotated[str, "options to add to the command that help; empty if none do"]
+    source: Annotated[str, "fuzz, if --attn-fuzz drew the workload, else empty"]
     workload: Annotated[str, "id of the workload"]
-    name: Annotated[str, "its name in the catalog, whatever its dtype; empty where it has none"]
+    name: Annotated[str, "its name in the catalog, without the dtype; empty if it has none"]
     group: Annotated[str, "the group of that name"]
     aliases: Annotated[Sequence[str], "other names of the same workload"]
     shape: Annotated[
@@ -67,13 +66,11 @@ class Record(TypedDict):
         dict[str, Any], "family (the library), backend (without variant), compile (none, compile, max_autotune or graph)"
     ]
     version: Annotated[str, "of the library; empty for a callable"]
-    declared: Annotated[
-        dict[str, Any], "what a callable's test says of it (arguments of the marker), where that is not the default"
-    ]
-    direction: Annotated[str, "forward, backward or forward+backward (that, of a check: out and gradients)"]
-    backward: Annotated[bool, "whether gradients were asked for"]
+    declared: Annotated[dict[str, Any], "arguments of the marker that declare the callable and are not the default"]
+    direction: Annotated[str, "forward, backward or forward+backward (for a check: out and gradients)"]
+    backward: Annotated[bool, "whether gradients were compared"]
     tensor: Annotated[
-        str, "the first tensor over its limits, which a failure is about; of what passed, the one closest to its limits"
+        str, "the first tensor above its limits, which the failure names; if the case passed, the one closest to its limits"
     ]
     distribution: Annotated[str, "its input distribution"]
     z_element: Annotated[float | None, "its largest z: the error of an element divided by its budget (limit 8)"]
@@ -87,32 +84,32 @@ class Record(TypedDict):
     ]
     faults: Annotated[
         Sequence[str],
-        "identities of the faults that explain a mismatch, or are observed in it, most telling first: see below",
+        "identities of the faults that explain a mismatch or are observed in it, the most telling first: see below",
     ]
     untested: Annotated[
         Sequence[str],
-        "of a check that passed, what nothing in it would have shown: softcap, window, sinks, bias, alibi or score_mod where"
-        " exact attention without it is within every limit as well; long sums in a half precision with fewer than 2,048 keys",
+        "of a check that passed, what it could not see: softcap, window, sinks, bias, alibi or score_mod, if exact attention"
+        " without it is also within every limit; long sums in a half precision, with fewer than 2,048 keys",
     ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[
-        dict[str, Any], "where only some were: rows and keys, each how many were compared, and of how many; else empty"
+        dict[str, Any], "if only some were: rows and keys, each with how many were compared, and of how many; else empty"
     ]
     mutant: Annotated[
         dict[str, Any],
-        "with --attn-mutants, of the faulty kernel that took the place of the test's: name, kind, summary, condition, killed,"
-        " found_with (which change would have found it, once no test has; else empty)",
+        "with --attn-mutants, the faulty kernel that took the place of the test's: name, kind, summary, condition, killed"
+        " (found), found_with (if no test found it, the change that does; else empty)",
     ]
     memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
-    is_approximate: Annotated[bool, "whether the kernel quantizes, and was held to its quantized inputs"]
-    compile_seconds: Annotated[float | None, "what the first calls of a compiled kernel took"]
+    is_approximate: Annotated[bool, "whether the kernel quantizes, and was compared on its quantized inputs"]
+    compile_seconds: Annotated[float | None, "time of the first calls of a compiled kernel"]
     graph_breaks: Annotated[int, "of torch.compile"]
     calls: Annotated[
         Sequence[dict[str, Any]],
-        "of a model, for each call: module, function, kernel (what computed it, as far as that is known), workload, passed,"
+        "of a model, for each call: module, function, kernel (what computed it, if known), workload, passed,"
         " backward, tensor, z_element, z_row, z_head, reason, faults",
     ]
-    notes: Annotated[Sequence[str], "of a model: what cannot be seen in it, and layers that were not judged"]
+    notes: Annotated[Sequence[str], "of a model: faults that cannot be seen in it, and layers that were not judged"]
     compiled: Annotated[
         dict[str, Any] | None,
         "of a compiled model, its compiled run: ratios (distance of each tensor from exact attention in units of honest"
@@ -122,7 +119,7 @@ class Record(TypedDict):
         dict[str, Any],
         "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",
     ]
-    model: Annotated[str, "class of the model whose attention was judged or whose step was timed; empty of a workload"]
+    model: Annotated[str, "class of the model whose attention was judged or whose step was timed; empty for a workload"]
     step: Annotated[
         dict[str, Any],
         "of a model that was timed: optimizer, first_call (seconds), graphs and graph_breaks (of torch.compile, in the first"
@@ -141,10 +138,10 @@ class Record(TypedDict):
         " decision (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
     ]
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
-    seconds: Annotated[float, "how long the test took, all its questions together"]
-    command: Annotated[str, "what to type to run this case again"]
-    saved: Annotated[str, "the folder in which --attn-save-failures put the failure; empty where it put none"]
-    unsaved: Annotated[str, "why a failure that was to be saved was not; empty elsewhere"]
+    seconds: Annotated[float, "how long the test took, with all its judgments"]
+    command: Annotated[str, "the command that runs this case again"]
+    saved: Annotated[str, "the folder in which --attn-save-failures put the failure, else empty"]
+    unsaved: Annotated[str, "why a failure could not be saved, else empty"]
 
 
 #: type in Python -> type in JSON, what JSON's reader gives, and the value of a field that nobody filled in

@@ -15,9 +15,9 @@ class RunFacts(TypedDict):
     """What the closing line of a run says; there ids of tests are by what is before their first bracket: {"a::b": ["[c]"]}."""
 
     command: Annotated[str, "what was typed"]
-    choice: Annotated[str, "-k, -m and --deselect; --lf where it left out what did not fail before"]
+    choice: Annotated[str, "-k, -m and --deselect; --lf if it left out tests that did not fail before"]
     group: Annotated[str, "I/N where pytest-split divided the tests, else empty"]
-    commit: Annotated[str, "of the repository, with a mark of what is not committed; empty where git has none"]
+    commit: Annotated[str, "of the repository, marked if there are uncommitted changes; empty without git"]
     options: Annotated[str, "the options of pytest-attn that differ from their defaults, without outputs and device"]
     pytest_attn: Annotated[str, "its version"]
     python: Annotated[str, "its version"]
@@ -25,10 +25,10 @@ class RunFacts(TypedDict):
     records: Annotated[int, "how many lines before this one are its records"]
     uncollected: Annotated[int, "how many files could not be collected"]
     exit: Annotated[int, "pytest's exit code"]
-    collected: Annotated[int, "how many tests were collected, before any was taken away: those of the next four fields"]
-    ran: Annotated[frozenset[str], "ids of tests that have run to their end, or that one skipped test stands for"]
-    unfinished: Annotated[frozenset[str], "of tests that were to run, and have not"]
-    left_out: Annotated[frozenset[str], "of tests that a plugin took away, as pytest-split does"]
+    collected: Annotated[int, "how many tests were collected, before any was deselected: those of the next four fields"]
+    ran: Annotated[frozenset[str], "ids of tests that ran to their end, or that one skipped test stands for"]
+    unfinished: Annotated[frozenset[str], "of tests that should have run, and did not"]
+    left_out: Annotated[frozenset[str], "of tests that a plugin deselected, as pytest-split does"]
     unchosen: Annotated[frozenset[str], "of tests that -k, -m or --deselect leave out"]
 
 

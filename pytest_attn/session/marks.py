@@ -46,8 +46,8 @@ class AttentionMark:
     device: str | None = argument(None, '"cpu", "cuda", "cuda:N", "xpu" or "mps"', unset="--attn-device")
     backward: bool = argument(
         False,
-        'whether dq, dk and dv are compared as well; ("q", "sinks"), with any of "q", "k", "v",'
-        f" {', '.join(map(_quoted, PARAMETERS))}, compares the gradients of these alone",
+        'whether dq, dk and dv are compared as well; a tuple of "q", "k", "v",'
+        f" {', '.join(map(_quoted, PARAMETERS))} compares only the gradients that it names",
         one_of(True, False),
     )
     inputs: tuple[str, ...] | None = argument(
@@ -57,13 +57,13 @@ class AttentionMark:
     parameters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = argument(
         None,
-        "how many processes call fn, each with its shards; several numbers make an item each",
+        "how many processes call fn, each with its shards; each of several numbers makes an item",
         unset="one process, whole tensors",
     )
     shard: Shard = argument(
         "contiguous",
-        f"which rank holds what: {', '.join(map(_quoted, SHARDS))}, or a function of (length, ranks) that returns the"
-        " positions of each rank",
+        f"which positions a rank holds: {', '.join(map(_quoted, SHARDS))}, or a function of (length, ranks) that returns those"
+        " of each rank",
     )
 
     def __post_init__(self) -> None:
@@ -163,8 +163,8 @@ class RequiresMark:
 class ChosenMark:
     """`@pytest.mark.attention_chosen(...)`: how few cases of a test are enough."""
 
-    timed: bool = argument(False, "whether all cases are to run where times can be taken")
-    compiled: int | None = argument(None, "how many cases at most of a backend that compiles, those that reach most")
+    timed: bool = argument(False, "whether all cases run where times can be taken")
+    compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:

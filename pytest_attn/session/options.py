@@ -36,14 +36,14 @@ class Settings:
         option_types.names,
     )
     workloads: tuple[str, ...] = option(
-        "Workloads of the catalog: names, groups or globs, -NAME leaves one out. Narrows what a marker names and"
-        " chooses where it names none (default there: smoke, edges and features on a CPU, all on a GPU)",
+        "Workloads of the catalog: names, groups or globs; -NAME leaves one out. Narrows what a marker names, and"
+        " chooses for markers that name none (default for these: smoke, edges and features on a CPU, all on a GPU)",
         "",
         "NAMES",
         option_types.names,
     )
     dtypes: tuple[str, ...] = option(
-        "Dtypes, e.g. bf16,fp16,fp32. Narrows what a marker names and replaces a workload's own (default: its own)",
+        "Dtypes, e.g. bf16,fp16,fp32. Narrows what a marker names, and replaces a workload's own (default: its own)",
         "",
         "NAMES",
         option_types.dtypes,
@@ -58,14 +58,13 @@ class Settings:
         option_types.limits,
     )
     seed: int = option(
-        "Seed of the inputs; random draws one, which the header and each command that repeats a case name (default: 0)",
+        "Seed of the inputs; random draws one, and the header and the commands that repeat a case name it (default: 0)",
         "0",
         "N",
         option_types.seed,
     )
     rows: tuple[int, ...] = option(
-        "Rows and keys of long workloads that are compared in any case; a failure that other calls need not show names them"
-        " (default: none)",
+        "Rows and keys of long workloads to compare in any case; a failure that may not repeat names them (default: none)",
         "",
         "N,N",
         option_types.whole_numbers,
@@ -77,55 +76,54 @@ class Settings:
         option_types.whole_number,
     )
     timeout: float = option(
-        "Stop a callable that takes longer, 0 waits forever (default: 0)", "0", "SECONDS", option_types.seconds
+        "Stop a callable that takes longer; 0 waits forever (default: 0)", "0", "SECONDS", option_types.seconds
     )
     rank_timeout: float = option(
-        "Seconds that ranks may take for one call of a callable; then their stacks and last collectives are shown, and they"
-        " are ended, 0 waits forever (default: 120)",
+        "Seconds that ranks may take for one call; then they are ended, and their stacks and last collectives shown; 0 waits"
+        " forever (default: 120)",
         "120",
         "SECONDS",
         option_types.seconds,
     )
     diagnosis_timeout: float = option(
-        "Seconds in which what explains a wrong result is looked for; then what was left out is said, 0 looks without end"
-        " (default: 60)",
+        "Seconds to look for an explanation of a wrong result; a line says what was left out; 0 has no limit (default: 60)",
         "60",
         "SECONDS",
         option_types.seconds,
     )
     memory: int = option(
-        "Memory for references that backends share; what does not fit is computed again (default: 4GiB)",
+        "Memory for references that backends share; those that do not fit are computed again (default: 4GiB)",
         "4GiB",
         "SIZE",
         option_types.size,
     )
     latency: str = option(
-        "attn.measure: off (check only), auto (time, and hold against a baseline where there is one), require (fail where"
-        " there is none, or nothing can be said) (default: auto)",
+        "attn.measure: off (check only), auto (time, and compare with a baseline if there is one), require (also fail if"
+        " there is none, or the comparison is inconclusive) (default: auto)",
         "auto",
         "MODE",
         option_types.one_of("off", "auto", "require"),
     )
     declines: str = option(
-        "A case that the kernel under test declines, by a NotImplementedError or by its capabilities: skip or fail"
-        " (default: skip)",
+        "What to do with a case that the kernel under test declines, by NotImplementedError or by its capabilities: skip or"
+        " fail (default: skip)",
         "skip",
         "ACTION",
         option_types.one_of("skip", "fail"),
     )
     unjudged: str = option(
-        "A marked test that passes and has judged nothing, and a run of whose cases none was judged because kernels declined"
-        " them, or a backend that --attn-backends names is not here: error, warn or ignore (default: error)",
+        "What to do with a marked test that passes without judging anything, and with a run that judged no case because"
+        " kernels declined or a named backend is missing: error, warn or ignore (default: error)",
         "error",
         "ACTION",
         option_types.one_of("error", "warn", "ignore"),
     )
     max_slowdown: float | None = option(
-        "A slowdown of less never fails a test (default: 2 on a GPU, 10 on a CPU)", "", "PERCENT", option_types.percent
+        "A smaller slowdown never fails a test (default: 2 on a GPU, 10 on a CPU)", "", "PERCENT", option_types.percent
     )
     baselines: str = option("Folder of the recorded latencies, from rootdir (default: baselines)", "baselines", "DIR")
     threads: int = option(
-        "Threads of torch on a CPU while it is timed, 0 leaves them (default: 0)", "0", "N", option_types.threads
+        "Threads of torch while a CPU is timed; 0 leaves their number (default: 0)", "0", "N", option_types.threads
     )
     l2: str = option(
         "cold or warm: whether a GPU's L2 cache holds the data (default: cold)",
@@ -134,71 +132,71 @@ class Settings:
         option_types.one_of("cold", "warm"),
     )
     fresh: str = option(
-        "How the new processes begin that confirm and record a GPU's times: forked by a server that has imported torch, on"
-        " Linux, or started, each by itself, which takes longer (default: forked)",
+        "How the new processes start that confirm and record a GPU's times: forked (on Linux, from a server that has"
+        " imported torch) or started (slower) (default: forked)",
         "forked",
         "HOW",
         option_types.one_of("started", "forked"),
     )
     lock_clocks: str = option(
-        "Lock the GPU's clock while it is timed, max or a number of MHz, and undo it; needs permission (default: not)",
+        "Lock the GPU's clock while it is timed, to max or a number of MHz; needs permission (default: not)",
         "",
         "MHZ",
         option_types.clock,
     )
     list_only: bool = switch(
-        "List backends, what they can do, and workloads; what would run and why the rest would not; run nothing", "list"
+        "List backends and what they support, workloads, what would run and why the rest would not; run nothing", "list"
     )
     profile: bool = switch(
-        "Print which kernels each case that is right really launches, with time, memory and share of roofline",
+        "Print the kernels that each case really launches if it is right, with time, memory and share of roofline",
         in_child=False,
     )
-    cupti: bool = switch("Print beside each p50 what torch's profiler (CUPTI) says of the same call", in_child=False)
+    cupti: bool = switch("Print beside each p50 the time of the same call by torch's profiler (CUPTI)", in_child=False)
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
     mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
     json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
-    rank: bool = switch("Print for each workload which backend is fastest and right, and which tie with it", in_child=False)
+    rank: bool = switch("Print for each workload the fastest backend that is right, and those tied with it", in_child=False)
     gpu_per_worker: bool = switch(
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
     outputs: tuple[str, ...] = action(
-        "Write a file; its suffix says which. It may be given several times. .jsonl: an object per line and judgment. .html:"
-        " one page that opens offline. .support.md: the table of backends and workloads. Any other .md: a summary",
+        "Write a file; its suffix says which. May be given several times. .jsonl: one judgment per line. .html: one page that"
+        " opens offline. .support.md: a table of backends and workloads. Any other .md: a summary",
         "FILE",
         option_types.output_file,
         stem="output",
         is_repeatable=True,
     )
-    support: str | None = output("As --attn-output FILE.support.md: the table of backends and workloads", ".md")
-    json: str | None = output("As --attn-output FILE.jsonl: an object per line and judgment, as the run goes", ".jsonl")
-    report: str | None = output("As --attn-output FILE.html: one page that opens offline", ".html")
-    summary: str | None = output("As --attn-output FILE.md: a summary in Markdown, as GitHub Actions gets it by itself", ".md")
+    support: str | None = output("Same as --attn-output FILE.support.md: a table of backends and workloads", ".md")
+    json: str | None = output("Same as --attn-output FILE.jsonl: one judgment per line", ".jsonl")
+    report: str | None = output("Same as --attn-output FILE.html: one page that opens offline", ".html")
+    summary: str | None = output("Same as --attn-output FILE.md: a summary in Markdown, as in GitHub Actions", ".md")
     save_failures: str | None = action(
         "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
         "DIR",
         option_types.failures_folder,
     )
     rank_to: str | None = action(
-        "--attn-rank, written to STEM.json, and to STEM.py as tables {workload: backend} that a model can load",
+        "Same as --attn-rank, and write STEM.json, and STEM.py with tables {workload: backend} that a model can load",
         "STEM",
         option_types.stem_of_files,
     )
     tune: str | None = action(
-        "Check and time one backend under each of its configurations, in tests that use attn_backend, and rank these",
+        "Check and time each configuration of one backend, in tests that use attn_backend, and rank these",
         "BACKEND",
         option_types.one_backend,
         in_child=True,
     )
     isolated: str | None = action(
-        "Run each callable that is named, module:function, in a process of its own, which alone imports its module; all others"
-        " are refused. With names, the backends are these unless --attn-backends says others",
+        "Run each callable given as module:function in a process of its own, which alone imports the module; refuse all"
+        " others. With names, these are the backends unless --attn-backends says otherwise",
         "MODULE:FUNCTION",
         option_types.functions,
         in_child=True,
         alone="",
     )
     update_baselines: str | None = action(
-        "Record the latencies of all selected cases that are right, in ten new processes, and why",
+        "Record the latencies of all selected cases that are right, in ten new processes, with this reason",
         "REASON",
         option_types.recording_reason,
     )

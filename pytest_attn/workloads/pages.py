@@ -19,12 +19,12 @@ class Pages:
     Args:
         size: tokens of one page.
         layout: "NHD", (pages, size, kv_heads, head_dim), or "HND", (pages, kv_heads, size, head_dim), or "HD" for pages
-            of one token, (tokens, kv_heads, head_dim), as SGLang's pool is.
-        fused: k and v are views of one tensor (pages, 2, ...), the keys first, as FlashInfer's and vLLM's is.
-        pool: how many pages there are, at least as many as the page table names: the batch times the pages of kv_len. That is
-            the default; the others belong to nobody.
+            of one token, (tokens, kv_heads, head_dim), as in SGLang.
+        fused: k and v are views of one tensor (pages, 2, ...), the keys first, as in FlashInfer and vLLM.
+        pool: how many pages there are; by default as many as the page table names, the batch times the pages of kv_len. It
+            may be more; the others belong to no sequence.
         sliced: the pool is the middle one of three layers that share each page, (pages, 3, ...), so it is not contiguous.
-        shared: how many first pages all sequences have in common, as prompts with one prefix do.
+        shared: how many first pages all sequences share, as prompts with a common prefix do.
 
     Raises:
         ValueError: a field does not fit.

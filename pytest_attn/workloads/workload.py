@@ -65,19 +65,19 @@ class Workload:
             as FlexAttention's.
         softcap: cap of the scores, > 0.
         scale: factor on q . k; by default 1 / sqrt(head_dim).
-        bias: the dimensions over which an additive bias of the dtype varies, a part of "bhqk" in this order.
+        bias: the dimensions over which an additive bias varies, letters of "bhqk" in this order.
         alibi: whether ALiBi is added: True with slopes (heads,), "batch" with slopes (batch, heads).
-        sinks: whether each head has a sink: True in the workload's dtype, or a dtype of their own.
+        sinks: whether each head has a sink: True in the workload's dtype, or the dtype of the sinks.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) as FlexAttention's.
         q_lens: packs sequences of these lengths end to end ("thd": q (sum(q_lens), heads, head_dim)).
-        kv_lens: keys of each sequence; those from there on are padding.
+        kv_lens: keys of each sequence; those beyond are padding.
         kv_pages: `Pages`: k and v lie in pools (pages, page size, kv_heads, head_dim) behind a page table.
-        cached: how many keys of each sequence are in a cache already; the others are the queries' own, and new.
-        pad: the side of the keys on which padding lies, "right" or "left".
+        cached: how many keys of each sequence are already in a cache; the others are new, one for each query.
+        pad: the side on which keys are padded, "right" or "left".
         kv_dtype: "float8_e4m3fn" or "int8", of k and v alone.
-        descales: of what one descale of quantized tensors is: "tensor", "head" or "token".
+        descales: what shares one descale in quantized tensors: "tensor", "head" or "token".
         v_in_k: v is k[..., :v_head_dim], in the same memory (MLA).
-        name: what reports and ids call it.
+        name: its name in reports and ids.
         head_groups: "contiguous": query head h uses key head h // (heads // kv_heads); "interleaved": h % kv_heads.
         bias_before_softcap: whether the bias is added before the softcap, not after.
         dropout: the probability with which each softmax weight is dropped; the others are divided by 1 - dropout.
@@ -248,7 +248,7 @@ class Workload:
             return "keys padded on the left have no gradient"
         if self.is_quantized:
             return "quantized q, k and v have no gradient"
-        return "v is a part of k, so that only their common gradient has a meaning" if self.v_in_k else None
+        return "v is a part of k, so only their combined gradient is meaningful" if self.v_in_k else None
 
     @property
     def softmax_scale(self) -> float:
