@@ -1,11 +1,14 @@
 """What a failure says: the worst element, how far off it is, and where the wrong rows lie. Why is asked in tests/diagnosis."""
 
 import pytest
-import torch
 from judging import CAUSAL, CROSS, FULL, causal, explicit, failure
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Workload
+from pytest_attn.mutants import MUTANTS
+
+#: whose backward pass takes dS = P dP
+WITHOUT_D = next(mutant for mutant in MUTANTS if mutant.name == "delta-missing").backend()
 
 
 def test_the_failure_names_worst_element_levels_place_and_figures():
@@ -46,29 +49,12 @@ def test_the_place_of_a_fault_is_described(spoil, place):
     assert place in failure(faulty, Workload(200, heads=2))
 
 
-class WithoutD(torch.autograd.Function):
-    """Attention whose backward pass takes dS = P dP."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return explicit(q, k, v)
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v = (t.float() for t in ctx.saved_tensors)
-        scale = q.shape[-1] ** -0.5
-        p = (q @ k.mT * scale).softmax(-1)
-        ds = p * (dout.float() @ v.mT) * scale
-        return tuple(t.to(dout.dtype) for t in (ds @ k, ds.mT @ q, p.mT @ dout.float()))
-
-
 @pytest.mark.parametrize(
     ("kernel", "workload", "line"),
     [
         (causal, CROSS, "  suggests   it equals attention with the other causal alignment (causal) (z "),
         (lambda q, k, v: explicit(q, k, v, scale=0.2), FULL, "  suggests   it equals attention with scale 0.2, not 0.125 (z "),
-        (WithoutD.apply, FULL, "  suggests   dq is that of a backward pass without D: dS = P * dP"),
+        (WITHOUT_D, FULL, "  suggests   dq is that of a backward pass without D: dS = P * dP"),
         (
             lambda q, k, v: sdpa(q, k, v, dropout_p=0.3),
             FULL,

@@ -148,18 +148,3 @@ def test_a_bias_may_have_a_dtype_of_its_own(attn, is_right):
         return (q.float() @ k.float().mT / 8 + bias).softmax(-1).to(q.dtype) @ v
 
     judge(attn, kernel, is_right)
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"bias_dtype": "float32"}, "bias_dtype='float32' needs a bias"),
-        ({"bias": "q", "bias_dtype": "int8"}, "bias_dtype must be one of"),
-        ({"kv_pages": Pages(4, shared=2), "kv_lens": (8, 7)}, r"Pages\(4, shared=2\) needs 8 old keys or more .*, got 7"),
-        ({"kv_pages": Pages(4, shared=2), "cached": (9, 5)}, "needs 8 old keys or more in each sequence, got 5"),
-        ({"kv_pages": Pages(4, shared=1), "kv_lens": (8, 7), "kv_dtype": "int8", "descales": "head"}, "shared=.*tensor"),
-    ],
-)
-def test_what_does_not_fit_is_refused(fields, said):
-    with pytest.raises(ValueError, match=f"^Workload: .*{said}"):
-        Workload(3, **fields)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from judging import causal, with_gradients
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
@@ -42,10 +43,6 @@ def few(monkeypatch):
 
 
 SAMPLED, BORDERS = positions.sampled_positions, positions.borders
-
-
-def causal(q, k, v):
-    return sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def without_key(key):
@@ -186,23 +183,11 @@ def keys_wrap(q, k, v):
     return causal(q, k[:, :, at], v[:, :, at])
 
 
-class LosesGradients(torch.autograd.Function):
-    """Attention whose dk lacks one tile of the query rows."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return causal(q, k, v)
-
-    @staticmethod
-    def backward(ctx, dout):
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            dq, _, dv = torch.autograd.grad(causal(*leaves), leaves, dout)
-            some = dout.clone()
-            some[:, :, 512:640] = 0
-            _, dk, _ = torch.autograd.grad(causal(*leaves), leaves, some)
-        return dq, dk, dv
+def without_a_tile_in_dk(gradients, dout):
+    some = dout.clone()
+    some[:, :, 512:640] = 0
+    dq, _, dv = gradients(dout)
+    return dq, gradients(some)[1], dv
 
 
 FAULTS = {"last tile cut": last_tile_cut, "offsets wrap": keys_wrap}
@@ -214,7 +199,7 @@ def test_planted_faults_are_found(few, fault):
 
 
 def test_dk_without_a_tile_of_rows_is_found(few):
-    comparison = compared(lambda q, k, v: LosesGradients.apply(q, k, v), inputs=("flat",), backward=True)
+    comparison = compared(with_gradients(without_a_tile_in_dk, causal), inputs=("flat",), backward=True)
     assert [row.name for row in comparison.tensors if not row.passed] == ["dk"]
 
 
@@ -232,29 +217,23 @@ def guessed(full, known):
     return out
 
 
-class Learned(torch.autograd.Function):
-    """Attention that is right where it is looked at: of the gradients that are named, or of out."""
+def learned(*names):
+    """Return attention that is right where it is looked at: of the gradients that are named, or of out."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, names):
-        ctx.save_for_backward(q, k, v)
-        ctx.names = names
-        out = causal(q, k, v)
+    def gradients_of(gradients, dout):
+        found = dict(zip(("dq", "dk", "dv"), gradients(dout), strict=True))
+        return tuple(guessed(g, rows_known()) if name in names else g for name, g in found.items())
+
+    def attention(q, k, v):
+        out = with_gradients(gradients_of, causal)(q, k, v)
         return guessed(out, rows_known()) if "out" in names else out
 
-    @staticmethod
-    def backward(ctx, dout):
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            found = torch.autograd.grad(causal(*leaves), leaves, dout)
-        return *(
-            guessed(g, rows_known()) if n in ctx.names else g for n, g in zip(("dq", "dk", "dv"), found, strict=True)
-        ), None
+    return attention
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
 def test_rows_that_are_always_looked_at_are_not_enough(few, name):
-    comparison = compared(lambda q, k, v: Learned.apply(q, k, v, (name,)), backward=name != "out")
+    comparison = compared(learned(name), backward=name != "out")
     assert [row.name for row in comparison.tensors if not row.passed][:1] == [name]
     wrong = comparison.mismatch.location.rows.found
     assert not set(wrong) & set(rows_known().tolist())
@@ -263,7 +242,7 @@ def test_rows_that_are_always_looked_at_are_not_enough(few, name):
 
 def test_each_call_has_rows_of_its_own_that_are_looked_at(few):
     references, spec = ReferenceCache(), CheckSpec(CAUSAL, CPU)
-    subject = spec.subject(Registry(), lambda q, k, v: Learned.apply(q, k, v, ("out",)))
+    subject = spec.subject(Registry(), learned("out"))
     one, other = (judge(subject, spec, references).mismatch.location.rows.found for _ in range(2))
     assert one != other
     assert references.computed == len(spec.inputs)

@@ -143,24 +143,6 @@ def test_packed_sequences_have_descales_of_their_own_heads():
     assert torch.equal(value[:5], inputs.k[:5].double() * dense.k[0][None, :, None].double())
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"dtype": "fp8", "kv_dtype": "int8"}, "kv_dtype must be that of q"),
-        ({"descales": "head"}, "needs quantized tensors"),
-        ({"kv_dtype": "bf16"}, "unknown kv_dtype 'bf16'; known: float8_e4m3fn .fp8., int8"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"dtype": "fp8", "descales": "row"}, "descales must be one of tensor, head, token, got 'row'"),
-        ({"q_lens": (3, 5), "q_len": None, "dtype": "fp8", "descales": "token"}, 'not per "token"'),
-        ({"v_in_k": True, "v_head_dim": 128}, "v_in_k needs v_head_dim <= head_dim, got 128 and 64"),
-        ({"v_in_k": 1}, "v_in_k must be True or False"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, said):
-    with pytest.raises(ValueError, match=said):
-        Workload(**{"q_len": 8, **fields})
-
-
 def test_ids_bytes_and_copies_of_quantized_workloads():
     w = Workload(8, dtype=torch.float8_e4m3fn, descales="head")
     assert (w.id, w.out_dtype) == ("s8-d64-descale.head-fp8", "bfloat16")

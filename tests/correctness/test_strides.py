@@ -44,25 +44,13 @@ def test_k_and_v_do_not_share_strides():
 
 
 def test_a_gradient_of_out_has_strides():
-    class Doubtful(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            return out.clone()
+    def doubtful(q, k, v):
+        out = causal(q, k, v).clone()
+        out.register_hook(lambda dout: dout.as_strided(dout.shape, torch.empty(dout.shape).stride()))
+        return out
 
-        @staticmethod
-        def backward(ctx, dout):
-            return dout.as_strided(dout.shape, torch.empty(dout.shape).stride())
-
-    message = failure(lambda q, k, v: Doubtful.apply(causal(q, k, v)), FULL.replace(mask="causal"), backward=True)
+    message = failure(doubtful, FULL.replace(mask="causal"), backward=True)
     assert "strides" in message
-
-
-def test_a_kernel_that_refuses_strides_is_right():
-    def needs_contiguous(q, k, v):
-        assert k.is_contiguous(), "k must be contiguous"
-        return causal(q, k, v)
-
-    assert pytest_attn.check(needs_contiguous, FULL.replace(mask="causal"), device="cpu").passed
 
 
 def test_a_kernel_that_remembers_is_wrong_and_told_so():

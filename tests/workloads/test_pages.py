@@ -94,26 +94,6 @@ def test_lengths_of_keys_follow_from_what_is_cached(fields, kv_lens, batch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kv_len": 70, "cached": 64}, r"cached=\(64,\) with as many new keys as queries makes kv_lens \(72,\), got \(70,\)"),
-        ({"cached": (5, 9), "kv_lens": (13, 14)}, r"makes kv_lens \(13, 17\), got \(13, 14\); leave out kv_len and kv_lens"),
-        ({"cached": -1}, "cached must be numbers of keys >= 0, got -1"),
-        ({"cached": (1, 2), "batch": 3}, r"cached must be one number, or one per batch entry \(3\), got \(1, 2\)"),
-        ({"cached": 2.5}, "cached must be a tuple of whole numbers, got 2.5"),
-        ({"pad": "both"}, "pad must be one of right, left, got 'both'"),
-        ({"pad": "left"}, 'pad="left" needs kv_lens, or unequal numbers of cached keys, without q_lens and kv_pages'),
-        ({"kv_lens": (8, 3), "pad": "left", "bias": "k"}, 'pad="left" cannot be combined with a bias that varies over keys'),
-        ({"kv_len": 30, "kv_pages": Pages(4, pool=7)}, r"Pages\(pool=7\) holds fewer pages than the 8 of the page table"),
-        ({"kv_pages": Pages(4, fused=True), "v_head_dim": 32}, r"Pages\(fused=True\) needs v_head_dim equal to head_dim"),
-    ],
-)
-def test_fields_of_serving_that_do_not_fit_are_refused_by_name(fields, message):
-    with pytest.raises(ValueError, match=f"^Workload: .*{message}"):
-        Workload(8, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"size": 0}, "size must be a number of tokens >= 1, got 0"),
         ({"size": 4, "layout": "NDH"}, "layout must be one of NHD, HND, HD, got 'NDH'"),
         ({"size": 4, "layout": "HD"}, 'layout "HD" has no dimension for the tokens of a page and needs size 1, got 4'),

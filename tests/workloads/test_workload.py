@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from pytest_attn import Document, Neighborhood, Pages, Window, Workload
@@ -73,28 +75,67 @@ def test_replacing_a_field_drops_the_name_unless_only_the_dtype_changes():
     assert workload.replace(heads=2).id == "h2-s64-d64"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "q_len is missing; say Workload(q_len=...)"),
-        ({"q_len": 0}, "q_len must be a whole number >= 1, got 0"),
-        ({"q_len": 8, "heads": 3, "kv_heads": 2}, "heads must be a multiple of kv_heads, got heads=3 and kv_heads=2"),
-        ({"q_len": 8, "dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16 (bf16), float16 (fp16), float32 (fp32)"),
-        ({"q_len": 8, "softcap": 0}, "softcap must be a finite number > 0 or None, got 0"),
-        ({"q_len": 8, "scale": float("nan")}, "scale must be a finite number > 0 or None, got nan"),
-        ({"q_len": 8, "bias": "kq"}, "a part of 'bhqk' in this order, got 'kq'"),
-        ({"q_len": 8, "kv_len": 8, "kv_lens": (8, 9)}, "kv_lens must not exceed 8, got (8, 9)"),
-        ({"q_len": 8, "batch": 3, "kv_lens": (8, 9)}, "kv_lens must have one length per batch entry (3), got (8, 9)"),
-        ({"q_len": 8, "mask": Document((3, 4))}, "Document lengths sum to 7, but q_len is 8 and kv_len 8"),
-        ({"q_len": 8, "mask": Neighborhood((3, 3), (2, 2))}, "holds 9 tokens, but q_len is 8"),
-        ({"q_lens": (3,), "bias": "hqk"}, "cannot be combined with Document, Neighborhood, BooleanMask or bias"),
-        ({"q_len": 8, "score_mod": lambda s: s}, "score_mod must be a function of (score, b, h, q_idx, kv_idx)"),
-    ],
-)
+#: fields -> what is said of them, of a workload with a q_len of 8 where no other lengths of queries are given
+REFUSED = [
+    ({"q_len": None}, "q_len is missing; say Workload(q_len=...)"),
+    ({"q_len": 0}, "q_len must be a whole number >= 1, got 0"),
+    ({"heads": 3, "kv_heads": 2}, "heads must be a multiple of kv_heads, got heads=3 and kv_heads=2"),
+    ({"softcap": 0}, "softcap must be a finite number > 0 or None, got 0"),
+    ({"scale": float("nan")}, "scale must be a finite number > 0 or None, got nan"),
+    ({"score_mod": lambda s: s}, "score_mod must be a function of (score, b, h, q_idx, kv_idx)"),
+    ({"dropout": 1}, "dropout must be a number from 0 to below 1, got 1"),
+    ({"q_lens": (4,), "dropout": 0.1}, "cannot be combined with dropout"),
+    # masks
+    ({"mask": Document((3, 4))}, "Document lengths sum to 7, but q_len is 8 and kv_len 8"),
+    ({"mask": Neighborhood((3, 3), (2, 2))}, "holds 9 tokens, but q_len is 8"),
+    ({"mask": "casual"}, "got 'casual'; did you mean causal"),
+    ({"mask": "causal_bottom_rigth"}, "; did you mean causal-bottom-right"),
+    ({"mask": "sliding_window"}, "; say mask=Window(left, right)"),
+    ({"mask": (128, -1)}, "; did you mean Window(128, None)?"),
+    ({"mask": True}, "; did you mean 'causal'?"),
+    # bias, sinks, ALiBi
+    ({"bias": "kq"}, "a part of 'bhqk' in this order, got 'kq'"),
+    ({"q_lens": (3,), "bias": "hqk"}, "cannot be combined with Document, Neighborhood, BooleanMask or bias"),
+    ({"bias_dtype": "float32"}, "bias_dtype='float32' needs a bias"),
+    ({"bias": "q", "bias_dtype": "int8"}, "bias_dtype must be one of"),
+    ({"bias_before_softcap": True, "bias": "hqk"}, "bias_before_softcap needs a bias and a softcap"),
+    ({"bias_before_softcap": 1, "bias": "hqk", "softcap": 2.0}, "bias_before_softcap must be True or False"),
+    ({"head_groups": "tiled"}, "head_groups must be one of 'contiguous', 'interleaved', got 'tiled'"),
+    ({"sinks": "fp8"}, "sinks must be one of False, True, 'bfloat16', 'float16', 'float32', got 'fp8'"),
+    ({"alibi": "heads"}, "alibi must be one of False, True, 'batch'"),
+    # lengths
+    ({"kv_len": 8, "kv_lens": (8, 9)}, "kv_lens must not exceed 8, got (8, 9)"),
+    ({"batch": 3, "kv_lens": (8, 9)}, "kv_lens must have one length per batch entry (3), got (8, 9)"),
+    ({"kv_len": 70, "cached": 64}, "cached=(64,) with as many new keys as queries makes kv_lens (72,), got (70,)"),
+    ({"cached": (5, 9), "kv_lens": (13, 14)}, "makes kv_lens (13, 17), got (13, 14); leave out kv_len and kv_lens"),
+    ({"cached": -1}, "cached must be numbers of keys >= 0, got -1"),
+    ({"cached": (1, 2), "batch": 3}, "cached must be one number, or one per batch entry (3), got (1, 2)"),
+    ({"cached": 2.5}, "cached must be a tuple of whole numbers, got 2.5"),
+    ({"pad": "both"}, "pad must be one of right, left, got 'both'"),
+    ({"pad": "left"}, 'pad="left" needs kv_lens, or unequal numbers of cached keys, without q_lens and kv_pages'),
+    ({"kv_lens": (8, 3), "pad": "left", "bias": "k"}, 'pad="left" cannot be combined with a bias that varies over keys'),
+    # pages
+    ({"kv_len": 30, "kv_pages": Pages(4, pool=7)}, "Pages(pool=7) holds fewer pages than the 8 of the page table"),
+    ({"kv_pages": Pages(4, fused=True), "v_head_dim": 32}, "Pages(fused=True) needs v_head_dim equal to head_dim"),
+    ({"kv_pages": Pages(4, shared=2), "kv_lens": (8, 7)}, "Pages(4, shared=2) needs 8 old keys or more"),
+    ({"kv_pages": Pages(4, shared=2), "cached": (9, 5)}, "needs 8 old keys or more in each sequence, got 5"),
+    ({"kv_pages": Pages(4, shared=1), "kv_lens": (8, 7), "kv_dtype": "int8", "descales": "head"}, "tensor"),
+    # dtypes
+    ({"dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16 (bf16), float16 (fp16), float32 (fp32)"),
+    ({"dtype": "fp8", "kv_dtype": "int8"}, "kv_dtype must be that of q"),
+    ({"descales": "head"}, "needs quantized tensors"),
+    ({"kv_dtype": "bf16"}, "unknown kv_dtype 'bf16'; known: float8_e4m3fn (fp8), int8 (int8)"),
+    ({"dtype": "fp8", "descales": "row"}, "descales must be one of tensor, head, token, got 'row'"),
+    ({"q_lens": (3, 5), "dtype": "fp8", "descales": "token"}, 'not per "token"'),
+    ({"v_in_k": True, "v_head_dim": 128}, "v_in_k needs v_head_dim <= head_dim, got 128 and 64"),
+    ({"v_in_k": 1}, "v_in_k must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_fields_that_do_not_fit_are_refused_by_name(fields, message):
-    with pytest.raises(ValueError, match=r".*") as error:
-        Workload(**fields)
-    assert message in str(error.value)
+    with pytest.raises(ValueError, match=f"^(Workload: .*)?{re.escape(message)}"):
+        Workload(**({} if "q_lens" in fields else {"q_len": 8}) | fields)
 
 
 def test_two_workloads_with_one_name_are_refused():
@@ -133,22 +174,6 @@ def test_an_unknown_field_names_the_nearest(make, told):
     with pytest.raises(TypeError) as raised:
         make()
     assert str(raised.value).startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("mask", "told"),
-    [
-        ("casual", "got 'casual'; did you mean causal"),
-        ("causal_bottom_rigth", "; did you mean causal-bottom-right"),
-        ("sliding_window", "; say mask=Window(left, right)"),
-        ((128, -1), "; did you mean Window(128, None)?"),
-        (True, "; did you mean 'causal'?"),
-    ],
-)
-def test_an_unknown_mask_names_the_nearest(mask, told):
-    with pytest.raises(ValueError, match="Workload: mask must be") as raised:
-        Workload(8, mask=mask)
-    assert told in str(raised.value)
 
 
 def test_suggestions_leave_the_signature_as_it_is():
