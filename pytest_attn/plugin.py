@@ -275,7 +275,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     __tracebackhide__ = True
     result = yield
     if is_marked(item):
-        from pytest_attn.cases.records import refuse_unjudged
+        from pytest_attn.cases.unjudged import refuse_unjudged
 
         refuse_unjudged(item)
     return result

@@ -38,9 +38,8 @@ from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
 from pytest_attn.ranks.rank_group import RankRaisedError
-from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.lines import count, labeled
 from pytest_attn.reports.records import Record, latency_of
-from pytest_attn.reports.terminal import count
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError

@@ -32,7 +32,7 @@ from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
 from pytest_attn.ranks.isolated import IsolatedFunction, Recorded
 from pytest_attn.ranks.pool import Pool
 from pytest_attn.ranks.worker_timing import threads_of_rank
-from pytest_attn.reports.terminal import count
+from pytest_attn.reports.lines import count
 from pytest_attn.session.kinds import id_from_root, name_for_processes
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.functions import function_label

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from numbers import Real
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import pytest
 
 from pytest_attn.backends.machine import opened_nvml, text_of
+from pytest_attn.cases.unjudged import functions_named, names_in
 
 _RECORDED = pytest.StashKey[bool]()
 
@@ -187,17 +188,10 @@ def _measures(item: pytest.Function) -> bool:
 
 
 def _calls_measure(function: object) -> bool:
-    """Whether the code of a test, or of a function of its module that it calls by name, names `measure`."""
-    codes = [code for layer in _layers(function) for code in _nested(layer.__code__)]
-    names = {name for code in codes for name in code.co_names}
-    helpers = [
-        layer
-        for test in _layers(function)
-        for name in names
-        for layer in _layers(test.__globals__.get(name))
-        if layer.__module__ == test.__module__
-    ]
-    return "measure" in names or any("measure" in code.co_names for h in helpers for code in _nested(h.__code__))
+    """Whether the code of a test, or of a function that it calls by name, names `measure`."""
+    tests = list(_layers(function))
+    helpers = (one for test in tests for one in functions_named(test) if one.__module__ == test.__module__)
+    return any("measure" in names_in(layer) for one in (*tests, *helpers) for layer in _layers(one))
 
 
 def _layers(function: object) -> Iterator[FunctionType]:
@@ -205,14 +199,6 @@ def _layers(function: object) -> Iterator[FunctionType]:
     while isinstance(function, FunctionType):
         yield function
         function = vars(function).get("__wrapped__")
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of its inner functions."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
 
 
 def _torch_version() -> str | None:

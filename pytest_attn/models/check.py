@@ -40,6 +40,7 @@ from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
+from pytest_attn.reports.lines import some
 from pytest_attn.workloads.distributions import Draw
 from pytest_attn.workloads.workload import Workload
 
@@ -116,21 +117,17 @@ def judge_model(
 
     compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
     """
-    if torch.is_inference_mode_enabled():  # the step alone runs in it
-        options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
-        with outside_inference():
-            return judge_model(
-                model, torch.inference_mode()(step), backend, backward, compiled=compiled, deadline=deadline, **options
-            )
     require_arguments(model, step)
     refuse_scripted(model)
+    if torch.is_inference_mode_enabled():  # the step alone runs in it
+        step = torch.inference_mode()(step)
     subject = None if backend is None else replacement(backend, precision=precision)
     functions, inline = as_functions(functions), (inline,) if isinstance(inline, str) else tuple(inline)
     if precision is not None:
         precision_named(precision)  # raises for an unknown one
     machine = machine_of(device_of(model))
     name = subject.name if subject else "the step"
-    with ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
+    with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
         masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
         judged = _Judged(limits, machine)
@@ -154,7 +151,7 @@ def judge_model(
             backward = False
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
         ratios = {}
-        options = {"backward": backward, "functions": functions, "precision": precision, "beside": recorder.beside}
+        options: Any = {"backward": backward, "functions": functions, "precision": precision, "beside": recorder.beside}
         if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
             ratios = ratios_of(result, model, step, subject, again, runs=scatter, **options)
         run, about = None, ""
@@ -167,7 +164,7 @@ def judge_model(
             else:
                 about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
     left_out = [name for name in (*tracker.written_out, *tracker.silent) if any(fnmatchcase(name, one) for one in inline)]
-    skipped = f"not judged, as inline= says: {_some(list(dict.fromkeys(left_out)))}" if left_out else ""
+    skipped = f"not judged, as inline= says: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
         calls=tuple(sorted(with_odd_scales(judged.calls, tracker.callers), key=lambda call: call.order)),
@@ -211,7 +208,7 @@ class _Judged:
             yield self._about(self._narrower, hide)
         if raised := self._with_raised_limits():
             yield (
-                f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({_some(raised)}): attention is"
+                f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({some(raised)}): attention is"
                 " almost uniform there, and honest rounding adds up; use trained weights, or enlarge the projections of"
                 " q and k"
             )
@@ -223,10 +220,10 @@ class _Judged:
         if (layers and not self.calls) or not tracker.written_out.keys().isdisjoint(layers):
             yield "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
         if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
-            yield f"not judged: {_some(silent)} made no attention call, while others built alike made one"
+            yield f"not judged: {some(silent)} made no attention call, while others built alike made one"
 
     def _about(self, calls: list[tuple[int, str]], what: str) -> str:
-        return f"{len(calls)} of {len(self.calls)} calls {what} ({_some([label for _, label in sorted(calls)])})"
+        return f"{len(calls)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(calls)])})"
 
     def _with_raised_limits(self) -> list[str]:
         """Return the calls in which fault-free kernels are further from exact than the limits allow."""
@@ -312,10 +309,6 @@ def _configured_scales(module: torch.nn.Module | None) -> list[float]:
     scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
     scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]
     return [float(scale) for scale in scales if isinstance(scale, int | float) and scale > 0]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------

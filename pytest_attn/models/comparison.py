@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -12,7 +12,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import without_each
 from pytest_attn.models.capture import Unread
 from pytest_attn.models.compiled import CompiledRun
-from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.lines import labeled, some
 from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.workload import Workload
 
@@ -158,8 +158,8 @@ class ModelComparison:
 # -- how one that did not pass reads -----------------------------------------------------------------------------------------
 
 
-#: calls of which the whole diagnosis is written, and names that a line holds
-_WHOLE, _NAMES = 3, 6
+#: calls of which the whole diagnosis is written
+_WHOLE = 3
 
 
 def describe(model: ModelComparison) -> str:
@@ -179,7 +179,7 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         yield "no attention call was caught: nothing was judged"
         softmax = list(dict.fromkeys([*model.written_out, *model.with_softmax]))
         if softmax:
-            yield labeled("softmax", f"ran in {_names(softmax)}: is attention written out there?")
+            yield labeled("softmax", f"ran in {some(softmax)}: is attention written out there?")
         if not model.unseen:
             how = "have it call a function of (q, k, v, ...), and name that" if softmax else "name your own attention"
             yield labeled("do", f"{how}: functions=[my_function]{'' if softmax else ', a function of (q, k, v, ...)'}")
@@ -198,11 +198,11 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         yield f"{_place(call.module)}: a call of {call.function} was not replaced: {model.subject}: {call.reason}"
     if model.subject and model.kept:
         yield (
-            f"{_names(model.kept)}: ran without an attention call that could be replaced by {model.subject}, while others"
+            f"{some(model.kept)}: ran without an attention call that could be replaced by {model.subject}, while others"
             " built alike made one"
         )
         if softmax := [name for name in model.kept if name in model.with_softmax]:
-            yield labeled("softmax", f"ran in {_names(softmax)}: is an old implementation left there?")
+            yield labeled("softmax", f"ran in {some(softmax)}: is an old implementation left there?")
     if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
         yield "backward=True, and no gradient arrived at any attention call: is something detached?"
         yield labeled(
@@ -217,7 +217,7 @@ def _written_out(model: ModelComparison) -> Iterator[str]:
     calls = {call.module for call in model.calls}
     beside = "beside the calls that were judged" if calls.issuperset(names) else "through no attention function"
     verb, whose = ("computes", "its") if len(names) == 1 else ("compute", "their")
-    yield f"not judged: {_names(names)} {verb} a softmax of {whose} own{over}, {beside}"
+    yield f"not judged: {some(names)} {verb} a softmax of {whose} own{over}, {beside}"
     patterns = list(dict.fromkeys(names if len(names) == 1 else (re.sub(r"\d+", "*", name) for name in names)))
     judged = "hand q, k and v to a function that functions= names, which is then judged"
     yield labeled("do", f"{judged}; inline={patterns} leaves this out, unjudged")
@@ -228,7 +228,7 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
     if not wrong:
         return
     whose = f" of {model.subject}" if model.subject else ""
-    yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {_names([call.label for call in wrong])}"
+    yield f"{len(wrong)} of {len(model.calls)} attention calls{whose} are wrong: {some([call.label for call in wrong])}"
     for call in wrong[:_WHOLE]:
         who = f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''})"
         if call.misled:
@@ -260,8 +260,3 @@ def _compiled(model: ModelComparison) -> Iterator[str]:
 
 def _place(module: str) -> str:
     return module or "outside any module"
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES])
-    return shown + (f", ... ({len(names)} in all)" if len(names) > _NAMES else "")

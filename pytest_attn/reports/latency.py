@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import aligned, describe_ranks, duration, duration_in_column, narrowed, timed_as
+from pytest_attn.reports.lines import aligned, count, describe_ranks, duration, duration_in_column, narrowed, timed_as
 from pytest_attn.reports.records import Record, latency_of, verdict_of
-from pytest_attn.reports.terminal import Line, count
+from pytest_attn.reports.terminal import Line
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}

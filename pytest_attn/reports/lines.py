@@ -36,6 +36,16 @@ def told_apart(one: float, other: float) -> tuple[str, str]:
     return first, second
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, which is in the plural but after 1."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    """Return the first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def labeled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
     """Return one indented line, such as "  where      all 4 heads"."""
     return f"  {label:<{width}} {text}"

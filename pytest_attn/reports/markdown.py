@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from pytest_attn.reports.latency import closing as closing_of_latencies
-from pytest_attn.reports.lines import duration_in_column, labeled, together
+from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.reports.terminal import count, mutation_score, survivors, untested
+from pytest_attn.reports.terminal import mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB

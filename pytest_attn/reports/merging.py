@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
+from pytest_attn.reports.lines import count, some
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.records import read_line
 from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
@@ -58,7 +59,7 @@ def run_merge(given: argparse.Namespace) -> int:
     except OSError as error:
         given.error(f"cannot write {given.out}: {error.strerror or error}")
     tests, records = len(_union(run.facts["ran"] for run in runs if run.facts)), sum(run.records for run in runs)
-    counts = f"{_count(len(runs), 'run')}, {_count(tests, 'test')}, {_count(records, 'record')}"
+    counts = f"{count(len(runs), 'run')}, {count(tests, 'test')}, {count(records, 'record')}"
     print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
     return int(bool(found))
 
@@ -112,7 +113,7 @@ def _damaged(run: Run) -> Iterator[str]:
         yield f"{run.path}: {len(run.damaged) - _SHOWN} more lines are damaged"
     if run.facts is None:
         yield (
-            f"{run.path} has {_count(run.records, 'record')} and no closing line: its run was killed, is not over, or used an"
+            f"{run.path} has {count(run.records, 'record')} and no closing line: its run was killed, is not over, or used an"
             " older pytest-attn; run it again"
         )
 
@@ -120,9 +121,9 @@ def _damaged(run: Run) -> Iterator[str]:
 def _incomplete(run: Run, facts: RunFacts) -> Iterator[str]:
     """Say what a run has not collected, run or written."""
     if facts["records"] != run.records and not run.damaged:
-        yield f"{run.path} has {_count(run.records, 'record')}, and its run wrote {facts['records']:,}; {_again(facts)}"
+        yield f"{run.path} has {count(run.records, 'record')}, and its run wrote {facts['records']:,}; {_again(facts)}"
     if uncollected := facts["uncollected"]:
-        yield f"{run.path} could not collect {_count(uncollected, 'file')}, so tests are missing; its output says why"
+        yield f"{run.path} could not collect {count(uncollected, 'file')}, so tests are missing; its output says why"
     elif facts["exit"] not in _FINISHED:
         yield f"{run.path} ended with pytest's exit code {facts['exit']}; its output says why"
     elif facts["choice"].endswith(LAST_FAILED):
@@ -146,10 +147,10 @@ def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
     for run, facts in closed:
         if stopped := missing & facts["unfinished"]:
             missing -= stopped
-            given = _count(len(facts["ran"] | facts["unfinished"]), "test")
+            given = count(len(facts["ran"] | facts["unfinished"]), "test")
             yield (
                 f"{run.path} ran {len(facts['ran']):,} of its {given}, and not"
-                f" {_some(stopped)}; was it stopped, or run with -x or --lf? R{_again(facts)[1:]}"
+                f" {some(sorted(stopped), _SHOWN)}; was it stopped, or run with -x or --lf? R{_again(facts)[1:]}"
             )
     if missing:
         groups, splits = _groups(closed)
@@ -161,8 +162,8 @@ def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
                 f" --group={absent[0]} with the options of the others, or name the file"
             )
         yield (
-            f"{_count(len(missing), 'test')} of {len(collected):,} that were collected ran in none of these files;"
-            f" {remedy}. Not run: {_some(missing)}"
+            f"{count(len(missing), 'test')} of {len(collected):,} that were collected ran in none of these files;"
+            f" {remedy}. Not run: {some(sorted(missing), _SHOWN)}"
         )
 
 
@@ -177,8 +178,8 @@ def _twice(closed: Sequence[_Closed]) -> Iterator[str]:
                 twice.setdefault((other.path, run.path), []).append(test)
     for (path, other_path), tests in twice.items():
         yield (
-            f"{_count(len(tests), 'test')} ran both in {path} and in {other_path}: {_some(tests)}; leave out one of these"
-            " files, or run both again with the same tests and options"
+            f"{count(len(tests), 'test')} ran both in {path} and in {other_path}: {some(sorted(tests), _SHOWN)}; leave out"
+            " one of these files, or run both again with the same tests and options"
         )
 
 
@@ -188,7 +189,7 @@ def _divided_otherwise(closed: Sequence[_Closed]) -> Iterator[str]:
     given, left_out = [facts["ran"] | facts["unfinished"] for _, facts in closed], (facts["left_out"] for _, facts in closed)
     is_divided = sum(map(len, given)) == len(_union(given)) and _union(given) >= _union(left_out)
     if len({collected_by(facts) for _, facts in closed}) > 1:
-        said = _who(closed, lambda run, facts: _count(len(collected_by(facts)), "test"))
+        said = _who(closed, lambda run, facts: count(len(collected_by(facts)), "test"))
         yield (
             f"the runs collected different tests: {said}; the same paths, libraries and --attn-backends, by name, give all"
             " hosts the same"
@@ -241,20 +242,10 @@ def _who(having: Iterable[tuple[Run, _Value]], value_of: Callable[[Run, _Value],
     for run, value in having:
         paths.setdefault(value_of(run, value), []).append(run.path)
     ordered = sorted(paths.items(), key=lambda pair: -len(pair[1]))
-    return "; ".join(f"{value} in {_some(who, _FILES)}" for value, who in ordered)
-
-
-def _some(names: Collection[str], most: int = _SHOWN) -> str:
-    """Return the first of some names, and how many more there are."""
-    shown = sorted(names)[:most]
-    return ", ".join(shown) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    return "; ".join(f"{value} in {some(who, _FILES)}" for value, who in ordered)
 
 
 def _short(commit: str) -> str:
     """Return a commit as it reads in a sentence."""
     name, plus, changes = commit.partition("+")
     return f"{name[:10]}{plus}{changes}" or "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_attn.backends.configured import options_of, split
-from pytest_attn.reports.lines import aligned, duration_in_column
+from pytest_attn.reports.lines import aligned, count, duration_in_column
 from pytest_attn.reports.ranking import (
     ALPHA,
     BETWEEN_PROCESSES,
@@ -25,7 +25,7 @@ from pytest_attn.reports.ranking import (
     RankingLine,
     Standing,
 )
-from pytest_attn.reports.terminal import Line, count
+from pytest_attn.reports.terminal import Line
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
-from pytest_attn.reports.lines import aligned, duration
+from pytest_attn.reports.lines import aligned, count, duration, some
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
@@ -107,10 +107,9 @@ def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
     """Yield what is known of a model's compiled run."""
     if run is None:
         return
-    breaks = f"{run['breaks']} graph breaks" if run["breaks"] != 1 else "1 graph break"
     again = f", compiled again in the second run ({run['recompiled']})" if run["recompiled"] else ""
     launched = f", launched {', '.join(run['kernels'])}" if run["kernels"] else ""
-    yield f"  compiled: {run['graphs']} graphs, {breaks}{again}{launched}", {}
+    yield f"  compiled: {count(run['graphs'], 'graph')}, {count(run['breaks'], 'graph break')}{again}{launched}", {}
     if run["unknown"]:
         yield f"  compiled: not compared: {run['unknown']}", {}
     for name, ratio in sorted(run["ratios"].items(), key=lambda item: -item[1])[:1]:
@@ -190,8 +189,7 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
             names += [] if r["workload"] in names else [r["workload"]]
     workloads.pop(LONG_SUMS, None)
     for option, names in workloads.items():
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"{option} of {some}: results without it are within every limit"
+        yield f"{option} of {some(names, 3)}: results without it are within every limit"
     of_kernels: dict[str, list[Record]] = {}
     for r in records:
         dtype = r["shape"] and r["shape"]["dtype"]  # a model has no shape
@@ -247,11 +245,6 @@ def _as_counted(record: Record) -> Verdict | None:
     if verdict is not Verdict.UNEXPECTED:
         return verdict
     return Verdict.APPROXIMATE if record["is_approximate"] else Verdict.PASSED
-
-
-def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, which is in the plural but after 1."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
 
 
 def listing(

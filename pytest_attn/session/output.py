@@ -206,9 +206,7 @@ def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, r
     if not ranking.timed and not ranking.lines:
         reporter.write_line(nothing_timed(ranking))
         return
-    reporter.write_sep("=", "attention rank")
-    for text, markup in rank_summary(ranking, config.get_verbosity() > 0, room(reporter.isatty)):
-        reporter.write_line(text, **markup)
+    print_section(reporter, rank_summary(ranking, config.get_verbosity() > 0, room(reporter.isatty)), "attention rank")
     if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
         reporter.write_line(
             "rank: workers with GPUs of their own shared the cases of one workload; --dist loadgroup keeps them on one GPU",

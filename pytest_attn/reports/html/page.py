@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from string import Template
 from typing import Any, NamedTuple
 
+from pytest_attn.reports.lines import count
 from pytest_attn.reports.records import Record, name_of, verdict_of
 from pytest_attn.reports.terminal import mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
@@ -286,7 +287,7 @@ def sentence(records: Sequence[Record]) -> str:
     fine = _counted(counts, "good", "plain", "none")
     if not records:
         return "No attention test ran."
-    total = f"{len(records):,} judgment{'' if len(records) == 1 else 's'}"
+    total = count(len(records), "judgment")
     if wrong:
         start = f"{_wrong(records):,} of {total} went wrong: {wrong}."
     elif not _counted(counts, "good", "doubt"):
