@@ -102,10 +102,3 @@ def test_a_module_that_makes_several_calls_numbers_them():
     calls = pytest_attn.capture(lambda: (step(), step()), model)
 
     assert [call.label for call in calls] == ["blocks.0.attn", "blocks.0.attn, call 2"]
-
-
-def test_compiled_parts_run_eagerly_while_calls_are_caught():
-    model, step = case_of(stack(causal))
-    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-
-    assert len(pytest_attn.capture(step, model)) == 2

@@ -85,24 +85,26 @@ def attention(q, k, v, workload_mask=None, sinks=None, fault=""):
         mask = mask.expand(HEADS, -1, -1).clone()
         mask[1] |= torch.ones_like(mask[1]).tril(1)
     if fault == "lost key":
-        mask = mask.clone() if mask is not None else torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=DEVICE)
         mask[TOKENS // 2 + 1 :, TOKENS // 2] = False
+    if fault == "last key":
+        mask = torch.arange(TOKENS, device=DEVICE).expand(TOKENS, TOKENS) < TOKENS - 1
     return Exactly.apply(q, k, v, mask, None if fault == "sinks" else sinks, fault)
 
 
-#: fault -> the mask that it needs, and the tensor that shows it first
+#: fault -> the mask that it needs, the tensor that shows it first, and what it is called, if it has a name
 FAULTS = {
-    "scale": (None, "out"),
-    "window": ("window", "out"),
-    "next token": ("causal", "out"),
-    "lost key": ("causal", "out"),
-    "tiled": ("causal", "out"),
-    "dk": ("causal", "dk"),
-    "D": ("causal", "dq"),
-    "lse": ("causal", "dq"),
-    "dropped mask": ("causal", "out"),
-    "documents": ("documents", "out"),
-    "sinks": ("causal", "out"),
+    "scale": (None, "out", "scale-wrong"),
+    "window": ("window", "out", "window-left-one-too-short"),
+    "next token": ("causal", "out", ""),
+    "lost key": ("causal", "out", ""),
+    "last key": (None, "out", "last-key-missing"),
+    "tiled": ("causal", "out", "heads-interleaved"),
+    "dk": ("causal", "dk", "gradient-scaled"),
+    "D": ("causal", "dq", "d-missing"),
+    "lse": ("causal", "dq", "lse-rounded"),
+    "dropped mask": ("causal", "out", "mask-ignored"),
+    "documents": ("documents", "out", "documents-see-each-other"),
+    "sinks": ("causal", "out", ""),
 }
 LAYERS = 3
 CHOSEN = 1
@@ -153,11 +155,18 @@ def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
 
 
 @pytest.mark.one_in(2)
-@DTYPES
-@pytest.mark.parametrize("everywhere", [False, True], ids=["one-layer", "all"])
+@pytest.mark.parametrize(
+    ("everywhere", "dtype"),
+    [
+        pytest.param(False, torch.bfloat16, id="one-layer-bf16"),
+        pytest.param(True, torch.bfloat16, id="all-bf16"),
+        pytest.param(False, torch.float32, id="one-layer-fp32"),
+        pytest.param(True, torch.float16, id="all-fp16", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "sinks"])
 def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
-    kind, tensor = FAULTS[fault]
+    kind, tensor, called = FAULTS[fault]
     model, step = case(kind, dtype)
 
     found = judge_model(model, step, Planted(fault, everywhere), scatter=0)
@@ -165,7 +174,9 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     layers = range(LAYERS) if everywhere else [CHOSEN]
     wrong = [call for call in found.calls if not call.passed]
     assert [call.module for call in wrong] == [f"blocks.{n}.attn" for n in layers]
+    assert f"{len(layers)} of {LAYERS} attention calls of Planted are wrong: " in found.message
     assert all(f"blocks.{n}.attn" in found.message for n in layers)
+    assert {call.comparison.faults for call in wrong} - {()} == ({(called,)} if called else set())
     assert tensor in {row.name for call in wrong for row in call.comparison.tensors if not row.passed}
 
 
