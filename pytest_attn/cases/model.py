@@ -19,6 +19,7 @@ from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.invariants.check import Names
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.latency.baseline_file import case_key
 from pytest_attn.latency.result import Latency
@@ -39,7 +40,7 @@ from pytest_attn.models.substitution import (
     replacement,
     substitutes_of,
 )
-from pytest_attn.models.token_invariants import Names, judge_model_invariants
+from pytest_attn.models.token_invariants import judge_model_invariants
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, id_from_root
 from pytest_attn.workloads.workload import Workload
@@ -58,7 +59,6 @@ class AttentionModel:
         self._measuring = Measuring(run)
         self._checked: tuple[object, ...] = ()  # the model, step and backend that were right, and what was found
         self._comparison: ModelComparison | None = None
-        self.is_judged = False
 
     @property
     def backend(self) -> Backend | None:
@@ -69,6 +69,11 @@ class AttentionModel:
     def device(self) -> torch.device:
         """The torch device."""
         return self._run.session.machines.device(self._run.mark.device)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the test has judged something, or tried to."""
+        return self._run.is_judged
 
     def check(
         self,
@@ -97,7 +102,6 @@ class AttentionModel:
         expected failure. The model is left as it was.
         """
         __tracebackhide__ = True
-        self.is_judged = True
         options: Any = {"inline": inline, "precision": precision, "excused": tuple(excused)}
         found = self._run.conclude(ModelEvaluator(self._run, model, step, backend, functions, scatter, **options))
         self._checked, self._comparison = (model, step, backend), found
@@ -124,7 +128,6 @@ class AttentionModel:
         optimizer are left as they were.
         """
         __tracebackhide__ = True
-        self.is_judged = True
         run, functions = self._run, as_functions(functions)
         subject = ModelAttention() if backend is None else replacement(backend, run.session.registrations.registry)
         if optimizer is not None and not run.mark.backward:
@@ -159,7 +162,6 @@ class AttentionModel:
         ValueError for a compiled mixture of experts. Skips where no invariant applies. The model is left as it was.
         """
         __tracebackhide__ = True
-        self.is_judged = True
         return self._run.conclude(ModelInvariantEvaluator(model, batch, only, skip, causal))
 
     def check_module(

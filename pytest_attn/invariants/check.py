@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -58,25 +58,22 @@ def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:
 
     Raises ValueError for a name that is not one of the known, and where none is left: nothing asked is nothing held.
     """
-    wanted, unwanted = _names(only), _names(skip)
-    left = tuple(
-        invariant
-        for invariant in INVARIANTS
-        if (invariant.name in wanted if wanted else thorough or not invariant.thorough) and invariant.name not in unwanted
-    )
+    by_name = {one.name: one for one in INVARIANTS}
+    default = [one.name for one in INVARIANTS if thorough or not one.thorough]
+    return tuple(by_name[name] for name in chosen_names(only, skip, by_name, default))
+
+
+def chosen_names(only: Names, skip: Names, known: Collection[str], default: Collection[str]) -> list[str]:
+    """Return those of the known names that `only` has, else the default ones, less `skip`; raises as `chosen` does."""
+    wanted, unwanted = ([names] if isinstance(names, str) else list(names or ()) for names in (only, skip))
+    for name in (*wanted, *unwanted):
+        if name not in known:
+            raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
+    left = [name for name in known if name in (wanted or default) and name not in unwanted]
     if not left:
         named = ", ".join(wanted) or "the default ones"
         raise ValueError(f"no invariant is left to run: skip has all of {named}; name fewer there, or others in only")
     return left
-
-
-def _names(names: Names) -> tuple[str, ...]:
-    listed = (names,) if isinstance(names, str) else tuple(names or ())
-    known = [invariant.name for invariant in INVARIANTS]
-    for name in listed:
-        if name not in known:
-            raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
-    return listed
 
 
 def judge_invariants(

@@ -28,6 +28,7 @@ from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
+from pytest_attn.reports.lines import count, some
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.source import import_lines, write_workload
 from pytest_attn.workloads.workload import Workload
@@ -500,11 +501,10 @@ def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
         makers.setdefault((text, missing), {})[call.module] = None
         imports |= needed
     lines = [*import_lines(imports), "", "WORKLOADS = ["]
-    for (text, missing), count in counts.most_common():
+    for (text, missing), number in counts.most_common():
         modules = list(makers[text, missing])
-        shown = ", ".join(modules[:_NAMES]) + (", ..." if len(modules) > _NAMES else "")
         note = f"; {missing}" if missing else ""
-        lines.append(f"    {text},  # {count} {'call' if count == 1 else 'calls'} of {shown or 'no module'}{note}")
+        lines.append(f"    {text},  # {count(number, 'call')} of {some(modules, _NAMES) or 'no module'}{note}")
     return "\n".join([*lines, "]"])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.contexts import unlimited_recompiles
+from pytest_attn.invariants.check import Names, chosen_names
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.check import odd_scales
@@ -328,7 +329,6 @@ INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
     "sliding": partial(decoding, kind="sliding"),
     "order": batch_order,
 }
-Names = Iterable[str] | str | None
 
 
 def judge_model_invariants(
@@ -340,7 +340,7 @@ def judge_model_invariants(
     default what the model says. Raises ValueError for an unknown name, DropoutError for a model that drops at random,
     TypeError for a model of anything but tokens.
     """
-    names = _chosen(only, skip)
+    names = chosen_names(only, skip, INVARIANTS, INVARIANTS)
     with unlimited_recompiles(), untouched(model):
         of = TokenModel(model, batch, causal)
         of.prepare()
@@ -365,16 +365,3 @@ def _finding(name: str, of: TokenModel) -> Finding:
 def _capacity(of: TokenModel) -> str:
     """Return the field of the configuration that bounds how many tokens an expert takes, "" for none."""
     return next((name for name, value in vars(of.config or object).items() if "capacity" in name and value), "")
-
-
-def _chosen(only: Names, skip: Names) -> list[str]:
-    def listed(names: Names) -> list[str]:
-        return [names] if isinstance(names, str) else list(names or ())
-
-    for name in (*listed(only), *listed(skip)):
-        if name not in INVARIANTS:
-            raise ValueError(f"check_invariants: unknown invariant {name!r}; known: {', '.join(INVARIANTS)}")
-    found = [name for name in INVARIANTS if name in (listed(only) or INVARIANTS) and name not in listed(skip)]
-    if not found:
-        raise ValueError("check_invariants: no invariant is left; leave out skip=, or name others in only=")
-    return found

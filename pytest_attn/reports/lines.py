@@ -81,7 +81,7 @@ def duration(seconds: float, milliseconds_from: float = 1e-4) -> str:
 
 def timed_as(mode: str, calls: int, l2: str) -> str:
     """Return how a time was taken: "host clock, 4 calls a sample, L2 warm"."""
-    return f"{'host clock' if mode == 'host' else mode}, {calls} {'call' if calls == 1 else 'calls'} a sample, L2 {l2}"
+    return f"{'host clock' if mode == 'host' else mode}, {count(calls, 'call')} a sample, L2 {l2}"
 
 
 def duration_in_column(seconds: float) -> str:
@@ -102,8 +102,7 @@ def describe_ranks(ranks: Mapping[str, Any]) -> str:
 
     ranks: of a latency, as `Latency.ranks` has them.
     """
-    number = ranks["number"]
-    said = [f"{number} rank{'s' * (number > 1)} ({ranks['shard']}, {ranks['topology']})"]
+    said = [f"{count(ranks['number'], 'rank')} ({ranks['shard']}, {ranks['topology']})"]
     own, shares = ranks["own"], ranks["communication"]
     if own:
         said.append(f"outside collectives {_who_takes(own)}")

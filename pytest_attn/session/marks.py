@@ -72,8 +72,7 @@ class AttentionMark:
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        _refuse_unknown("attention", mark.kwargs, [one.name for one in arguments_of(cls)])
-        values: dict[str, Any] = dict(mark.kwargs)
+        values = _known(mark, [one.name for one in arguments_of(cls)])
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
@@ -102,11 +101,9 @@ class AttentionMark:
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
     """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None)`; raises as `from_marker` does."""
-    if mark.args:
-        raise ValueError(f"attention_model takes keyword arguments only, got {mark.args[0]!r}")
-    _refuse_unknown("attention_model", mark.kwargs, ("backends", "backward", "device"))
-    one_of(True, False)("backward", mark.kwargs.get("backward", True))
-    given = pytest.mark.attention(**{"backward": True, **mark.kwargs}).mark
+    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device"))}
+    one_of(True, False)("backward", values["backward"])
+    given = pytest.mark.attention(**values).mark
     return AttentionMark.from_marker(given, Catalog(), registry)
 
 
@@ -122,10 +119,7 @@ class RequiresMark:
     @classmethod
     def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        if mark.args:
-            raise ValueError(f"attention_requires takes keyword arguments only, got {mark.args[0]!r}")
-        _refuse_unknown("attention_requires", mark.kwargs, [one.name for one in arguments_of(cls)])
-        values: dict[str, Any] = dict(mark.kwargs)
+        values = _keywords(mark, [one.name for one in arguments_of(cls)])
         if values.get("backend") is not None:
             registry.require(_split_version(values["backend"])[0])
         if values.get("arch") is not None:
@@ -169,10 +163,7 @@ class ChosenMark:
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        if mark.args:
-            raise ValueError(f"attention_chosen takes keyword arguments only, got {mark.args[0]!r}")
-        _refuse_unknown("attention_chosen", mark.kwargs, [one.name for one in arguments_of(cls)])
-        made = cls(**mark.kwargs)
+        made = cls(**_keywords(mark, [one.name for one in arguments_of(cls)]))
         if made.compiled is not None and (not isinstance(made.compiled, int) or made.compiled < 1):
             raise ValueError(f"attention_chosen: compiled must be a whole number >= 1, got {made.compiled!r}")
         return made
@@ -231,11 +222,19 @@ def marker_help() -> tuple[MarkerHelp, ...]:
     )
 
 
-def _refuse_unknown(marker: str, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in kwargs:
+def _keywords(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a marker that takes no others than these keywords."""
+    if mark.args:
+        raise ValueError(f"{mark.name} takes keyword arguments only, got {mark.args[0]!r}")
+    return _known(mark, known)
+
+
+def _known(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
+    for name in mark.kwargs:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ValueError(f"{marker} got an unknown argument {name!r};{hint} known: {', '.join(known)}")
+            raise ValueError(f"{mark.name} got an unknown argument {name!r};{hint} known: {', '.join(known)}")
+    return dict(mark.kwargs)
 
 
 def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
