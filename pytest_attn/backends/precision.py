@@ -60,6 +60,7 @@ class Precision:
         rounds_sinks: sinks times log2 e are rounded to the dtype.
         rounds_rescaling: the factors by which an online softmax rescales its sums, as the maximum grows, are rounded to
             the dtype.
+        rounds_dp: the backward pass rounds dP to the dtype, as autograd does behind P.to(dtype) @ v.
         ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
         rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
         sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
@@ -85,6 +86,7 @@ class Precision:
     rounds_shifted_scores: bool = False
     rounds_sinks: bool = False
     rounds_rescaling: bool = False
+    rounds_dp: bool = False
     ds_from_rounded_p: bool = False
     rounds_scaled_ds: bool = False
     sums_rounded_heads: bool = False
@@ -124,6 +126,7 @@ class Precision:
             f"multiplies k by the scale in {dtype}": self.rounds_scaled_key,
             f"brings sinks to base 2 in {dtype}": self.rounds_sinks,
             "multiplies in tf32": bool(self.operand_unit),
+            f"rounds dP to {dtype}, as autograd does behind P.to(dtype) @ v": self.rounds_dp,
             f"sums gradients in {dtype}": self.sums_query_blocks,
             f"rounds dk and dv of each query head to {dtype} before it sums them": self.sums_rounded_heads,
             f"rounds scale * dS to {dtype}": self.rounds_scaled_ds,
@@ -170,6 +173,8 @@ PRECISIONS = {
     "flash2": Precision("flash2", sums_rounded_heads=True),
     # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
     "eager": Precision("eager", rounds_scores=True, ds_from_rounded_p=True, sums_rounded_heads=True),
+    # softmax in float32, then P.to(dtype) @ v: autograd's dP has the dtype of P
+    "autograd": Precision("autograd", rounds_dp=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
     # ... or into k

@@ -56,6 +56,7 @@ class Rounding:
         self.precision = precision
         self.is_float32 = dtype == "float32"
         self.rounds_scores_to_dtype = precision.rounds_scores and not self.is_float32
+        self.rounds_dp_to_dtype = (precision.rounds_scores or precision.rounds_dp) and not self.is_float32
         self.unit, self.floor = precision.unit(dtype), FLOOR[dtype]
         self.operand_unit = precision.operand_unit if self.is_float32 else 0.0
 

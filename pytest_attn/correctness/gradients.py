@@ -144,7 +144,7 @@ class Gradients:
         if keys == all_keys:  # D comes from the kernel's own o, which carries the rounding of P
             row_sum_var = row_sum_var + _sum_of_products(dp.square(), p_rounding_var).mul_(share)
         variance = self._variance_of_dp(dp, rows, v_squared)
-        if variance is not None and self.rounding.rounds_scores_to_dtype:
+        if variance is not None and self.rounding.rounds_dp_to_dtype:
             row_sum_var = row_sum_var + share * variance.sum(-1, keepdim=True)
         ds = dp.sub_(rows.row_sum)
         if self.precision.ds_from_rounded_p:
@@ -155,7 +155,7 @@ class Gradients:
             variance = _plus(variance, moved)
         ds.mul_(p)
         of_maximum = None
-        if self.rounding.is_float32 or self.precision.rounds_scores:
+        if self.rounding.is_float32 or self.rounding.rounds_dp_to_dtype:
             lost = _sum_of_products(rows.row_sum.square().expand_as(p), p_rounding_var)
             lost += self.rounding.of_result(ds, all_keys).sum(-1, keepdim=True)
             of_maximum = row_sum_var + lost.mul_(share)
@@ -166,7 +166,7 @@ class Gradients:
     def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
         """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
         unit = self.rounding.unit
-        if self.rounding.rounds_scores_to_dtype:
+        if self.rounding.rounds_dp_to_dtype:
             return dp.square().mul_(unit**2).mul_(rows.p).mul_(rows.p)
         if self.rounding.is_float32:
             of_sums = unit**2 * (1 + self.workload.v_head_dim / 2) + 2 * self.rounding.operand_unit**2

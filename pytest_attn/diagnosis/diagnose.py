@@ -53,6 +53,7 @@ from pytest_attn.diagnosis.forward_faults import (
     faults_of_extra,
     faults_of_lse,
     faults_of_running_sums,
+    heads_as_rows,
     misplaced_rows,
     on_rows,
     scaled_rows,
@@ -240,7 +241,9 @@ def _other_attention(few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
         return []
     likely = (on_rows(fault, case.limits[0]) for fault in attention_faults(w, few.reference.inputs))
     fitting = [one for one in case.time.each(_ATTENTIONS, likely) if explains(one, few)]
-    found = _best(fitting, many, lambda: _spread_rows(case), _ATTENTIONS, case.time)
+    # what is exact attention here, as a mask that no row tells from the right one, leaves all of the deviation
+    told = [replace(one, tolerance=one.tolerance._replace(left=_MOST_LEFT)) for one in fitting]
+    found = _best(told, _in_all_rows(many), lambda: _spread_rows(case), _ATTENTIONS, case.time)
     return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
 
 
@@ -251,7 +254,9 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
             yield RowsOfOut.of(each, of, None)
 
     is_sampled = reference.tensors["out"].rows is not None
-    moves = misplaced_rows(got.shape, is_sampled, case.limits[0])
+    moves = [*misplaced_rows(got.shape, is_sampled, case.limits[0])]
+    if not is_sampled:
+        moves += heads_as_rows(case.workload, case.limits[0])
     return _hints(_first(case.time.each("other places of rows", moves), every))
 
 
@@ -472,14 +477,18 @@ def scale_or_profile(tried: RowsOfOut, case: Case) -> list[Hint]:
 
 def _rounded_scores(tried: RowsOfOut, case: Case) -> list[Hint]:
     """Name another dtype than the workload's to which the scores are rounded."""
-    every_row = torch.ones_like(tried.view.got[..., 0], dtype=torch.bool)
-    seen = replace(tried, view=tried.view._replace(bad=every_row))
+    seen = _in_all_rows(tried)
     for other in case.time.each("other dtypes of scores", rounded_scores(case.workload)):
         fault = on_rows(other, case.limits[0])
         told = replace(fault, tolerance=fault.tolerance._replace(left=_MOST_LEFT))
         if (fit := explains(told, seen)) and all(explains(fault, rows) for rows in _spread_rows(case)):
             return [Hint(fault.fault, f"{fault.words} (z {fit.z:.1f} there)")]
     return []
+
+
+def _in_all_rows(tried: RowsOfOut) -> RowsOfOut:
+    """Return rows of out all of whose deviation has to be explained."""
+    return replace(tried, view=tried.view._replace(bad=torch.ones_like(tried.view.got[..., 0], dtype=torch.bool)))
 
 
 def _fitted_scale(tried: RowsOfOut, case: Case) -> float | None:

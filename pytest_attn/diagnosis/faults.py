@@ -92,6 +92,7 @@ FAULTS = {
     "batch-entries-shifted": "batch entries of out are swapped",
     "heads-and-rows-swapped": "out has its heads and rows swapped",
     "batch-and-heads-swapped": "out has its batch entries and heads swapped",
+    "heads-taken-for-rows": "heads are taken for rows, as q, k and v have another layout",
     "k-heads-and-rows-swapped": "k is read with its heads and rows swapped",
     # q, k and v
     "scores-without-effect": "the scores have no effect",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
@@ -99,6 +99,22 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     if not is_sampled and batch == heads > 1:
         words = "out has its batch entries and heads swapped, which no shape shows where these are equal"
         yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
+
+
+def heads_as_rows(w: Workload, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
+    """Yield attention over heads in place of rows, as of a kernel that has another layout than its marker says."""
+    if w.is_packed or w.kv_pages or w.q_len != w.kv_len:
+        return
+
+    def predict(seen: RowsOfOut) -> Prediction:
+        inputs = seen.reference.inputs
+        tensors = {name: getattr(inputs, name).transpose(1, 2) for name in ("q", "k", "v", "dout")}
+        swapped = w.replace(heads=w.q_len, kv_heads=w.kv_len, q_len=w.heads, kv_len=w.kv_heads)
+        expected = compute_reference(replace(inputs, workload=swapped, **tensors), seen.precision).tensors["out"]
+        return Prediction(expected.value.transpose(1, 2), lambda: expected.tau.transpose(1, 2))
+
+    words = "it equals attention that takes heads for tokens: say its layout in the marker, such as layout='bshd'"
+    yield FaultHypothesis("heads-taken-for-rows", words, predict, Tolerance(limits.element, limits.row))
 
 
 def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:

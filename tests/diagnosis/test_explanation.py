@@ -1,6 +1,7 @@
 """A fault is named only if it explains all that the kernel returned, also on the distributions that passed."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,39 @@ def test_a_profile_is_suggested_with_what_to_compare_before():
     assert "it fits the precision profile 'eager' (z " in text
     assert "if it really rounds scores to bfloat16, say precision='eager'" in text
     assert "A scale off by 1 % may look the same: compare in float32 first, which must pass as it is" in text
+
+
+def test_a_truncated_out_is_no_fault_of_a_mask_that_hides_the_same():
+    """Where tiles of keys are as long as those of rows, masking the last one alone is exact attention."""
+
+    def truncated(q, k, v):
+        out = sdpa(q.float(), k.float(), v.float(), is_causal=True)
+        return (out.view(torch.int32) & -65536).view(torch.float32).to(q.dtype)
+
+    assert faults(truncated, Workload(200, heads=2, mask="causal")) == ()
+
+
+@pytest.mark.parametrize("workload", [CAUSAL, CAUSAL.replace(heads=4, kv_heads=2, batch=2, mask=None)])
+def test_heads_that_are_taken_for_tokens_are_told(workload):
+    def takes_bshd(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return sdpa(q, k, v, is_causal=workload.mask is not None, enable_gqa=True).transpose(1, 2)
+
+    assert faults(takes_bshd, workload) == ("heads-taken-for-rows",)
+    assert faults(lambda q, k, v: takes_bshd(*(t.mT.contiguous().mT * 1.01 for t in (q, k, v))), workload) == ()
+
+
+def softmax_in_float32(q, k, v):
+    scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).tril()
+    weights = (scores.masked_fill(scores == 0, -torch.inf) - scores.amax(-1, keepdim=True)).exp()
+    return ((weights / weights.sum(-1, keepdim=True)).to(q.dtype)) @ v
+
+
+def test_dp_in_the_dtype_is_what_autograd_makes_of_a_cast():
+    spec = CheckSpec(CAUSAL, CPU, backward=True)
+    assert faults(softmax_in_float32, CAUSAL, backward=True) == ("precision-autograd",)
+    assert judged(softmax_in_float32, replace(spec, declared=Declaration(precision="autograd"))).passed
+    assert judged(softmax_in_float32, replace(spec, workload=CAUSAL.replace(dtype="float32"))).passed
 
 
 @pytest.mark.one_in(4)
