@@ -306,8 +306,8 @@ class RowNoise:
     variance: torch.Tensor
     of_out: torch.Tensor | None = None
 
-    def at(self, kept: torch.Tensor) -> RowNoise:
-        """Return that of the rows for which `kept` (rows,) is true."""
+    def at(self, kept: torch.Tensor | slice) -> RowNoise:
+        """Return that of the rows that `kept` (rows,) says."""
         return RowNoise(self.variance[:, :, kept], None if self.of_out is None else self.of_out[:, :, kept])
 
 
@@ -328,8 +328,8 @@ class ForwardRows:
     row_noise: RowNoise | None
     dropped: torch.Tensor | None = None
 
-    def at(self, kept: torch.Tensor) -> ForwardRows:
-        """Return the rows for which `kept` (rows,) is true."""
+    def at(self, kept: torch.Tensor | slice) -> ForwardRows:
+        """Return the rows that `kept` (rows,) says."""
         q, p, lse, out = (t[:, :, kept] for t in (self.q, self.p, self.lse, self.out))
         noise_var = None if self.p_noise_var is None else self.p_noise_var[:, :, kept]
         dropped = None if self.dropped is None else self.dropped[:, :, kept]

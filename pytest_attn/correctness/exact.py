@@ -158,7 +158,7 @@ class Chunk:
     rows: (rows,) their positions. keys: the span of keys. q: (n, heads, rows, head_dim) in float64; k, v and v_squared: those
     of the block within the span.
     query_index: (1, 1, rows, 1) and key_index: (1, 1, 1, keys), as masks and score_mods take them.
-    kept: (rows,), whether the reference keeps a row. places: (kept rows,), where it does.
+    kept: (rows,), whether the reference keeps a row, or which it keeps. places: (kept rows,), where it does.
     """
 
     def __init__(self, block: Block, rows: torch.Tensor) -> None:
@@ -171,11 +171,14 @@ class Chunk:
         self.k, self.v, self.v_squared = (t[:, :, self.keys] for t in (block.k, block.v, block.v_squared))
         self.query_index = rows.view(1, 1, -1, 1)
         self.key_index = torch.arange(self.keys.start, self.keys.stop, device=rows.device).view(1, 1, 1, -1)
-        if segment.rows is None or _takes_only_sampled(segment):
-            self.kept = torch.ones_like(rows, dtype=torch.bool)
-            self.places = rows + segment.q_start if segment.rows is None else torch.searchsorted(segment.rows, rows)
+        self.kept: torch.Tensor | slice = slice(None)
+        if segment.rows is None:
+            self.places = rows + segment.q_start
+        elif not len(segment.rows):
+            self.kept, self.places = slice(0), rows[:0]
         else:
-            self.kept = torch.isin(rows, segment.rows)
+            if not _takes_only_sampled(segment):
+                self.kept = torch.isin(rows, segment.rows)
             self.places = torch.searchsorted(segment.rows, rows[self.kept])
 
     def seen_among(self, keys: torch.Tensor) -> tuple[torch.Tensor, slice]:

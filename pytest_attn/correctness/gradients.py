@@ -57,8 +57,8 @@ class BackwardRows:
     slope_var: torch.Tensor | None
     dropped: torch.Tensor | None = None
 
-    def at_rows(self, kept: torch.Tensor) -> BackwardRows:
-        """Return the rows for which `kept` (rows,) is true."""
+    def at_rows(self, kept: torch.Tensor | slice) -> BackwardRows:
+        """Return the rows that `kept` (rows,) says."""
         every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         kept_rows: dict[str, Any] = {name: None if t is None else t[:, :, kept] for name, t in every.items()}
         return BackwardRows(**kept_rows)

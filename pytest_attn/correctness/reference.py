@@ -120,8 +120,8 @@ class _BlockPasses:
 
     def _put_forward(self, rows: ForwardRows, chunk: Chunk) -> torch.Tensor | None:
         """Put out and its budget in their place; return e_ij^2 if all rows are kept."""
-        all_kept = bool(chunk.kept.all())
-        if not all_kept and not bool(chunk.kept.any()):
+        all_kept = len(chunk.places) == len(chunk.rows)
+        if not len(chunk.places):
             return None
         kept = rows if all_kept else rows.at(chunk.kept)
         p_rounding_var = self.rounding.of_p(kept.p, self.block.segment.lengths[1])
@@ -145,7 +145,7 @@ class _BlockPasses:
             if key_gradients is not None:
                 key_gradients.add(rows, scores, chunk.keys)
             return
-        if bool(chunk.kept.any()):  # of sampled rows with all keys
+        if len(chunk.places):  # of sampled rows with all keys
             scores = self.gradients.of_scores(rows.at_rows(chunk.kept), chunk.v, chunk.v_squared, all_keys)
             self._put_rows("dq", *self.gradients.of_queries(scores, chunk.k), chunk)
             del scores  # each of its tensors is as large as the scores
