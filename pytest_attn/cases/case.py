@@ -359,7 +359,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         report = replace(report, findings=(*report.findings, *findings_isolated(self._run, self.subject, self._isolated)))
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
-            return Judgment.refused(self.subject, f"no invariant that was asked for applies: {reasons}")
+            return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
         if report.passed:
             return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))

@@ -229,7 +229,7 @@ class CaseRun:
         quantizes makes of q, k and v. Raises as `Registry.subject` does.
         """
         if spec.drops_unseen and self.session.registrations.catalog.group_of(self.workload.name):
-            self.skip(None, "drops probabilities: for callables that return which they kept, returns=('out', 'keep')")
+            self.skip(None, "has dropout: needs a callable that returns which weights it kept, returns=('out', 'keep')")
         test = getattr(getattr(self.item, "function", None), "__qualname__", "")
         subject = self._told_apart(self.session.kernels.subject(target, name, spec, self.backend, test, dequantized))
         is_unasked = isinstance(target, str) or (backward and not self.mark.backward)
@@ -269,7 +269,7 @@ class CaseRun:
         parameters = parameters_of(self.workload, self.mark.parameters)
         if subject is not None and subject.is_backend and parameters:
             named = ", ".join(parameters)
-            reason = f"the marker asks for a gradient of {named}, which a callable has, and no backend"
+            reason = f"the marker compares a gradient of {named}, which a callable has, but no backend"
             self.skip(subject, reason, cause=Cause.DECLINED)
         obstacle = subject.obstacle if subject else obstacle_of_any
         asked = self.workload, self.machine, backward or self.mark.backward

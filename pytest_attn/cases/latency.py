@@ -481,7 +481,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         except Exception as error:
             if refusal := measurement.subject.refusal_in(error):
                 if self._requires_decision:
-                    return self._untimed(f"it declines what it has taken in its check: {refusal}")
+                    return self._untimed(f"it passed its check, and declined to be timed: {refusal}")
                 reason = f"right, but not timed: {refusal}"
                 return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
             raised: Any = {"text": str(error)} if isinstance(error, RankRaisedError) else {"error": error}

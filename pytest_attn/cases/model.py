@@ -139,7 +139,7 @@ class AttentionModel:
             self._checked, self._comparison = (model, step, backend), run.conclude(evaluator)
         found = self._comparison
         if backend is not None and is_compiled(model):
-            reason = "a model that torch.compile made is timed as it is; give measure the model before it is compiled"
+            reason = "a compiled model is timed with its own attention; to replace that, pass the model before it is compiled"
             run.conclude(Refusal(_workload_of(type(model).__name__, found), subject, reason, question="latency"))
         return self._measuring.measure(self._measurement(model, step, subject, optimizer, functions))
 
@@ -307,7 +307,7 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
         report = judge_model_invariants(*self._asked)
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
-            return Judgment.refused(None, f"no invariant that was asked for applies: {reasons}")
+            return Judgment.refused(None, f"none of the requested invariants applies: {reasons}")
         reason = ", ".join(finding.invariant for finding in report.broken) or "; ".join(report.notes)
         verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, INVARIANT_WIDTH
         return Judgment(verdict, report, reason, text=describe_invariants(report), width=width)
@@ -433,7 +433,7 @@ class ModelMeasurement(Measurement):
 
     def _attention(self, substitutes: list[Substitute] | None) -> dict[str, Any]:
         if is_compiled(self.model) or self.found["graphs"]:
-            return {"unknown": "torch.compile may join attention with what is around it; measure the model as it is, eagerly"}
+            return {"unknown": "torch.compile may fuse attention with its neighbors; measure the eager model"}
         with untouched(self.model), optimizer_untouched(self.optimizer):
             share = attention_share(self.model, self.step, self.direction, self.functions, self.optimizer, substitutes)
         return {"unknown": share} if isinstance(share, str) else share.to_dict()

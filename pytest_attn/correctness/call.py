@@ -34,8 +34,8 @@ def fault_of_caches(w: Workload, watched: Sequence[WatchedCache]) -> str | None:
         return None
     if not watched:
         return (
-            "the callable was given a cached prefix and new keys in one, and did not take them apart:"
-            " say cache = attn.split_cache(k, v) in it, and hand its tensors to the kernel"
+            "the callable got the cached prefix and the new keys together, and did not split them:"
+            " call cache = attn.split_cache(k, v) in it, and pass its tensors to the kernel"
         )
     last = watched[-1]
     for name, before, after, now in zip(("k", "v"), last.before, last.after, last.now(), strict=True):
@@ -75,7 +75,7 @@ def _fault_of(name: str, cache: WatchedCache, before: Tensor, after: Tensor, now
 def _fault_elsewhere(name: str, cache: WatchedCache, others: Tensor, now: Tensor, new: Tensor) -> str:
     """Say of the first slot that was to stay as it is what it holds."""
     slot, count = int(others.nonzero()[0]), int(others.sum())
-    held = "what it holds now is none of the new keys"
+    held = "it holds none of the new keys now"
     if found := _same_rows(new, now[slot]).nonzero().flatten().tolist():
         held = f"it holds the new key {_key(cache, int(cache.slots.slot[cache.slots.is_new][found[0]]))}"
     return (

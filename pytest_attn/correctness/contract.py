@@ -381,7 +381,7 @@ class AdaptedKernel(TimedKernel):
         part = f"{count:,} of {unwritten.numel():,} elements"
         if out.data_ptr() != given.data_ptr() or out.stride() != given.stride():
             left = "wrote all of out=, too" if not count else f"left {part} of out= unwritten"
-            raise ContractError(f"the callable returned another tensor than the out= that it was given (it {left})")
+            raise ContractError(f"the callable returned a tensor other than the out= that it was given (it {left})")
         if count:
             first = unwritten.nonzero()[0].tolist()
             raise ContractError(f"the callable left {part} of the out= that it was given unwritten, the first at {first}")

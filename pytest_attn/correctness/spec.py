@@ -108,7 +108,7 @@ class CheckSpec:
             return subject
         if self.drops_unseen:
             raise ValueError(
-                f"{self.workload.id} drops probabilities: let the callable return which it kept, a boolean"
+                f"{self.workload.id} has dropout: let the callable return which weights it kept, a boolean"
                 " (batch, heads, q_len, kv_len), and say returns=('out', 'keep')"
             )
         return subject if self.declared.is_plain else AdaptedCallable(subject)

@@ -114,7 +114,7 @@ class Magnitude(Invariant):
     needs = (
         UNQUANTIZED,
         Need(lambda probe: not probe.workload.is_quantized, "quantized tensors hold no such numbers"),
-        Need(lambda probe: not probe.workload.v_in_k, "v is a part of k, so that large keys are large values"),
+        Need(lambda probe: not probe.workload.v_in_k, "v is a part of k, so large keys would be large values"),
         SHORT,
     )
 

@@ -111,7 +111,7 @@ def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[st
         begin(invariant.name)
         yield _find(invariant, probe)
         if said := lost_because(probe.device):
-            lost = f"not run: this process has no CUDA any more since {invariant.name} was ({said})"
+            lost = f"not run: CUDA has failed in this process since {invariant.name} was ({said})"
 
 
 def lost_because(device: torch.device) -> str | None:

@@ -164,7 +164,7 @@ def judge_model(
             else:
                 about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
     left_out = [name for name in (*tracker.written_out, *tracker.silent) if any(fnmatchcase(name, one) for one in inline)]
-    skipped = f"not judged, as inline= says: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
+    skipped = f"not judged, because inline= names them: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
         calls=tuple(sorted(with_odd_scales(judged.calls, tracker.callers), key=lambda call: call.order)),
@@ -200,7 +200,9 @@ class _Judged:
     def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
         """Say what cannot be seen, and what was not judged."""
         if self._diverged:
-            yield self._about(self._diverged, "hold NaN or infinite elements in q, k or v: what these reach says nothing")
+            yield self._about(
+                self._diverged, "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
+            )
         if self._detached:
             yield self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
         if self._narrower:
@@ -218,9 +220,9 @@ class _Judged:
             )
         layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
         if (layers and not self.calls) or not tracker.written_out.keys().isdisjoint(layers):
-            yield "torch.nn.MultiheadAttention writes attention out where it returns its weights: pass need_weights=False"
+            yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
         if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
-            yield f"not judged: {some(silent)} made no attention call, while others built alike made one"
+            yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
 
     def _about(self, calls: list[tuple[int, str]], what: str) -> str:
         return f"{len(calls)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(calls)])})"
@@ -273,7 +275,7 @@ def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.
         found = odd_scales([call.workload for call in group], callers[group[0].module])
         for at, (scale, sibling) in found.items():
             own, other = group[at].workload.softmax_scale, group[sibling].label
-            odd[group[at].order] = f"its scale is {own:.6g}, and {scale:.6g} in {other}, which is built alike"
+            odd[group[at].order] = f"its scale is {own:.6g}, and {scale:.6g} in {other}, which is the same kind of module"
     for call in calls:
         yield dataclasses.replace(call, misled=call.misled or odd.get(call.order, ""))
 
@@ -353,7 +355,7 @@ def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tu
         raise
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        return {}, f"the masks that the model wants were not built ({said}); each call's own was taken"
+        return {}, f"the masks of the model's configuration could not be built ({said}); each call is judged by its own mask"
     return expected.found, ""
 
 

@@ -179,13 +179,15 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         yield "no attention call was caught: nothing was judged"
         softmax = list(dict.fromkeys([*model.written_out, *model.with_softmax]))
         if softmax:
-            yield labeled("softmax", f"ran in {some(softmax)}: is attention written out there?")
+            yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
         if not model.unseen:
             how = "have it call a function of (q, k, v, ...), and name that" if softmax else "name your own attention"
             yield labeled("do", f"{how}: functions=[my_function]{'' if softmax else ', a function of (q, k, v, ...)'}")
     for function in model.unseen:
         yield f"{function} was named in functions=, and no call of it was caught"
-        yield labeled("do", "leave it out if this model does not use it; else have the model find it by its name in a module")
+        yield labeled(
+            "do", "leave it out if this model does not use it; otherwise let the model look it up by its name in a module"
+        )
     for name in model.not_inline:
         yield f"{name} was named in inline=, and computes no attention of its own"
     if not model.calls and not model.unread:
@@ -199,7 +201,7 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
     if model.subject and model.kept:
         yield (
             f"{some(model.kept)}: ran without an attention call that could be replaced by {model.subject}, while others"
-            " built alike made one"
+            " of its kind made one"
         )
         if softmax := [name for name in model.kept if name in model.with_softmax]:
             yield labeled("softmax", f"ran in {some(softmax)}: is an old implementation left there?")
@@ -233,7 +235,7 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
         who = f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''})"
         if call.misled:
             yield f"{who}: {call.misled}"
-            yield labeled("do", "look at what the layer hands to its attention function; this computes what it is asked")
+            yield labeled("do", "look at what the layer passes to its attention function, which computes what it is asked to")
         if not (call.comparison and call.comparison.passed):
             yield f"{who}: {mismatch_text.describe(call.comparison) if call.comparison else call.fault}"
         if call.known:
@@ -254,7 +256,7 @@ def _compiled(model: ModelComparison) -> Iterator[str]:
     )
     worst = [f"{name} {run.ratios[name]:.3g} times (limit {run.limits[name]:g})" for name in run.wrong[:_WHOLE]]
     yield labeled("furthest", ", ".join(worst))
-    yield labeled("launched", ", ".join(run.kernels) or "no kernel that is known as attention's")
+    yield labeled("launched", ", ".join(run.kernels) or "no known attention kernel")
     yield labeled("do", "torch.compile(model, backend='aot_eager') tells whether the compiler's kernels are at fault")
 
 

@@ -105,7 +105,9 @@ def judge_compiled(
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
     facts: dict[str, Any] = {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "kernels": kernels}
     if name := _drops(model):
-        return CompiledRun(unknown=f"{name} drops at random, and a compiled model draws otherwise; call model.eval()", **facts)
+        return CompiledRun(
+            unknown=f"{name} drops at random, and a compiled model draws other numbers; call model.eval()", **facts
+        )
 
     def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
         again()

@@ -44,7 +44,11 @@ class Routing:
     def note(self) -> str:
         """Say how many tokens were held, "" for none."""
         many = int(self._near.sum())
-        return f"{many} of {len(self._near)} tokens were held to experts that rounding alone decided on" if many else ""
+        return (
+            f"{many} of {len(self._near)} tokens kept their experts, because only rounding decided between them"
+            if many
+            else ""
+        )
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:

@@ -170,11 +170,11 @@ def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
     if is_part or not are_asked or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
         return ""
     if any(one["cause"] == Cause.DECLINED for one in records):
-        return "nothing was judged: what ran was declined by the kernels themselves"
+        return "nothing was judged: the kernels declined every case that could run"
     is_named = config.getoption("attn_backends") is not None and {"all", "available"}.isdisjoint(settings.backends)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if is_named and all(one["cause"] == Cause.NOT_HERE for one in records) and not (reporter and reporter.stats.get("passed")):
-        return "nothing was judged: the backends that --attn-backends names are not here"
+        return "nothing was judged: the backends that --attn-backends names are missing here"
     return ""
 
 

@@ -85,7 +85,7 @@ def appending(fault):
         ),
         ("rounded keys", "belongs, holds something else; 13 of 13 new keys are not as they were given"),
         ("one slot further", "of k_cache, which is not one of the new keys'"),
-        ("the prefix", r"of v_cache, which is not one of the new keys' \(3 of batch entry 0\): what it holds now is none of"),
+        ("the prefix", r"of v_cache, which is not one of the new keys' \(3 of batch entry 0\): it holds none of"),
         ("appends=False", "wrote new keys into k_cache, though the test said attn.split_cache\\(..., appends=False\\)"),
         ("another's cache", "mismatch: out of"),
     ],
@@ -101,7 +101,7 @@ def test_a_kernel_that_appends_rightly_passes_without_pytest():
 
 def test_a_callable_that_takes_no_cache_is_told():
     given = draw_inputs(PAGED)
-    with pytest.raises(AssertionError, match=r"did not take them apart: say cache = attn.split_cache\(k, v\) in it"):
+    with pytest.raises(AssertionError, match=r"did not split them: call cache = attn.split_cache\(k, v\) in it"):
         check(lambda q, k, v: Kernel()(given, q, k, v)[0], PAGED, device="cpu")
 
 

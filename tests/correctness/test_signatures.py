@@ -127,7 +127,7 @@ def test_out_that_is_not_what_was_given():
         writing(q, k, v, out)
         return out.clone()
 
-    with pytest.raises(AssertionError, match=r"returned another tensor than the out= .* \(it wrote all of out=, too\)"):
+    with pytest.raises(AssertionError, match=r"returned a tensor other than the out= .* \(it wrote all of out=, too\)"):
         pytest_attn.check(other, W, takes_out=True)
     with pytest.raises(AssertionError, match="it left 960 of 960 elements of out= unwritten"):
         pytest_attn.check(lambda q, k, v, out: attention(q, k, v)[0], W, takes_out=True)

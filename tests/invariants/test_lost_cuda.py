@@ -51,7 +51,7 @@ def test_only_the_invariant_that_lost_it_is_broken_and_names_the_arrangement(end
     assert len(after) > 5
     for finding in after:
         assert (finding.outcome, finding.calls) == ("not applicable", 0)
-        assert finding.evidence == f"not run: this process has no CUDA any more since layout was ({SAID})"
+        assert finding.evidence == f"not run: CUDA has failed in this process since layout was ({SAID})"
     assert len(describe(report).splitlines()) == 2
 
 

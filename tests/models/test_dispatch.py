@@ -50,7 +50,7 @@ def test_a_layer_that_makes_no_call_is_named_though_nothing_was_to_be_replaced()
 
     (note,) = check_model(model, step).notes
 
-    assert note == "not judged: blocks.1.attn made no attention call, while others built alike made one"
+    assert note == "not judged: blocks.1.attn made no attention call, while others of its kind made one"
 
 
 # -- where it rounds -----------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_a_scale_that_is_a_little_off_that_of_layers_built_alike_is_found(scales
     odd = [f"layers.{n}" for n, scale in enumerate(scales) if scale not in (None, 0.25, 0.3)]
     assert [call.module for call in found.calls if not call.passed] == odd
     assert "its scale is 0." in found.message
-    assert "built alike" in found.message
+    assert "the same kind of module" in found.message
 
 
 MEANT = [(0.2525,), (0.2525, 0.2525), (None, 0.125), (1.0, 1.0), (0.3, 0.31), (None, 1.0, 0.25)]

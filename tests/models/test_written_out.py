@@ -109,7 +109,7 @@ def test_a_layer_that_the_test_names_is_left_out_with_a_note(inline, backend):
     found = check_model(*mixed(operators), backend, inline=inline)
 
     assert [call.module for call in found.calls] == ["blocks.0.attn", "blocks.2.attn"]
-    assert "not judged, as inline= says: blocks.1.attn" in found.notes
+    assert "not judged, because inline= names them: blocks.1.attn" in found.notes
 
 
 def test_what_is_left_out_must_be_there():
@@ -140,7 +140,7 @@ def test_layers_without_any_call_are_told_what_to_do():
     with pytest.raises(AssertionError) as failure:
         check_model(model, step)
     assert "no attention call was caught: nothing was judged" in str(failure.value)
-    assert "ran in blocks.0.attn, blocks.1.attn: is attention written out there?" in str(failure.value)
+    assert "ran in blocks.0.attn, blocks.1.attn: is attention computed inline there?" in str(failure.value)
     assert "do         have it call a function of (q, k, v, ...), and name that: functions=[my_function]" in str(failure.value)
 
 

@@ -342,7 +342,9 @@ def test_it(attn_model):
     )
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["layer * function * kernel * workload*", "  note: not judged, as inline= says: 1*"])
+    result.stdout.fnmatch_lines(
+        ["layer * function * kernel * workload*", "  note: not judged, because inline= names them: 1*"]
+    )
 
 
 PARTLY = """

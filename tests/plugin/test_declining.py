@@ -124,8 +124,8 @@ def test_a_group_that_has_dropout_skips_callables_that_say_not_what_they_dropped
     )
     result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, skipped=1, failed=1)
-    result.stdout.fnmatch_lines(["*drops probabilities: for callables that return which they kept*"])
-    result.stdout.fnmatch_lines(["*ValueError*drops probabilities: let the callable return which it kept*"])
+    result.stdout.fnmatch_lines(["*has dropout: needs a callable that returns which weights it kept*"])
+    result.stdout.fnmatch_lines(["*ValueError*has dropout: let the callable return which weights it kept*"])
 
 
 # -- a run may ask that nothing is declined -------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_what_is_declined_only_when_timed(in_process, kernel_test, latency, outc
     result.assert_outcomes(**{outcome: 1})
     said = {
         "auto": "mine: right, but not timed: not again",
-        "require": "it declines what it has taken in its check: not again",
+        "require": "it passed its check, and declined to be timed: not again",
     }
     result.stdout.fnmatch_lines_random([f"*{said[latency]}*", "*1 case judged*"])
 
@@ -223,7 +223,10 @@ def test_a_run_in_which_all_is_declined_is_not_green(run, kernel_test):
     result.assert_outcomes(skipped=1, passed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["nothing was judged, 1 declined; *", "nothing was judged: what ran was declined *; --attn-unjudged=warn lets it pass"]
+        [
+            "nothing was judged, 1 declined; *",
+            "nothing was judged: the kernels declined every case *; --attn-unjudged=warn lets it pass",
+        ]
     )
     for allowed in ("--attn-unjudged=warn", "--attn-unjudged=ignore", "--splits=2"):
         assert run(allowed, *(["--group=1", "-k", "kernel"] if "splits" in allowed else [])).ret in (0, 5), allowed

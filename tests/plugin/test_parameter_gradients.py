@@ -59,7 +59,7 @@ def test_a_copy_is_no_leaf(judged):
 def test_a_backend_is_skipped_with_the_reason(judged):
     result = judged("attn_backend", "--attn-backends=math", fixture=", attn_backend")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*math: the marker asks for a gradient of sinks, which a callable has, and no backend"])
+    result.stdout.fnmatch_lines(["*math: the marker compares a gradient of sinks, which a callable has, but no backend"])
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ class Int8Dynamic(Backend):
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """Refuse MPS."""
-        return "needs float64, which MPS has not" if machine.kind == "mps" else None
+        return "needs float64, which MPS does not have" if machine.kind == "mps" else None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """The scores in float64 and float32, with temporaries."""
