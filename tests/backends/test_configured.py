@@ -113,7 +113,10 @@ def test_a_configuration_is_a_backend_of_its_own(registry):
 def test_configurations_may_depend_on_the_workload(registry):
     assert list(registry["any"].configurations(W, CPU_MACHINE)) == [{"BLOCK": 48}]
     assert registry["any@whatever=1"].configuration == {"whatever": 1}
-    assert len(registry["mine"].configurations(W, CPU_MACHINE)) == 2
+    assert registry["mine"].configurations(W, CPU_MACHINE) == [{"BLOCK": 16, "warps": 4}, {"BLOCK": 32, "warps": 4}]
+    assert (registry["mine"].tunable, registry["any"].tunable) == ({"BLOCK", "warps"}, None)
+    registry.add_function("plain", print)
+    assert (registry["plain"].tunable, list(registry["plain"].configurations(W, CPU_MACHINE))) == (frozenset(), [])
 
 
 @pytest.mark.parametrize(

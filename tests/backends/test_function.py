@@ -75,17 +75,6 @@ def test_its_configuration_is_given_beside_the_workload():
     assert backend.prepare(inputs)(inputs.q, inputs.k, inputs.v) == {"workload": WORKLOAD, "BLOCK": 64}
 
 
-def test_configurations_are_those_that_were_declared():
-    listed = FunctionBackend("mine", print, configurations={"BLOCK": [16, 32], "warps": [4]})
-    assert listed.tunable == {"BLOCK", "warps"}
-    assert listed.configurations(WORKLOAD, CPU) == [{"BLOCK": 16, "warps": 4}, {"BLOCK": 32, "warps": 4}]
-    asked = FunctionBackend("mine", print, configurations=lambda workload: [{"BLOCK": workload.q_len}])
-    assert asked.tunable is None
-    assert asked.configurations(WORKLOAD, CPU) == [{"BLOCK": 16}]
-    none = FunctionBackend("mine", print)
-    assert (none.tunable, list(none.configurations(WORKLOAD, CPU))) == (frozenset(), [])
-
-
 def test_tiles_that_do_not_fit_refuse_a_configuration_and_fail_the_default():
     backend = FunctionBackend("mine", print)
     too_large = RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448.")
