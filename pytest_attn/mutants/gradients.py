@@ -7,9 +7,10 @@ import math
 
 from torch import Tensor
 
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.masks import TopLeft
-from pytest_attn.mutants.mutant import Applies, Defects
+from pytest_attn.mutants.mutant import Applies, Defects, named
 from pytest_attn.mutants.reach import (
     all_of,
     cuts_keys,
@@ -34,6 +35,7 @@ def _backward(*conditions: Applies) -> Applies:
 
 
 @GRADIENTS("delta-missing", "FA#2756", applies=in_backward)
+@named("d-missing")
 class _DeltaMissing(Kernel):
     """dS is P dP: the softmax's own sum is forgotten."""
 
@@ -42,6 +44,7 @@ class _DeltaMissing(Kernel):
 
 
 @GRADIENTS("delta-of-next-head", "FA@b3f1b6a5", applies=_backward(has_several_heads))
+@named("d-of-next-head")
 class _DeltaOfNextHead(Kernel):
     """A head takes the delta of its neighbor."""
 
@@ -50,6 +53,7 @@ class _DeltaOfNextHead(Kernel):
 
 
 @GRADIENTS("lse-of-first-batch-entry", "TE#3216", applies=_backward(is_dense, lambda w, _: w.batch > 1))
+@named("lse-of-first-batch-entry")
 class _LseOfFirstBatchEntry(Kernel):
     """The backward pass takes the lse of the batch's first entry for all."""
 
@@ -58,6 +62,7 @@ class _LseOfFirstBatchEntry(Kernel):
 
 
 @GRADIENTS("null-lse", "PT#188302", applies=in_backward)
+@named("lse-missing-in-backward")
 class _NullLse(Kernel):
     """P is computed again as exp(s), as no lse was saved."""
 
@@ -66,6 +71,7 @@ class _NullLse(Kernel):
 
 
 @GRADIENTS("lse-without-sink-again", "cudnn-frontend#421", applies=_backward(lambda w, _: bool(w.sinks)))
+@named("sink-missing-in-lse")
 class _LseWithoutSinkAgain(Kernel):
     """P is computed again without the sink's share of the denominator."""
 
@@ -78,6 +84,7 @@ class _LseWithoutSinkAgain(Kernel):
 
 
 @GRADIENTS("scale-missing-in-dk", "FA#2651", applies=_backward(lambda w, _: w.softmax_scale != 1))
+@named("gradient-scale-missing")
 class _ScaleMissingInDk(Kernel):
     """dk is not scaled."""
 
@@ -86,6 +93,7 @@ class _ScaleMissingInDk(Kernel):
 
 
 @GRADIENTS("dq-scaled-twice", "HKUSTDial/flash-sparse-attention#203", applies=_backward(lambda w, _: w.softmax_scale != 1))
+@named("gradient-scale-applied-twice")
 class _DqScaledTwice(Kernel):
     """dq is scaled with dS and once more at the end."""
 
@@ -94,6 +102,7 @@ class _DqScaledTwice(Kernel):
 
 
 @GRADIENTS("group-overwritten", "NATTEN#328", applies=_backward(is_grouped))
+@named("group-overwritten")
 class _GroupOverwritten(Kernel):
     """Of a group's shares of dk and dv only the last query head's is left."""
 
@@ -102,6 +111,7 @@ class _GroupOverwritten(Kernel):
 
 
 @GRADIENTS("group-summed-interleaved", "fla#384", "NATTEN#328", applies=_backward(is_grouped_twice))
+@named("group-summed-interleaved")
 class _GroupSummedInterleaved(Kernel):
     """dk and dv of query head h are added to key head h % kv_heads."""
 
@@ -111,6 +121,7 @@ class _GroupSummedInterleaved(Kernel):
 
 
 @GRADIENTS("row-tiles-overwrite-dk", "NATTEN#328", "xf#381", applies=_backward(has_several_row_tiles))
+@named("row-tiles-overwrite")
 class _RowTilesOverwriteDk(Kernel):
     """dk and dv are those of the last tile of rows: shares are stored, not added."""
 
@@ -120,6 +131,7 @@ class _RowTilesOverwriteDk(Kernel):
 
 
 @GRADIENTS("mask-missing-in-backward", "FA@a4f148b6", "fla#988", applies=_backward(cuts_keys))
+@named(*recomputed(("mask-ignored", "mask-ignored-within-tiles", "window-left-ignored", "window-right-ignored")))
 class _MaskMissing(Kernel):
     """The backward pass masks no more than the end of the sequence."""
 
@@ -134,6 +146,7 @@ class _MaskMissing(Kernel):
     "triton#7216",
     applies=_backward(lambda w, _: w.mask is None and w.kv_len > 1),
 )
+@named("recomputed-causal-not-asked-for", "causal-not-asked-for")
 class _AlwaysCausal(Kernel):
     """The backward pass is causal, also where the forward pass was not."""
 
@@ -143,6 +156,7 @@ class _AlwaysCausal(Kernel):
 
 
 @GRADIENTS("aligned-top-left-in-backward", "ffpa#300", "FA@c65b5106", applies=_backward(is_bottom_right))
+@named(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT)
 class _AlignedTopLeft(Kernel):
     """The backward pass aligns a causal mask to the first key, where the forward pass took the last."""
 
@@ -154,6 +168,7 @@ class _AlignedTopLeft(Kernel):
 
 
 @GRADIENTS("last-key-tile-missing-in-backward", "FA@a4f148b6", applies=_backward(has_key_tail))
+@named(*recomputed(TAIL_MISSING), *TAIL_MISSING)
 class _LastKeyTileMissing(Kernel):
     """The backward pass leaves out the keys after the last full tile."""
 
@@ -162,6 +177,7 @@ class _LastKeyTileMissing(Kernel):
 
 
 @GRADIENTS("tail-not-masked-again", "PT#196678", "FA@a4f148b6", applies=_backward(shows_tail), condition="magnitude")
+@named("exp-overflow")
 class _TailNotMaskedAgain(Kernel):
     """The zeros that fill up the last tile of keys are not masked: they add nothing, unless exp(0 - lse) is infinite."""
 
@@ -170,6 +186,7 @@ class _TailNotMaskedAgain(Kernel):
 
 
 @GRADIENTS("kv-length-ignored-in-backward", "FA#2315", "FA#2167", applies=_backward(is_padded))
+@named(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD)
 class _KvLengthIgnored(Kernel):
     """The backward pass sees padded keys."""
 
@@ -179,6 +196,7 @@ class _KvLengthIgnored(Kernel):
 
 
 @GRADIENTS("bias-missing-in-backward", "PT#188302", "FA#540", applies=_backward(lambda w, _: bool(w.bias or w.alibi)))
+@named(*recomputed(("bias-ignored", "alibi-ignored")))
 class _BiasMissing(Kernel):
     """P is computed again without bias and ALiBi."""
 
@@ -187,6 +205,7 @@ class _BiasMissing(Kernel):
 
 
 @GRADIENTS("softcap-slope-missing", "FA#2402", applies=_backward(lambda w, _: w.softcap is not None))
+@named("softcap-slope-missing")
 class _SoftcapSlopeMissing(Kernel):
     """The derivative of the softcap is taken for 1."""
 
@@ -195,6 +214,7 @@ class _SoftcapSlopeMissing(Kernel):
 
 
 @GRADIENTS("softcap-slope-of-capped-score", "FA#2402", applies=_backward(lambda w, _: w.softcap is not None))
+@named("softcap-slope-of-capped-score")
 class _SoftcapSlopeOfCappedScore(Kernel):
     """The derivative of the softcap is taken at the capped score, not at the score."""
 
@@ -203,6 +223,7 @@ class _SoftcapSlopeOfCappedScore(Kernel):
 
 
 @GRADIENTS("score-mod-slope-missing", "FA#2402", "PT#146377", applies=_backward(lambda w, _: w.score_mod is not None))
+@named("score-mod-slope-missing")
 class _ScoreModSlopeMissing(Kernel):
     """The derivative of score_mod is taken for 1."""
 
@@ -211,6 +232,7 @@ class _ScoreModSlopeMissing(Kernel):
 
 
 @GRADIENTS("empty-row-is-nan-in-backward", "PT#125674", "FA#2421", applies=_backward(has_fully_masked_row_in_visited_tile))
+@named(*EMPTY_ROWS)
 class _EmptyRowIsNan(Kernel):
     """P of a row that sees no key is computed again as exp(-inf - -inf)."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
 from pytest_attn.mutants.layout import contiguous_strides, read_with_strides
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
 from pytest_attn.workloads.workload import is_interleaved
 
@@ -16,6 +16,7 @@ HEADS = Defects("heads")
 
 
 @HEADS("groups-interleaved", "HipKittens#22", "FI#1148", applies=all_of(is_grouped_twice, lambda w, _: not is_interleaved(w)))
+@named("heads-interleaved")
 class _GroupsInterleaved(Kernel):
     """Query head h reads key head h % kv_heads, not h // group."""
 
@@ -28,6 +29,7 @@ class _GroupsInterleaved(Kernel):
     "HipKittens#22",
     applies=lambda w, _: w.kv_heads not in (1, w.group),
 )
+@named("group-taken-for-kv-heads")
 class _GroupTakenForNumberOfKeyHeads(Kernel):
     """Query head h reads key head h // kv_heads, which is right only where groups are as large as they are many."""
 
@@ -42,6 +44,7 @@ class _GroupTakenForNumberOfKeyHeads(Kernel):
     "FI#1614",
     applies=all_of(is_grouped_twice, lambda w, _: bool(w.group & (w.group - 1))),
 )
+@named("group-rounded-to-power-of-two")
 class _GroupRoundedToPowerOfTwo(Kernel):
     """Groups of 3, 5 or 7 query heads are taken for groups of 4 or 8."""
 
@@ -50,6 +53,7 @@ class _GroupRoundedToPowerOfTwo(Kernel):
 
 
 @HEADS("groups-ignored", "SageAttention#302", "xf#854", applies=is_grouped_twice)
+@named("groups-ignored")
 class _GroupsIgnored(Kernel):
     """Query head h reads key head h, as far as there are key heads."""
 
@@ -58,6 +62,7 @@ class _GroupsIgnored(Kernel):
 
 
 @HEADS("last-odd-head-lost", "PT#193893", applies=lambda w, _: w.heads % 2 == 1)
+@named("zeros-there")
 class _LastOddHeadLost(Kernel):
     """Heads are taken two by two, and the last of an odd number stays zero."""
 
@@ -68,6 +73,7 @@ class _LastOddHeadLost(Kernel):
 
 
 @HEADS("head-dim-tail-not-read", "FA#2591", "FA#2594", applies=lambda w, _: bool(w.head_dim % 16))
+@named("head-dim-tail-unread", "scores-without-effect")
 class _HeadDimTailNotRead(Kernel):
     """Only whole steps of 16 of the head dimension are multiplied."""
 
@@ -82,6 +88,7 @@ class _HeadDimTailNotRead(Kernel):
     "FA@9e07d6d3",
     applies=all_of(is_dense, lambda w, _: w.v_head_dim != w.head_dim),
 )
+@named("v-with-head-dim-of-k")
 class _ValuesReadWithKeysHeadDim(Kernel):
     """Rows of v are taken to lie head_dim apart, as those of k do."""
 
@@ -92,6 +99,7 @@ class _ValuesReadWithKeysHeadDim(Kernel):
 
 
 @HEADS("keys-of-first-batch-entry", "TE#3216", "jax#36702", applies=all_of(is_dense, lambda w, _: w.batch > 1))
+@named("keys-of-first-batch-entry")
 class _KeysOfFirstBatchEntry(Kernel):
     """Every batch entry reads the keys of the first: a stride of 0."""
 
@@ -101,6 +109,7 @@ class _KeysOfFirstBatchEntry(Kernel):
 
 
 @HEADS("sink-of-key-head", "FI#4525", applies=all_of(is_grouped, lambda w, _: bool(w.sinks)))
+@named("sink-of-key-head")
 class _SinkOfKeyHead(Kernel):
     """A query head takes the sink with the number of its key head."""
 
@@ -110,6 +119,7 @@ class _SinkOfKeyHead(Kernel):
 
 
 @HEADS("alibi-slope-of-key-head", "vllm#1938", applies=all_of(is_grouped, lambda w, _: bool(w.alibi)))
+@named("alibi-slope-of-key-head")
 class _AlibiSlopeOfKeyHead(Kernel):
     """A query head takes the slope with the number of its key head."""
 
@@ -118,6 +128,7 @@ class _AlibiSlopeOfKeyHead(Kernel):
 
 
 @HEADS("bias-of-first-head", "jax#36702", "xf#788", applies=lambda w, _: w.heads > 1 and "h" in (w.bias or ""))
+@named("bias-of-first-head")
 class _BiasOfFirstHead(Kernel):
     """A bias that differs between heads is read for the first."""
 

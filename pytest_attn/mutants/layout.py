@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
 
 
@@ -65,6 +65,7 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
 
 
 @LAYOUT("q-assumed-contiguous", "FA#1217", "PT#112577", applies=always, condition="layout")
+@named("strides-misread")
 class _QAssumedContiguous(Kernel):
     """q is read as if it were contiguous."""
 
@@ -73,6 +74,7 @@ class _QAssumedContiguous(Kernel):
 
 
 @LAYOUT("v-read-with-strides-of-k", "FlagAttention#45", "triton#1821", applies=always, condition="layout")
+@named("strides-misread")
 class _VReadWithStridesOfK(Kernel):
     """v is read with the strides of k."""
 
@@ -81,6 +83,7 @@ class _VReadWithStridesOfK(Kernel):
 
 
 @LAYOUT("out-written-with-strides-of-q", "FI#1865", "FI#2414", applies=always, condition="layout")
+@named("strides-misread")
 class _OutWrittenWithStridesOfQ(Kernel):
     """out is contiguous, but is written with the strides of q."""
 
@@ -90,6 +93,7 @@ class _OutWrittenWithStridesOfQ(Kernel):
 
 
 @LAYOUT("head-stride-from-batch-stride", "PT#116333", "PT#127523", applies=is_dense, condition="layout")
+@named("strides-misread")
 class _HeadStrideFromBatchStride(Kernel):
     """Heads of k are taken to divide its batch stride, which means nothing in a batch of 1."""
 
@@ -101,6 +105,7 @@ class _HeadStrideFromBatchStride(Kernel):
 
 
 @LAYOUT("storage-offset-ignored", "FA#2745", applies=always, condition="layout")
+@named("strides-misread")
 class _StorageOffsetIgnored(Kernel):
     """k is read from the beginning of its memory, also where it is a slice of it."""
 
@@ -109,6 +114,7 @@ class _StorageOffsetIgnored(Kernel):
 
 
 @LAYOUT("expanded-read-as-contiguous", "FA#2298", "PT#191937", applies=always, condition="layout")
+@named("strides-misread")
 class _ExpandedReadAsContiguous(Kernel):
     """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
 
@@ -118,6 +124,7 @@ class _ExpandedReadAsContiguous(Kernel):
 
 
 @LAYOUT("innermost-stride-ignored", "PT#187506", applies=always, condition="strides")
+@named("strides-misread")
 class _InnermostStrideIgnored(Kernel):
     """The elements of a head's vector are taken to lie side by side."""
 
@@ -135,6 +142,7 @@ class _AddressRoundedTo16Bytes(Kernel):
 
 
 @LAYOUT("keys-read-again-with-strides-of-q", "FA@2423cca3", "PT#146377", applies=in_backward, condition="layout")
+@named("strides-misread")
 class _KeysReadAgainWithStridesOfQ(Kernel):
     """The backward pass reads k with the strides of q."""
 
@@ -143,6 +151,7 @@ class _KeysReadAgainWithStridesOfQ(Kernel):
 
 
 @LAYOUT("dout-assumed-contiguous", "FA#355", "FA@9ee0ff1d", "FlagAttention#1", applies=in_backward, condition="layout")
+@named("strides-misread")
 class _DoutAssumedContiguous(Kernel):
     """The gradient of out is read as if it were contiguous, as out is."""
 
@@ -151,6 +160,7 @@ class _DoutAssumedContiguous(Kernel):
 
 
 @LAYOUT("dq-written-with-strides-of-q", "xf#548", "xf#282", applies=in_backward, condition="layout")
+@named("strides-misread")
 class _DqWrittenWithStridesOfQ(Kernel):
     """dq is contiguous, but is written with the strides of q."""
 
@@ -160,6 +170,7 @@ class _DqWrittenWithStridesOfQ(Kernel):
 
 
 @LAYOUT("keys-centred-in-place", "SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense)
+@named("input-changed")
 class _KeysCenteredInPlace(Kernel):
     """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
 
@@ -175,6 +186,7 @@ class _KeysCenteredInPlace(Kernel):
     "diffusers#14341",
     applies=all_of(is_dense, lambda w, _: w.kv_heads == w.kv_len and w.kv_len > 1),
 )
+@named("k-heads-and-rows-swapped")
 class _KeysTransposedWhereSquare(Kernel):
     """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
 
@@ -187,6 +199,7 @@ class _KeysTransposedWhereSquare(Kernel):
     "diffusers#14338",
     applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1),
 )
+@named("heads-and-rows-swapped")
 class _OutTransposedWhereSquare(Kernel):
     """out comes back with heads and rows swapped, which no shape shows where there are as many heads as rows."""
 

@@ -7,8 +7,9 @@ import math
 
 from torch import Tensor
 
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, TAIL_MISSING
 from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -16,6 +17,7 @@ LENGTHS = Defects("lengths")
 
 
 @LENGTHS("kv-length-ignored", "TE#3331", "TE#2186", "FI#3871", applies=is_padded)
+@named(*LENGTHS_MISREAD)
 class _KvLengthIgnored(Kernel):
     """Padded keys are seen."""
 
@@ -25,6 +27,7 @@ class _KvLengthIgnored(Kernel):
 
 
 @LENGTHS("newest-key-not-seen", "fla#766", "FI#3393", applies=lambda w, _: w.kv_lens is not None and not w.packs_keys)
+@named("newest-key-missing", "last-key-missing", "causal-hides-diagonal")
 class _NewestKeyNotSeen(Kernel):
     """The length of a cache is one short: it was read before the new token was appended."""
 
@@ -34,6 +37,7 @@ class _NewestKeyNotSeen(Kernel):
 
 
 @LENGTHS("length-of-first-sequence", "FI#3871", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_padded)
+@named(*LENGTHS_MISREAD)
 class _LengthOfFirstSequence(Kernel):
     """All sequences of a batch are as long as the first."""
 
@@ -44,6 +48,7 @@ class _LengthOfFirstSequence(Kernel):
 @LENGTHS(
     "queries-offsets-for-keys", "vllm-project/vllm-omni#3525", applies=lambda w, _: w.packs_keys and w.q_lens != w.kv_lens
 )
+@named("keys-at-offsets-of-queries")
 class _QueriesOffsetsForKeys(Kernel):
     """Packed keys are found with the cumulated lengths of the queries."""
 
@@ -57,6 +62,7 @@ class _QueriesOffsetsForKeys(Kernel):
 
 
 @LENGTHS("keys-begin-one-token-late", "FA#1990", applies=is_packed)
+@named("keys-begin-late")
 class _KeysBeginOneTokenLate(Kernel):
     """Each packed sequence but the last reads the keys from its second to the first of the next."""
 
@@ -66,6 +72,7 @@ class _KeysBeginOneTokenLate(Kernel):
 
 
 @LENGTHS("key-offset-with-queries-heads", "jax#39521", applies=all_of(is_packed, is_grouped))
+@named("keys-with-stride-of-queries")
 class _KeyOffsetWithQueriesHeads(Kernel):
     """A packed sequence's first key is found with the stride of the queries, which have more heads."""
 
@@ -75,6 +82,7 @@ class _KeyOffsetWithQueriesHeads(Kernel):
 
 
 @LENGTHS("sequences-not-separated", "Tencent-Hunyuan/HunyuanVideo#310", "FI#942", applies=is_packed)
+@named("sequences-see-each-other")
 class _SequencesNotSeparated(Kernel):
     """Packed sequences are one: the cumulated lengths are ignored."""
 
@@ -91,6 +99,7 @@ def _tail_is_followed(w: Workload, _backward: bool) -> bool:
 
 
 @LENGTHS("tail-reads-next-sequence", "FI#942", "FI#1206", applies=_tail_is_followed)
+@named("tail-reads-next-sequence")
 class _TailReadsNextSequence(Kernel):
     """The last tile of a packed sequence is filled up with, and sees, the keys of the next."""
 
@@ -110,6 +119,7 @@ def _aligns_to_its_end(w: Workload, backward: bool) -> bool:
 
 
 @LENGTHS("alignment-of-longest-sequence", "TE#1281", "TensorRT-LLM#10102", applies=_aligns_to_its_end)
+@named("aligned-as-longest-sequence", "causal-other-alignment", "window-other-alignment")
 class _AlignmentOfLongestSequence(Kernel):
     """Rows stand where those of the longest sequence do, not at the end of their own."""
 
@@ -125,6 +135,7 @@ class _AlignmentOfLongestSequence(Kernel):
     "hw-native-sys/pypto#470",
     applies=lambda w, _: w.kv_pages is not None and any(n % w.kv_pages.size for n in w.kv_lens or ()),
 )
+@named("last-page-skipped", "tail-tile-missing")
 class _LastPageSkipped(Kernel):
     """A last page that is not full is not read."""
 
@@ -134,6 +145,7 @@ class _LastPageSkipped(Kernel):
 
 
 @LENGTHS("pages-of-first-sequence", "FA#2550", "FI#3136", applies=all_of(is_paged, lambda w, _: w.batch > 1))
+@named("pages-of-first-sequence")
 class _PagesOfFirstSequence(Kernel):
     """Every sequence reads the pages of the first."""
 
@@ -142,6 +154,7 @@ class _PagesOfFirstSequence(Kernel):
 
 
 @LENGTHS("pages-taken-in-order", "hw-native-sys/pypto#470", applies=is_paged)
+@named("pages-taken-in-order")
 class _PagesTakenInOrder(Kernel):
     """A sequence's pages are taken to follow each other in the pool: only the first is looked up."""
 
@@ -150,6 +163,7 @@ class _PagesTakenInOrder(Kernel):
 
 
 @LENGTHS("page-table-without-its-stride", "FA#2709", "FA#2711", applies=all_of(is_paged, is_padded))
+@named("page-table-stride-ignored")
 class _PageTableWithoutItsStride(Kernel):
     """A row of the page table is found by the pages that the sequence uses, not by those that the row has room for."""
 
@@ -162,6 +176,7 @@ class _PageTableWithoutItsStride(Kernel):
 
 
 @LENGTHS("page-of-another-size", "FA#2745", applies=is_paged)
+@named("page-of-another-size")
 class _PageOfAnotherSize(Kernel):
     """Pages are taken to be twice as long as they are: a row of the page table is stepped through at half the pace."""
 
@@ -171,6 +186,7 @@ class _PageOfAnotherSize(Kernel):
 
 
 @LENGTHS("no-keys-is-nan", "FA#2470", "FA#2421", applies=lambda w, _: any(q and not kv for q, kv in sequence_lengths(w)))
+@named(*EMPTY_ROWS)
 class _NoKeysIsNan(Kernel):
     """A sequence without keys is divided by its denominator of 0."""
 
@@ -185,6 +201,7 @@ class _NoKeysIsNan(Kernel):
     "FA#2568",
     applies=lambda w, _: w.packs_keys and 0 in (w.q_lens or ())[:-1],
 )
+@named("sequence-without-queries-left-out")
 class _SequenceWithoutQueriesShiftsKeys(Kernel):
     """Sequences without queries are dropped from the queries' list but not from the keys'."""
 
@@ -195,6 +212,7 @@ class _SequenceWithoutQueriesShiftsKeys(Kernel):
 
 
 @LENGTHS("remainder-of-split-lost", "FI#3890", "FA#2550", applies=has_odd_tiles)
+@named(*TAIL_MISSING)
 class _RemainderOfSplitLost(SplitKernel):
     """Tiles of keys that do not divide into the splits are left out."""
 

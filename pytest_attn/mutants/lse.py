@@ -7,8 +7,9 @@ import math
 
 from torch import Tensor
 
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, TAIL_MISSING
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import (
     all_of,
     always,
@@ -23,6 +24,7 @@ LSE = Defects("lse")
 
 
 @LSE("lse-in-base-2", "sglang#35045", "sglang#40903", "FI#2113", "FI#4485", applies=always)
+@named("lse-base-2")
 class _LseInBase2(Kernel):
     """lse is handed out as a logarithm of base 2; the backward pass knows."""
 
@@ -34,6 +36,7 @@ class _LseInBase2(Kernel):
 
 
 @LSE("lse-without-maximum", "SageAttention@3ec1f13", "FA#404", applies=always)
+@named("lse-without-maximum")
 class _LseWithoutMaximum(Kernel):
     """lse is the logarithm of the sum relative to the row's maximum; the maximum is not added."""
 
@@ -42,6 +45,7 @@ class _LseWithoutMaximum(Kernel):
 
 
 @LSE("lse-off-by-ln-2", "PT#181645", applies=always)
+@named("lse-ln-2-too-large")
 class _LseOffByLn2(Kernel):
     """lse is ln 2 too large, and consistently so: only who merges by it notices."""
 
@@ -53,6 +57,7 @@ class _LseOffByLn2(Kernel):
 
 
 @LSE("lse-without-sink", "FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: bool(w.sinks))
+@named("sinks-ignored")
 class _LseWithoutSink(Kernel):
     """The sink takes its share of out, but is not in lse."""
 
@@ -63,6 +68,7 @@ class _LseWithoutSink(Kernel):
 
 
 @LSE("lse-without-last-tile", "xf#850", applies=always)
+@named(*TAIL_MISSING)
 class _LseWithoutLastTile(Kernel):
     """lse is taken before the last tile of keys was added."""
 
@@ -72,6 +78,7 @@ class _LseWithoutLastTile(Kernel):
 
 
 @LSE("lse-in-the-tensors-dtype", "SageAttention@b0a347c", applies=is_half)
+@named("lse-rounded")
 class _LseInTheTensorsDtype(Kernel):
     """lse is rounded to 16 bits."""
 
@@ -81,6 +88,7 @@ class _LseInTheTensorsDtype(Kernel):
 
 
 @LSE("lse-of-empty-row-is-nan", "PT#136232", "FA#2706", applies=has_fully_masked_rows)
+@named(*EMPTY_ROWS)
 class _LseOfEmptyRowIsNan(Kernel):
     """A row that sees no key has lse NaN, not -inf."""
 
@@ -89,6 +97,7 @@ class _LseOfEmptyRowIsNan(Kernel):
 
 
 @LSE("sum-not-rescaled", "FA#2082", "FI#3838", applies=has_several_key_tiles)
+@named("sum-not-rescaled")
 class _SumNotRescaled(Kernel):
     """Values summed so far are not brought to a new maximum."""
 
@@ -99,6 +108,7 @@ class _SumNotRescaled(Kernel):
 
 
 @LSE("denominator-not-rescaled", "FA#2082", applies=has_several_key_tiles)
+@named("denominator-not-rescaled")
 class _DenominatorNotRescaled(Kernel):
     """The denominator so far is not brought to a new maximum."""
 
@@ -119,6 +129,7 @@ class _RescaledByNeighborRow(Kernel):
 
 
 @LSE("rescaled-inversely", "FA#991", "FA#333", applies=has_several_key_tiles)
+@named("rescaled-inversely")
 class _RescaledInversely(Kernel):
     """Values summed so far are divided by the factor that they should be multiplied by."""
 
@@ -138,6 +149,7 @@ class _MaximumOfTileAlone(Kernel):
 
 
 @LSE("merge-in-base-2", "sglang#35045", "FI#2114", applies=has_several_key_tiles)
+@named("splits-merged-in-base-2")
 class _MergeInBase2(SplitKernel):
     """Partial results with a natural lse are merged as if it were one of base 2."""
 
@@ -147,6 +159,7 @@ class _MergeInBase2(SplitKernel):
 
 
 @LSE("merge-without-weights", "NATTEN#299", "rocm-libraries#12229", applies=always)
+@named("splits-averaged")
 class _MergeWithoutWeights(SplitKernel):
     """Partial results are averaged, whatever their denominators."""
 
@@ -171,6 +184,7 @@ class _MergeWeightsOfFirstRow(SplitKernel):
 
 
 @LSE("merge-of-empty-splits-is-nan", "FA@26d7d92f", "torchtitan#3235", applies=has_fully_masked_rows)
+@named(*EMPTY_ROWS)
 class _MergeOfEmptySplitsIsNan(SplitKernel):
     """Where no split has a key for a row, its weights are exp(-inf - -inf)."""
 

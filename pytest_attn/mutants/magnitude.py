@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import always, hides_keys, in_backward, is_half
 
 MAGNITUDE = Defects("magnitude")
@@ -22,6 +22,7 @@ MAGNITUDE = Defects("magnitude")
     applies=always,
     condition="magnitude",
 )
+@named("exp-out-of-reach")
 class _NoMaximumSubtracted(Kernel):
     """Exponentials are taken of the scores themselves: beyond 88 they overflow."""
 
@@ -30,6 +31,7 @@ class _NoMaximumSubtracted(Kernel):
 
 
 @MAGNITUDE("maximum-taken-for-10", "HabanaAI/vllm-fork#275", applies=always, condition="magnitude")
+@named("exp-out-of-reach")
 class _MaximumTakenFor10(Kernel):
     """10 is subtracted in place of the maximum: rows far below have a denominator of 0."""
 
@@ -61,6 +63,7 @@ class _MaximumOverHiddenScores(Kernel):
 
 
 @MAGNITUDE("scores-in-float16", "PaddlePaddle/Paddle#71919", "PT#119320", applies=always)
+@named("scores-rounded")
 class _ScoresInFloat16(Kernel):
     """q . k is summed in float16, which ends at 65,504."""
 
@@ -88,6 +91,7 @@ class _ValuesSummedInTheTensorsDtype(Kernel):
 
 
 @MAGNITUDE("denominator-in-the-tensors-dtype", "executorch#20089", "ComfyUI#15263", applies=is_half)
+@named("denominator-off")
 class _DenominatorInTheTensorsDtype(Kernel):
     """The denominator is summed in 16 bits, 16 keys at a time."""
 
@@ -98,6 +102,7 @@ class _DenominatorInTheTensorsDtype(Kernel):
 
 
 @MAGNITUDE("exponent-in-the-tensors-dtype", "SageAttention#141", "PT#119320", applies=is_half)
+@named("precision-eager")
 class _ExponentInTheTensorsDtype(Kernel):
     """Scores are rounded to 16 bits before the exponential."""
 
@@ -114,6 +119,7 @@ class _ProbabilitiesInFp8(Kernel):
 
 
 @MAGNITUDE("products-in-tf32", "triton#1671", "triton#674", applies=lambda w, _: w.dtype == "float32")
+@named("precision-tf32")
 class _ProductsInTf32(Kernel):
     """float32 inputs lose 13 of their 23 bits before they are multiplied."""
 
@@ -130,6 +136,7 @@ def _tf32(x: Tensor) -> Tensor:
 
 
 @MAGNITUDE("p-from-exponential-of-lse", "PT#196678", "PT#119320", applies=in_backward, condition="magnitude")
+@named("exp-out-of-reach", "exp-overflow")
 class _PFromExponentialOfLse(Kernel):
     """The backward pass forms P as exp(s) / exp(lse): below -88 both are 0."""
 

@@ -6,8 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, OTHER_ALIGNMENT, TAIL_MISSING
 from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import (
     all_of,
     has_edge_before_last_tile,
@@ -35,6 +36,7 @@ MASKS = Defects("masks")
 
 
 @MASKS("right-edge-one-key-late", "FA#1133", "sglang#34273", applies=has_right_edge)
+@named("causal-shows-next-key", "window-right-one-too-long")
 class _RightEdgeOneKeyLate(Kernel):
     """Each row of a causal mask or window sees one key too many on its right."""
 
@@ -43,6 +45,7 @@ class _RightEdgeOneKeyLate(Kernel):
 
 
 @MASKS("right-edge-one-key-early", "vllm#3385", "transformers#29623", applies=is_band)
+@named("causal-hides-diagonal", "window-right-one-too-short")
 class _RightEdgeOneKeyEarly(Kernel):
     """Rows do not see the key at which they stand: < in place of <=."""
 
@@ -51,6 +54,7 @@ class _RightEdgeOneKeyEarly(Kernel):
 
 
 @MASKS("left-edge-one-key-early", "sglang#34273", "transformers#39408", applies=has_left_edge)
+@named("window-left-one-too-long")
 class _LeftEdgeOneKeyEarly(Kernel):
     """A window is one key too wide on its left."""
 
@@ -59,6 +63,7 @@ class _LeftEdgeOneKeyEarly(Kernel):
 
 
 @MASKS("left-edge-one-key-late", "vllm#3385", "transformers#39408", applies=has_left_edge)
+@named("window-left-one-too-short")
 class _LeftEdgeOneKeyLate(Kernel):
     """A window is one key too narrow: its size counts the row's own key."""
 
@@ -67,6 +72,7 @@ class _LeftEdgeOneKeyLate(Kernel):
 
 
 @MASKS("bottom-right-taken-for-top-left", "SageAttention#372", "SageAttention#131", "FA#2463", applies=is_bottom_right)
+@named(*OTHER_ALIGNMENT)
 class TopLeft(Kernel):
     """Causal masks and windows are aligned to the first key where they should be to the last, as in chunked prefill."""
 
@@ -76,6 +82,7 @@ class TopLeft(Kernel):
 
 
 @MASKS("top-left-taken-for-bottom-right", "PT#103082", "ffpa#316", applies=is_top_left)
+@named("causal-other-alignment", "mask-ignored")
 class _BottomRight(Kernel):
     """Causal masks are aligned to the last key where they should be to the first."""
 
@@ -84,6 +91,7 @@ class _BottomRight(Kernel):
 
 
 @MASKS("rows-counted-within-their-tile", "vllm#47332", applies=all_of(is_band, has_several_row_tiles))
+@named("mask-rows-within-tile")
 class _RowsCountedWithinTheirTile(Kernel):
     """The mask compares keys with a row's place in its tile, not with its place in the sequence."""
 
@@ -92,6 +100,7 @@ class _RowsCountedWithinTheirTile(Kernel):
 
 
 @MASKS("mask-on-last-tile-only", "vllm#51257", "vllm-project/flash-attention#154", applies=has_edge_before_last_tile)
+@named("mask-on-last-tile-only")
 class _MaskOnLastTileOnly(Kernel):
     """Only the last tile of keys is masked, though an edge runs through earlier ones as well."""
 
@@ -101,6 +110,7 @@ class _MaskOnLastTileOnly(Kernel):
 
 
 @MASKS("window-right-edge-open", "vllm#51257", applies=all_of(has_right_edge, is_window))
+@named("window-right-ignored", "window-right-one-too-long", "mask-ignored")  # one key more may be all that are there
 class _WindowRightEdgeOpen(Kernel):
     """A window hides the past but not the future."""
 
@@ -109,6 +119,7 @@ class _WindowRightEdgeOpen(Kernel):
 
 
 @MASKS("window-first-tile-skipped", "zml#763", applies=has_unaligned_left_edge)
+@named("first-window-tile-missing")
 class _WindowFirstTileSkipped(Kernel):
     """The tile in which a window begins is skipped: its start is rounded up to a tile."""
 
@@ -118,6 +129,7 @@ class _WindowFirstTileSkipped(Kernel):
 
 
 @MASKS("last-key-tile-missing", "FA@a4f148b6", "FI#3890", applies=has_key_tail)
+@named(*TAIL_MISSING)
 class _LastKeyTileMissing(Kernel):
     """Keys after the last full tile are left out: the number of tiles is rounded down."""
 
@@ -126,6 +138,7 @@ class _LastKeyTileMissing(Kernel):
 
 
 @MASKS("tail-keys-counted", "FI#3716", "FI#3717", "FluxML/NNkernels.jl#16", applies=shows_tail)
+@named("tail-zeros-counted")
 class _TailKeysCounted(Kernel):
     """The zeros that fill up the last tile of keys are counted in the denominator."""
 
@@ -134,6 +147,7 @@ class _TailKeysCounted(Kernel):
 
 
 @MASKS("tile-of-one-key-lost", "xf#850", "PT#191937", applies=has_tile_of_one_key)
+@named(*TAIL_MISSING)
 class _TileOfOneKeyLost(Kernel):
     """A last tile of which one key is seen is not visited: lengths of 64 n + 1."""
 
@@ -143,6 +157,7 @@ class _TileOfOneKeyLost(Kernel):
 
 
 @MASKS("mask-inverted", "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w, _: w.mask.kind == "boolean"))
+@named("mask-inverted")
 class _MaskInverted(Kernel):
     """True in a boolean mask is taken for hidden."""
 
@@ -152,6 +167,7 @@ class _MaskInverted(Kernel):
 
 
 @MASKS("mask-dropped", "PT#107884", "transformers#30652", applies=is_custom)
+@named("mask-ignored")
 class _MaskDropped(Kernel):
     """A mask given as a tensor or function never reaches the kernel."""
 
@@ -161,6 +177,7 @@ class _MaskDropped(Kernel):
 
 
 @MASKS("mask-of-key-head", "xf#952", "xf#854", applies=all_of(is_grouped, is_custom))
+@named("mask-of-key-head")
 class _MaskOfKeyHead(Kernel):
     """A mask that differs between heads is looked up by the key head."""
 
@@ -170,6 +187,7 @@ class _MaskOfKeyHead(Kernel):
 
 
 @MASKS("document-begins-one-token-late", "FA#1990", applies=is_document)
+@named("documents-begin-late")
 class _DocumentBeginsOneTokenLate(Kernel):
     """The first token of each document belongs to the one before."""
 
@@ -178,6 +196,7 @@ class _DocumentBeginsOneTokenLate(Kernel):
 
 
 @MASKS("documents-not-separated", "mosaicml/llm-foundry#1464", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_document)
+@named("documents-see-each-other")
 class _DocumentsNotSeparated(Kernel):
     """Documents in one sequence see each other; only causality is left."""
 
@@ -186,6 +205,7 @@ class _DocumentsNotSeparated(Kernel):
 
 
 @MASKS("neighborhood-one-token-larger", "transformers#39408", applies=lambda w, _: isinstance(w.mask, Neighborhood))
+@named("neighborhood-one-larger")
 class _NeighborhoodOneTokenLarger(Kernel):
     """A neighborhood reaches one token further along its last axis."""
 
@@ -197,6 +217,7 @@ class _NeighborhoodOneTokenLarger(Kernel):
 
 
 @MASKS("empty-row-is-nan", "PT#101967", "PT#103963", "PT#109517", applies=has_fully_masked_rows)
+@named(*EMPTY_ROWS)
 class _EmptyRowIsNan(Kernel):
     """A row that sees no key is divided by its denominator of 0."""
 
@@ -205,6 +226,7 @@ class _EmptyRowIsNan(Kernel):
 
 
 @MASKS("empty-row-averages-values", "FI#4267", applies=has_fully_masked_row_in_visited_tile)
+@named("empty-rows-mean-of-v")
 class _EmptyRowAveragesValues(Kernel):
     """Hidden scores are -1e30, not -inf: where all are hidden, all weigh the same."""
 
@@ -213,6 +235,7 @@ class _EmptyRowAveragesValues(Kernel):
 
 
 @MASKS("blind-tile-is-nan", "xf#564", "xf#722", "PT#136232", applies=has_row_fully_masked_in_first_tile)
+@named("blind-tile")
 class _FullyMaskedTileIsNan(Kernel):
     """A row that has seen no key yet subtracts -inf from -inf."""
 

@@ -7,8 +7,9 @@ import random
 
 from torch import Tensor
 
+from pytest_attn.diagnosis.faults import EMPTY_ROWS
 from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import all_of, always, has_fully_masked_rows, has_row_tail, in_backward, is_padded
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -27,6 +28,7 @@ class _Racing(Kernel):
 
 
 @MEMORY("last-row-tile-unwritten", "PT#194167", "FI#1533", applies=has_row_tail)
+@named("calls-differ")
 class _LastRowTileUnwritten(Kernel):
     """A last tile of rows that is not full is never written: out and lse there are what memory held."""
 
@@ -36,6 +38,7 @@ class _LastRowTileUnwritten(Kernel):
 
 
 @MEMORY("empty-rows-unwritten", "FI#1533", "FA@a3a257c7", applies=has_fully_masked_rows)
+@named(*EMPTY_ROWS)
 class _EmptyRowsUnwritten(Kernel):
     """Rows that see no key are not written to out."""
 
@@ -46,6 +49,7 @@ class _EmptyRowsUnwritten(Kernel):
 
 
 @MEMORY("lse-unwritten", "FI#3838", applies=always)
+@named("calls-differ")
 class _LseUnwritten(Kernel):
     """lse is never written; the backward pass has one of its own."""
 
@@ -66,6 +70,7 @@ class _LseUnwritten(Kernel):
     "FA#1990",
     applies=all_of(in_backward, is_padded),
 )
+@named("calls-differ")
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""
 
@@ -80,6 +85,7 @@ class _GradientOfPaddingUnwritten(Kernel):
 
 
 @MEMORY("split-merged-before-it-is-written", "FA#2229", "FI#1559", applies=always)
+@named("calls-differ")
 class _SplitMergedBeforeItIsWritten(SplitKernel):
     """The merge reads the last split's place in the workspace before this call's result is there."""
 
@@ -92,6 +98,7 @@ class _SplitMergedBeforeItIsWritten(SplitKernel):
 
 
 @MEMORY("share-of-out-lost", "FA#359", "xf#684", "xf#709", applies=always)
+@named("calls-differ")
 class _ShareOfOutLost(_Racing):
     """Now and then a tile's P v is overwritten by another's."""
 
@@ -100,6 +107,7 @@ class _ShareOfOutLost(_Racing):
 
 
 @MEMORY("values-of-previous-tile", "FA#2229", "FI#1826", "FI#1559", applies=always)
+@named("calls-differ")
 class _ValuesOfPreviousTile(_Racing):
     """Now and then a tile is multiplied with the values that the buffer held before: a barrier is missing."""
 
@@ -111,6 +119,7 @@ class _ValuesOfPreviousTile(_Racing):
 
 
 @MEMORY("share-of-dk-lost", "FA@1c41d2b0", "NATTEN#328", applies=in_backward)
+@named("calls-differ")
 class _ShareOfDkLost(_Racing):
     """Now and then a tile's share of dk is overwritten by another's."""
 
@@ -133,6 +142,7 @@ class _NanInOneOfAHundredCalls(_Racing):
 
 
 @MEMORY("delta-read-before-it-is-written", "FA#2756", applies=in_backward)
+@named("calls-differ")
 class _DeltaReadBeforeItIsWritten(Kernel):
     """The backward pass does not wait for delta: it reads that of the call before."""
 

@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import (
     all_of,
     always,
@@ -29,6 +29,7 @@ _has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "
 
 
 @OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))
+@named("scale-option-ignored")
 class _ScaleIgnored(Kernel):
     """A scale that is given is ignored: it is always 1 / sqrt(head_dim)."""
 
@@ -37,6 +38,7 @@ class _ScaleIgnored(Kernel):
 
 
 @OPTIONS("scale-hard-coded", "FI#1072", applies=lambda w, _: w.softmax_scale != 1 / 8)
+@named("scale-wrong", "scale-missing", "scale-applied-twice", "scale-option-ignored")
 class _ScaleHardCoded(Kernel):
     """The scale is that of heads of 64."""
 
@@ -45,6 +47,7 @@ class _ScaleHardCoded(Kernel):
 
 
 @OPTIONS("scale-dropped", "FI#1023", "FI#1254", applies=lambda w, _: w.softmax_scale != 1)
+@named("scale-missing")
 class _ScaleDropped(Kernel):
     """Scores are not scaled."""
 
@@ -53,6 +56,7 @@ class _ScaleDropped(Kernel):
 
 
 @OPTIONS("scale-applied-twice", "aiter#5661", "HKUSTDial/flash-sparse-attention#203", applies=always)
+@named("scale-applied-twice")
 class _ScaleAppliedTwice(Kernel):
     """Scores are scaled once with q and once more as scores."""
 
@@ -61,6 +65,7 @@ class _ScaleAppliedTwice(Kernel):
 
 
 @OPTIONS("scale-with-log2e", "FI#787", applies=always)
+@named("log2e-not-meant")
 class _ScaleWithLog2e(Kernel):
     """The scale has log2(e) folded in for an exponential of base 2, but the exponential is the natural one."""
 
@@ -69,6 +74,7 @@ class _ScaleWithLog2e(Kernel):
 
 
 @OPTIONS("causal-ignored", "transformers#30652", applies=all_of(has_right_edge, is_causal))
+@named("mask-ignored")
 class _CausalIgnored(Kernel):
     """A causal mask is dropped."""
 
@@ -78,6 +84,7 @@ class _CausalIgnored(Kernel):
 
 
 @OPTIONS("window-ignored", "zml#763", "sglang#34093", applies=has_left_edge)
+@named("window-left-ignored", "mask-ignored")
 class _WindowIgnored(Kernel):
     """The left end of a window is ignored: what is left is a causal mask."""
 
@@ -86,6 +93,7 @@ class _WindowIgnored(Kernel):
 
 
 @OPTIONS("softcap-ignored", "sglang#33915", "sglang#34093", applies=_has_softcap)
+@named("softcap-ignored")
 class _SoftcapIgnored(Kernel):
     """Scores are not capped."""
 
@@ -94,6 +102,7 @@ class _SoftcapIgnored(Kernel):
 
 
 @OPTIONS("softcap-not-multiplied-back", "FA#2402", applies=_has_softcap)
+@named("softcap-not-multiplied-back")
 class _SoftcapNotMultipliedBack(Kernel):
     """tanh(s / cap) is not multiplied by the cap."""
 
@@ -103,6 +112,7 @@ class _SoftcapNotMultipliedBack(Kernel):
 
 
 @OPTIONS("softcap-after-mask", "FA#1025", "emmtrix/emx-onnx-cgen#731", applies=all_of(_has_softcap, is_band))
+@named("softcap-after-mask")
 class _SoftcapAfterMask(Kernel):
     """Scores are capped after the mask, which turns hidden ones from -inf into -cap."""
 
@@ -115,6 +125,7 @@ class _SoftcapAfterMask(Kernel):
 @OPTIONS(
     "softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias, lambda w, _: not w.bias_before_softcap)
 )
+@named("softcap-after-bias")
 class _SoftcapAfterBias(Kernel):
     """Scores are capped after the bias is added, not before."""
 
@@ -126,6 +137,7 @@ class _SoftcapAfterBias(Kernel):
 
 
 @OPTIONS("bias-ignored", "PT#107884", applies=_has_bias)
+@named("bias-ignored")
 class _BiasIgnored(Kernel):
     """No bias is added."""
 
@@ -134,6 +146,7 @@ class _BiasIgnored(Kernel):
 
 
 @OPTIONS("bias-scaled", "HKUSTDial/flash-sparse-attention#199", applies=_has_bias)
+@named("bias-scaled")
 class _BiasScaled(Kernel):
     """The bias is added before the scale."""
 
@@ -142,6 +155,7 @@ class _BiasScaled(Kernel):
 
 
 @OPTIONS("alibi-sign", "meta-pytorch/attention-gym#86", applies=_has_alibi)
+@named("alibi-sign-flipped")
 class _AlibiSign(Kernel):
     """ALiBi rewards distance."""
 
@@ -150,6 +164,7 @@ class _AlibiSign(Kernel):
 
 
 @OPTIONS("alibi-slope-of-next-power", "paiml/aprender#2143", applies=_has_alibi)
+@named("alibi-slope-of-next-power")
 class _AlibiSlopeOfNextPower(Kernel):
     """Slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)."""
 
@@ -158,6 +173,7 @@ class _AlibiSlopeOfNextPower(Kernel):
 
 
 @OPTIONS("alibi-from-first-key", "FA#907", applies=all_of(_has_alibi, has_other_lengths))
+@named("alibi-from-first-key")
 class _AlibiFromFirstKey(Kernel):
     """ALiBi counts rows from the first key, where the last row stands at the last key."""
 
@@ -166,6 +182,7 @@ class _AlibiFromFirstKey(Kernel):
 
 
 @OPTIONS("alibi-one-sided", "FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w, _: w.mask is None))
+@named("alibi-one-sided")
 class _AlibiOneSided(Kernel):
     """ALiBi is that of causal attention, which rewards the keys of the future."""
 
@@ -174,6 +191,7 @@ class _AlibiOneSided(Kernel):
 
 
 @OPTIONS("sink-ignored", "FA@e81c237e", "fla#831", applies=_has_sinks)
+@named("sinks-ignored")
 class _SinkIgnored(Kernel):
     """Sinks take no share of the denominator."""
 
@@ -182,6 +200,7 @@ class _SinkIgnored(Kernel):
 
 
 @OPTIONS("sink-scaled", "FA@2f78d484", applies=_has_sinks)
+@named("sinks-scaled")
 class _SinkScaled(Kernel):
     """A sink is scaled like a score."""
 
@@ -191,6 +210,7 @@ class _SinkScaled(Kernel):
 
 
 @OPTIONS("sink-counted-in-every-split", "rocm-libraries#12229", applies=_has_sinks)
+@named("sink-in-every-split")
 class _SinkCountedInEverySplit(SplitKernel):
     """Each split of the keys counts the sink."""
 
@@ -202,6 +222,7 @@ class _SinkCountedInEverySplit(SplitKernel):
 
 
 @OPTIONS("score-mod-with-tile-rows", "vllm#47332", applies=all_of(has_several_row_tiles, lambda w, _: w.score_mod is not None))
+@named("score-mod-rows-within-tile")
 class _ScoreModWithTileRows(Kernel):
     """score_mod is given a row's place in its tile, not its place in the sequence."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.layout import read_wrapped
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -55,6 +55,7 @@ class _KeyOffsetWraps(_Wraps):
 
 
 @OVERFLOW("query-offset-wraps", "FA#1500", "SageAttention#386", applies=_queries_are_far)
+@named("offset-wraps")
 class _QueryOffsetWraps(_Wraps):
     """The offset of a query in its tensor is a 32-bit number."""
 
@@ -73,6 +74,7 @@ def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
 @OVERFLOW(
     "out-offset-wraps", "NATTEN#294", "FA#2260", applies=lambda w, _: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH
 )
+@named("offset-wraps")
 class _OutOffsetWraps(_Wraps):
     """The offset at which a row of out is written is a 32-bit number."""
 
@@ -82,6 +84,7 @@ class _OutOffsetWraps(_Wraps):
 
 
 @OVERFLOW("gradient-offset-wraps", "NATTEN#305", "NATTEN#317", applies=all_of(in_backward, _queries_are_far))
+@named("offset-wraps")
 class _GradientOffsetWraps(_Wraps):
     """The offset at which a row of dq is written is a 32-bit number."""
 
@@ -148,6 +151,7 @@ class _SequenceOffsetWraps(_Wraps):
 
 
 @OVERFLOW("key-position-wraps", "xf#719", applies=lambda w, _: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)))
+@named("key-positions-wrap", "page-of-another-size")  # of two pages, the second is read as the first in either case
 class _KeyPositionWraps(Kernel):
     """The position of a key is a number of few bits."""
 
@@ -165,6 +169,7 @@ class _KeyPositionWraps(Kernel):
     "xf#1054",
     applies=lambda w, _: w.batch * w.heads > BLOCKS,
 )
+@named("calls-differ")
 class _GridTooLarge(Kernel):
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
 from pytest_attn.mutants.layout import read_with_strides
-from pytest_attn.mutants.mutant import Defects
+from pytest_attn.mutants.mutant import Defects, named
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
@@ -28,6 +28,7 @@ def _shapes(call: Call) -> tuple[Any, ...]:
 
 
 @STATE("result-kept-by-address", "KernelBench#82", "FI#4014", applies=always, condition="calls")
+@named("result-changes-later", "other-calls-matter", "calls-differ")
 class _ResultKeptByAddress(Kernel):
     """A result is returned again where q, k and v lie where they did, whatever their values are now."""
 
@@ -104,6 +105,7 @@ class _PageTableOfFirstCall(Kernel):
 
 
 @STATE("strides-of-first-call", "FA#2298", "FA#2189", "PT#146377", applies=is_dense, condition="layouts")
+@named("strides-misread")
 class _StridesOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the strides."""
 
@@ -127,6 +129,7 @@ class _DoutStridesOfFirstCall(Kernel):
 
 
 @STATE("gradient-sums-not-cleared", "FI#2002", "diffusers#14265", applies=in_backward, condition="calls")
+@named("calls-differ")
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""
 
@@ -136,6 +139,7 @@ class _GradientSumsNotCleared(Kernel):
 
 
 @STATE("out-buffer-reused", "KernelBench#82", "FA#2063", applies=always, condition="held")
+@named("result-changes-later")
 class _OutBufferReused(Kernel):
     """Every call of a shape returns the same memory: an earlier result changes."""
 

@@ -22,7 +22,6 @@ from pytest_attn.diagnosis.attention_faults import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
-from pytest_attn.mutants.mutant import FAULTS_OF
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import _pairs, builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
@@ -152,13 +151,12 @@ def test_a_near_miss_of_a_mask_hides_or_shows_something():
 
 
 def test_an_identity_is_known_wherever_it_stands():
-    assert [name for name in FAULTS_OF if name not in {mutant.name for mutant in MUTANTS}] == []
-    assert [fault for faults in FAULTS_OF.values() for fault in faults if not is_known(fault)] == []
+    of_mutants = {fault for mutant in MUTANTS for fault in mutant.faults}
+    assert [fault for fault in of_mutants if not is_known(fault)] == []
     assert [fault for planted in PLANTED for fault in planted.faults if not is_known(fault)] == []
     assert is_known(f"{RECOMPUTED}mask-ignored")
     assert not is_known("a-fault-that-nobody-knows")
-    named = {f.removeprefix(PRECISION) for faults in FAULTS_OF.values() for f in faults if f.startswith(PRECISION)}
-    assert named <= PRECISIONS.keys()
+    assert {f.removeprefix(PRECISION) for f in of_mutants if f.startswith(PRECISION)} <= PRECISIONS.keys()
 
 
 def test_mutants_share_identities_with_hints_and_no_code():
