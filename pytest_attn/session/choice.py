@@ -99,11 +99,11 @@ def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession
 
 def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
+    if cases[0].mark.timed:
+        return [_untimed(cases, session)]
     backend = _backend(cases[0], session)
     kept = [] if backend.is_slow else [case for case in cases if _is_small(case, session)]
     left = [case for case in cases if case.runs and case not in kept]
-    if not kept and cases[0].mark.timed:
-        return left[:1] or list(cases[:1])  # whose times cannot be taken: other tests check what it would check
     missing = frozenset().union(*(case.reached for case in left)).difference(*(case.reached for case in kept))
     while missing:
         best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))
@@ -112,6 +112,18 @@ def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
         if backend.is_slow and len(kept) == cases[0].mark.compiled:
             break
     return kept or list(cases[:1])  # a backend that takes nothing says why
+
+
+def _untimed(cases: Sequence[_Case], session: AttentionSession) -> _Case:
+    """Return one of cases whose times cannot be taken, which says so, before anything is compiled for its check.
+
+    Other tests check what it would check.
+    """
+    case = next((case for case in cases if case.runs), cases[0])
+    reason = untimed_because(session.settings.gpu_per_worker, session.machines.device(device_of(case.item)))
+    if session.settings.latency != "require":
+        case.item.add_marker(pytest.mark.skip(reason=f"not timed: {reason}"))
+    return case
 
 
 def _backend(case: _Case, session: AttentionSession) -> Backend:

@@ -13,6 +13,9 @@ WORKLOADS = (
 )
 
 
+pytestmark = pytest.mark.attention_chosen(compiled=1)
+
+
 @pytest.mark.attention(*WORKLOADS)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """As in inference."""

@@ -118,7 +118,21 @@ def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkey
     assert collect(marker='"smoke"', arguments="(timed=True)")["compiling"] == smoke
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert len(collect(marker='"smoke"', arguments="(timed=True)")["compiling"]) == 1
+    found = collect(marker='"smoke"', arguments="(timed=True)")
+    assert {backend: len(workloads) for backend, workloads in found.items()} == {"plain": 1, "compiling": 1}
+
+
+@pytest.mark.parametrize(("latency", "ended"), [("auto", "skipped"), ("require", "failed")])
+def test_what_cannot_be_timed_is_not_checked_first(run, pytester, monkeypatch, latency, ended):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TEST.format(marker='"smoke"', arguments="(timed=True)").replace("check", "measure"))
+    result = run("--attn-backends=compiling", f"--attn-latency={latency}", "-rs", "-p", "no:xdist")
+    result.assert_outcomes(**{ended: 1})
+    if ended == "skipped":
+        result.stdout.fnmatch_lines(["SKIPPED * not timed: 2 workers share the cpu; latencies need -n 0"])
+        assert "passed" not in result.stdout.str()
 
 
 def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
