@@ -109,7 +109,7 @@ class Magnitude(Invariant):
     """The softmax is that of differences: neither large scores nor a large common shift make it overflow."""
 
     name = "magnitude"
-    summary = "scores of about 10,000, and rows whose scores all lie far below or above 0, give finite and right results"
+    summary = "scores of about 10,000, and rows whose scores are all far from 0, give finite and right results"
     calls = 2
     needs = (
         UNQUANTIZED,

@@ -121,7 +121,7 @@ class Alone(Invariant):
     """Who needs no gradient of the others gets the same one."""
 
     name = "alone"
-    summary = "the gradient of q, k, v or a parameter is the same where nothing else needs one, as beside frozen layers"
+    summary = "the gradient of q, k, v or a parameter is the same if nothing else needs one, as beside frozen layers"
     calls = 5
     needs = (
         BACKWARD,
@@ -168,7 +168,7 @@ class LseGradient(Invariant):
     """An lse that autograd can follow carries its gradient."""
 
     name = "lse-gradient"
-    summary = "what flows back through lse arrives: shifting all keys by c changes lse by scale * q . c"
+    summary = "gradients flow back through lse: shifting all keys by c changes lse by scale * q . c"
     calls = 1
     needs = (
         Need(lambda probe: probe.spec.declared.has_lse, "the kernel returns no lse"),

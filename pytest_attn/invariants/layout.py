@@ -88,7 +88,7 @@ class Layout(Invariant):
     """The same values with other strides give the same result, or a refusal."""
 
     name = "layout"
-    summary = "tensors with other strides give what contiguous ones give, or are refused"
+    summary = "tensors with other strides give the result of contiguous ones, or are refused"
     calls = len(_DEFAULT) + 1
     needs = (ANY_STRIDES,)
 
@@ -179,7 +179,9 @@ class Alignment(Invariant):
     """
 
     name = "alignment"
-    summary = "tensors whose strides or addresses are not aligned to 16 bytes give what aligned ones give, or are refused"
+    summary = (
+        "tensors with strides or addresses that are not aligned to 16 bytes give the result of aligned ones, or are refused"
+    )
     calls = len(_ARRANGEMENTS)
     thorough = True
     needs = (ANY_STRIDES,)
@@ -198,7 +200,7 @@ class Offsets(Invariant):
     """A tensor whose last row lies more than 2^31 elements after its first is a tensor like others."""
 
     name = "offsets"
-    summary = "rows, heads and batch entries more than 2^31 elements apart give what near ones give, or are refused"
+    summary = "rows, heads and batch entries more than 2^31 elements apart give the usual result, or are refused"
     calls = 8
     thorough = True
 

@@ -27,7 +27,7 @@ class Leak(Invariant):
     """A row sees the keys that the mask leaves it, all of them and no other."""
 
     name = "leak"
-    summary = "values that are unit vectors read the probabilities; what a row may not see does not change it"
+    summary = "unit vectors as values show the probabilities, which are right; keys that a row may not see do not change it"
     calls = 3
     needs = (UNQUANTIZED, FEW_PAIRS)
 

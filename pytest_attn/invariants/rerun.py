@@ -120,7 +120,7 @@ class State(Invariant):
     """
 
     name = "state"
-    summary = "A, B, A gives A's result again; what is held from a call does not change; changed data is seen"
+    summary = "calls with A, B, A give A's result again; earlier results do not change; changed data is seen"
     calls = 3
 
     def run(self, probe: Probe) -> str:

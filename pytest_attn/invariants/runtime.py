@@ -20,7 +20,7 @@ class Graph(Invariant):
     """
 
     name = "graph"
-    summary = "a CUDA graph of the kernel, replayed on other data over outputs of NaN, gives what a call gives"
+    summary = "a CUDA graph of the kernel, replayed on other data over outputs of NaN, gives the result of a call"
     calls = 2 + Capture.calls
     needs = (Need(lambda probe: not probe.backward, "replays the forward pass only"), CUDA)
     thorough = True
@@ -49,7 +49,7 @@ class Device(Invariant):
     """
 
     name = "device"
-    summary = "tensors on another GPU than the current one give what they give on that one"
+    summary = "tensors on a GPU that is not the current one give the same result"
     calls = 1
     needs = (Need(lambda probe: _second_to(probe.device) is not None, "needs a second CUDA device"),)
     thorough = True
@@ -77,7 +77,7 @@ class Opcheck(Invariant):
     """A registered operator has a right schema, fake tensors, and autograd that tracing can follow."""
 
     name = "opcheck"
-    summary = "torch.library.opcheck passes, where the callable is a registered operator"
+    summary = "torch.library.opcheck passes, if the callable is a registered operator"
     calls = 4
     needs = (
         Need(lambda probe: isinstance(probe.subject.user_function, OPERATORS), "the kernel is not a registered operator"),

@@ -151,7 +151,7 @@ class Options(Derived):
     """
 
     name = "options"
-    summary = "with another scale, mask, softcap, lengths, pages, bias, sinks or slopes the result is another, and right"
+    summary = "another scale, mask, softcap, length, page table, bias, sink or slope changes the result, which is right"
     calls = 3
     ways = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
     ways_compiled = (_at_once, *ways)
@@ -262,7 +262,7 @@ class Equivalence(Derived):
     """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
 
     name = "equivalence"
-    summary = "the same attention said in another way is as right: masks, sequences, pages, groups, decoding"
+    summary = "the same attention, expressed in another way, is right as well: masks, sequences, pages, groups, decoding"
     calls = 2
     ways = (_alone, _pages_elsewhere, _heads_repeated, _last_row, _mask_written_otherwise)
 
@@ -271,7 +271,7 @@ class Batch(Invariant):
     """The last entry of a batch, alone, gives what it gave among the others."""
 
     name = "batch"
-    summary = "an entry of a batch gives the same result alone"
+    summary = "a batch entry gives the same result alone"
     calls = 1
 
     needs = (
@@ -309,7 +309,7 @@ class Shapes(Invariant):
     """The same attention in other shapes is right, too."""
 
     name = "shapes"
-    summary = "the workload's mask and options are right in other lengths, head dimensions and groups"
+    summary = "the workload's mask and options are right with other lengths, head dimensions and groups"
     calls = len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS)
     needs = (BACKEND, Need(lambda probe: _fits_any_shape(probe.workload), "the mask or the lengths belong to this shape"))
     thorough = True
