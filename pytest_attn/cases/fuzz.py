@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -60,17 +60,8 @@ def write_test(item: pytest.Function, workload: Workload, backend: str | None, t
         imports.add(("pytest_attn", "Precision"))
     arguments = ", ".join([text, *(f"{name}={value!r}" for name, value in options.items())])
     written = _renamed(item, re.sub(r"\W+", "_", workload.id), arguments)
-    found = imports_for("\n".join(written), item.function)
-    lines = dict.fromkeys(["import pytest", *found, *import_lines(imports)])
-    return "\n".join([f"# {title}", *_without_doubles(lines), "", "", *written])
-
-
-def _without_doubles(lines: Iterable[str]) -> list[str]:
-    """Return import lines without those of one name that a line of several names of the same module has as well."""
-    given = list(lines)
-    several = [line.partition(" import ") for line in given if "," in line]
-    doubles = {f"{start} import {name}" for start, _, names in several for name in names.split(", ")}
-    return [line for line in given if line not in doubles]
+    modules = {"import pytest", *_imported("\n".join(written), item.function, imports)}
+    return "\n".join([f"# {title}", *sorted(modules), *import_lines(imports), "", "", *written])
 
 
 def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
@@ -103,41 +94,33 @@ def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> 
 # -- imports: one for each global name that a test's source needs where it stands alone --------------------------------
 
 
-def imports_for(source: str, function: Callable[..., object]) -> list[str]:
-    """Return import lines for the names of `source` that `function` finds in its module, sorted.
+def _imported(source: str, function: Callable[..., object], imports: set[tuple[str, str]]) -> Iterator[str]:
+    """Note what the names of `source` must import that `function` finds in its module, and yield lines that import modules.
 
     source: the text of a test, whatever it is called there. A constant of the test's module is imported from there. A name
-    that the module lacks is left out.
+    that the module lacks is left out. imports: as `import_lines` takes them.
     """
     known = getattr(function, "__globals__", {})
-    lines = {_import_of(name, known[name], function.__module__) for name in _names_in(source) if name in known}
-    return sorted(lines, key=lambda line: (not line.startswith("import "), line))
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    for name in names & known.keys() - vars(builtins).keys():
+        value = known[name]
+        if not isinstance(value, ModuleType):
+            imports.add(_home_of(name, value, function.__module__))
+            continue
+        parent, _, last = value.__name__.rpartition(".")
+        if parent and last == name:
+            imports.add((parent, name))
+        else:
+            yield f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
 
 
-def _names_in(source: str) -> Iterator[str]:
-    """Yield the names that a source reads, but for those of Python."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and not hasattr(builtins, node.id):
-            yield node.id
-
-
-def _import_of(name: str, value: object, module: str) -> str:
-    """Return the line that binds a name to its value: from where the value is defined, else from the test's module."""
-    if isinstance(value, ModuleType):
-        return f"import {value.__name__}" if value.__name__ == name else _renamed_module(name, value)
+def _home_of(name: str, value: object, module: str) -> tuple[str, str]:
+    """Return from where a name is imported, and what there: where its value is defined, else the test's module."""
     home, own = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__name__", "") or "")
-    public = home.partition(".")[0]
-    for place in (public, home):
+    for place in (home.partition(".")[0], home):
         if own and getattr(sys.modules.get(place), own, None) is value:
-            return f"from {place} import {own}" + ("" if own == name else f" as {name}")
-    return f"from {module} import {name}"
-
-
-def _renamed_module(name: str, value: ModuleType) -> str:
-    parent, _, last = value.__name__.rpartition(".")
-    if parent and last == name:
-        return f"from {parent} import {name}"
-    return f"import {value.__name__} as {name}"
+            return place, own if own == name else f"{own} as {name}"
+    return module, name
 
 
 # -- what is drawn for a test: what its backend can do, or what is common to the workloads that its marker names -------
