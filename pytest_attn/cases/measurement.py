@@ -156,7 +156,7 @@ class TimedIsolated(TimingPlace):
                 return latency
             found.append(seconds - (waited or 0.0))  # threads may wait for one another, too
         if min(found) <= most:
-            unknown = "whether a call is as short as its process says is unknown, because other processes compute"
+            unknown = "the time that its process claims could not be verified, because other processes used the cores"
             return replace(latency, disturbances=(*latency.disturbances, unknown))
         raise StaleError(
             f"its process says that a call takes {each * 1e6:.4g} us, but {number} calls in a row took at least"

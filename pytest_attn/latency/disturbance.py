@@ -286,7 +286,7 @@ class WaitingMonitor(DisturbanceMonitor):
         self.begin()
         if wall <= 0 or waited <= _MOST_WAITING * wall:
             return None
-        return f"this thread waited {waited / wall:.0%} of the time for a core: other processes compute"
+        return f"this thread waited {waited / wall:.0%} of the time for a core, which other processes used"
 
 
 class CpuDisturbanceMonitor(WaitingMonitor):
