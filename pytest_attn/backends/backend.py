@@ -141,7 +141,7 @@ class FunctionBackend(Backend):
         name: str,
         fn: Callable[..., Any],
         layout: str = "bhsd",
-        precision: str | Precision = "flash",
+        precision: str | Precision | None = None,
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
         configurations: Declared = (),
     ) -> None:

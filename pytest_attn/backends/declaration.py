@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.precision import Precision, default_on, precision_named
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Declared(TypedDict, total=False):
     lse_base: str | int
     lse_layout: str | None
     takes_out: bool
-    precision: str | Precision
+    precision: str | Precision | None
     empty_rows: str
     contiguous: bool
 
@@ -164,11 +164,12 @@ class Declaration:
     takes_out: bool = argument(
         False, "fn writes its result into its argument out=, which is filled with NaN before", one_of(True, False)
     )
-    precision: str | Precision = argument(
-        "flash",
+    precision: str | Precision | None = argument(
+        None,
         'where fn rounds: the name of a profile ("flash", "flash2", "eager", ...) or a pytest_attn.Precision; a backend'
         " declares its own",
-        _is_precision,
+        _unless_none(_is_precision),
+        unset='"flash", on a CPU "torch_cpu"',
     )
     empty_rows: str = argument(
         "zero",
@@ -198,6 +199,10 @@ class Declaration:
         """Return the properties that are not the default, by name, as JSON can hold them."""
         values = {one.name: (getattr(self, one.name), one.default) for one in arguments_of(Declaration)}
         return {name: _as_json(value) for name, (value, default) in values.items() if value != default}
+
+    def on(self, kind: str) -> Declaration:
+        """Return it with the precision profile that holds on a type of device where it names none."""
+        return self if self.precision is not None else dataclasses.replace(self, precision=default_on(kind))
 
     def of_backend(self, precision: str | Precision, returns_lse: bool) -> Declaration:
         """Return the declaration of a backend in a test that declares this: what it takes and returns, it says itself."""
@@ -240,7 +245,8 @@ class Declaration:
 
     @property
     def profile(self) -> Precision:
-        """The precision profile that it declares."""
+        """The precision profile that it declares; one that names none is asked `on` a device first."""
+        assert self.precision is not None
         return precision_named(self.precision)
 
     @property

@@ -64,8 +64,8 @@ class Precision:
         ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
         rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
         sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
-        sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows, dq over blocks of 512 keys, as in
-            torch's CPU kernel.
+        sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows and the heads of a group, dq over
+            blocks of 512 keys, as in torch's CPU kernel.
         parts: results are sums of so many parts, each rounded to the dtype before it is added, as those of ranks are.
         exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
         float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32
@@ -141,9 +141,10 @@ class Precision:
     def of_inputs_in(self, dtype: str) -> Precision:
         """Return the profile for q, k and v of a dtype: tensor cores that read fp8 take P in fp8, too.
 
-        Only "flash" says that P is rounded to the dtype of the inputs; other profiles round it to that of out.
+        Only what holds of a kernel that declares nothing says that P is rounded to the dtype of the inputs; other profiles
+        round it to that of out.
         """
-        is_fp8 = self.name == "flash" and dtype == "float8_e4m3fn"
+        is_fp8 = self.name in (DEFAULT, DEFAULT_ON_CPU) and dtype == "float8_e4m3fn"
         return dataclasses.replace(self, p_dtype=dtype) if is_fp8 else self
 
     def over_ranks(self, ranks: int) -> Precision:
@@ -154,12 +155,12 @@ class Precision:
         """Return the unit roundoff of one rounding in this profile."""
         return self.float32_unit if dtype == "float32" else UNIT[dtype]
 
-    def roundings(self, q_len: int) -> int:
-        """Return how many times the gradients of the keys are rounded while they are summed over the query rows."""
+    def roundings(self, q_len: int, group: int) -> int:
+        """Return how often gradients of keys are rounded while they are summed over query rows, of a group's heads in turn."""
         if not self.sums_query_blocks:
             return 1
         block = 256 if q_len >= 768 else 64 if q_len >= 192 else 32
-        return -(-q_len // block)
+        return -(-q_len // block) * group
 
     def query_roundings(self, kv_len: int) -> int:
         """Return how many times dq is rounded while it is summed over blocks of keys."""
@@ -193,7 +194,7 @@ PRECISIONS = {
     # dS = (dP - D) * P from it, then rounds scale * dS. Source: mem_eff_attention/kernel_backward.h in PyTorch.
     "cutlass": Precision("cutlass", ds_from_rounded_p=True, rounds_scaled_ds=True, float32_unit=2.0**-23),
     # torch's CPU kernel (FlashAttentionKernel.cpp): adds up dq, dk and dv in memory, in the dtype; exp_u20 has 20 bits
-    "torch_cpu": Precision("torch_cpu", sums_rounded_heads=True, sums_query_blocks=True, exponential_unit=2.0**-20),
+    "torch_cpu": Precision("torch_cpu", sums_query_blocks=True, exponential_unit=2.0**-20),
     # cuDNN: rounds scale * dS
     "cudnn": Precision("cudnn", rounds_scaled_ds=True),
     # whichever of its kernels SDPA chooses
@@ -214,6 +215,9 @@ PRECISIONS = {
 }
 
 
+#: what holds of a kernel that declares nothing; on a CPU torch's own kernel, which most of them call
+DEFAULT, DEFAULT_ON_CPU = "flash", "torch_cpu"
+
 #: what a failure may suggest: profiles of kernels that do not quantize, and none that would excuse sums in the dtype, a fault,
 #: or whose roundings hang on the order of sums, so that no other arithmetic repeats them
 SUGGESTED = {
@@ -225,6 +229,11 @@ SUGGESTED = {
 
 #: of these, what few kernels do
 RARE = ("kscale", "rounded_sinks")
+
+
+def default_on(kind: str) -> str:
+    """Return the profile of a kernel that declares none, on a type of device ("cpu", "cuda", ...)."""
+    return DEFAULT_ON_CPU if kind == "cpu" else DEFAULT
 
 
 def precision_named(precision: str | Precision) -> Precision:

@@ -18,7 +18,7 @@ from pytest_attn.backends.library import try_imports
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.named import NamedFunction, is_name
 from pytest_attn.backends.over_ranks import RankBackend
-from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.precision import DEFAULT, Precision, precision_named
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import Compiled, Graphed
 from pytest_attn.workloads.catalog import Catalog
@@ -69,7 +69,7 @@ class Registry:
         fn: Callable[..., Any] | str,
         *,
         layout: str = "bhsd",
-        precision: str | Precision = "flash",
+        precision: str | Precision | None = None,
         unsupported_because: Callable[[Workload], Sequence[str]] | None = None,
         configurations: Declared = (),
     ) -> None:
@@ -265,7 +265,7 @@ def capability_table(registry: Registry) -> Table:
     for name in registry.names:
         backend = registry[name]
         if backend.capabilities is not None:
-            kind = "approximate" if backend.is_approximate else precision_named(backend.precision).name
+            kind = "approximate" if backend.is_approximate else precision_named(backend.precision or DEFAULT).name
             rows.append((name, backend.needs, kind, *backend.capabilities.row()))
     return ("backend", "needs", "precision", *COLUMNS), rows
 

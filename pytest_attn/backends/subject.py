@@ -17,7 +17,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.named import NamedFunction
-from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.precision import Precision, default_on
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name
@@ -70,8 +70,8 @@ class Subject(ABC):
     library: str = ""
     #: "bhsd" or "bshd", in which a callable takes and returns tensors; of packed workloads it is "thd", of a backend "bhsd"
     layout: str = "bhsd"
-    #: the precision profile that it declares (backends/precision.py)
-    precision: str | Precision = "flash"
+    #: the precision profile that it declares (backends/precision.py), None for the one that holds where none is declared
+    precision: str | Precision | None = None
     #: whether its kernels return (out, lse)
     returns_lse: bool = False
     #: whether it quantizes its inputs; then `dequantized` says to what
@@ -114,7 +114,7 @@ class Subject(ABC):
 
     def precision_on(self, kind: str) -> str | Precision:
         """Return its precision profile on a type of device ("cpu", "cuda", ...)."""
-        return self.precision
+        return self.precision or default_on(kind)
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
         """Return what it takes and returns on a type of device. asked: what its test declares.
@@ -227,7 +227,7 @@ class CallableSubject(Subject):
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
         """Return what its test has declared of it."""
-        return self.declared
+        return self.declared.on(kind)
 
     def quantizing(self, dequantizer: Dequantizer) -> CallableSubject:
         """Have the callable held against exact attention on what `dequantizer` says that it makes of q, k and v.

@@ -15,7 +15,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import resolve_device
-from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.precision import PRECISIONS, Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.api import judged_in_words
@@ -58,9 +58,9 @@ def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) ->
     return Workload(**{**fields, "mask": mask_from_dict(fields["mask"], mask), "score_mod": score_mod})
 
 
-def encode_precision(precision: str | Precision) -> str | dict[str, Any]:
+def encode_precision(profile: Precision) -> str | dict[str, Any]:
     """Return a profile's name, and of one's own its fields."""
-    return precision if isinstance(precision, str) else dataclasses.asdict(precision)
+    return profile.name if profile.name in PRECISIONS else dataclasses.asdict(profile)
 
 
 def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:

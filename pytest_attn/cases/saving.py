@@ -131,7 +131,7 @@ class FailureSaver:
                 "seed": spec.seed,
                 "backward": data.backward,
                 "declared": asdict(spec.declared),
-                "precision": encode_precision((spec.for_subject(self._subject) if self._subject else spec).declared.precision),
+                "precision": encode_precision((spec.for_subject(self._subject) if self._subject else spec).profile),
                 "limits": spec.limits,
                 "leaves": list(spec.leaves),
                 "parameters": list(spec.parameters),

@@ -216,7 +216,7 @@ class Gradients:
         drift = over_keys(scores.weight, k).square_().mul_(scores.row_sum_var)
         variance = over_keys(scores.variance, k.square()).add_(drift).mul_(self.scale**2)
         times = self.precision.query_roundings(self.kv_len)
-        if times > 1:  # partial sums: where their terms are random, half of all on average; where these agree, a third
+        if times > 1:  # partial sums: of random terms half of all, and more where these stray; where they agree, a third
             variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)
         variance = self.rounding.with_parts(variance, dq, self.kv_len) + self.rounding.of_sum(dq, self.kv_len)
         if self.rounding.is_float32:
@@ -267,12 +267,12 @@ class KeyGradients:
     def rounded(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield name, value and variance, both (n, kv_heads, keys, d), of each sum once it is rounded."""
         terms = self.group * self.q_len
-        times = self.rounding.precision.roundings(self.q_len)
+        before = self.rounding.precision.roundings(self.q_len, self.group) - 1  # the last is that of the result
         for name, (value, variance, *total) in self.sums.items():
             for magnitude in total:
                 variance = variance + self.rounding.of_ordered_terms(magnitude, terms)
-            if times > 1:  # rounding a sum after every block: earlier partial sums are as large as their terms make them
-                variance = variance * (1 + times) + self.rounding.of_result(value, terms) * (times / 3)
+            if before:  # partial sums: of random terms half of all, and more where these stray; where they agree, a third
+                variance = variance * (1 + before * 0.75) + self.rounding.of_result(value, terms) * (before / 3)
             variance = self.rounding.with_parts(variance, value, terms)
             if self.per_query_head:
                 variance = over_group(variance + self.rounding.of_result(value, terms), self.group)

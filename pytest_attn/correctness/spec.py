@@ -50,6 +50,7 @@ class CheckSpec:
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "declared", self.declared.on(self.device.type))
         limits_named(self.limits)
         distribution_names(self.inputs)
         if not isinstance(self.workload, Workload):

@@ -18,7 +18,7 @@ from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.libraries.transformers import is_stock
-from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
+from pytest_attn.backends.precision import Precision, default_on, uncompiled_flex_precision
 from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
@@ -193,7 +193,7 @@ def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) ->
     if intercepted.function is FLEX and uncompiled(intercepted.original) is None:
         return uncompiled_flex_precision(torch.__version__)
     profile = intercepted.function.ran() or intercepted.function.profile
-    return registry[profile].precision_on(kind) if profile else "flash"
+    return registry[profile].precision_on(kind) if profile else default_on(kind)
 
 
 def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tuple[AttentionArguments, bool]:

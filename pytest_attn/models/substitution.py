@@ -42,12 +42,12 @@ def replacement(
 ) -> Subject:
     """Return what computes the calls: a backend as it is or by its name, or a function of (q, k, v, workload=...).
 
-    precision: where a function says it rounds, "flash" by default; a backend says it itself. Raises ValueError for an unknown
+    precision: where a function says it rounds; a backend says it itself. Raises ValueError for an unknown
     name, TypeError for a target that is none of the three.
     """
     subject = target if isinstance(target, Subject) else (registry or Registry()).subject(target)
     if subject.user_function is not None:
-        return FunctionBackend(function_name(subject.user_function), subject.user_function, precision=precision or "flash")
+        return FunctionBackend(function_name(subject.user_function), subject.user_function, precision=precision)
     return subject
 
 

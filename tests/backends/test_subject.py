@@ -108,7 +108,7 @@ def test_a_check_takes_its_layout_and_precision_from_the_subject():
     spec = CheckSpec(PLAIN, torch.device("cpu"))
     of_backend, of_callable = (spec.for_subject(spec.subject(Registry(), target)) for target in (Own(), mine))
     assert (of_backend.layout, of_backend.declared.precision, of_backend.declared.has_lse) == ("bhsd", "eager", True)
-    assert (of_callable.layout, of_callable.declared.precision, of_callable.declared.has_lse) == ("bhsd", "flash", False)
+    assert (of_callable.layout, of_callable.declared.precision, of_callable.declared.has_lse) == ("bhsd", "torch_cpu", False)
     packed = CheckSpec(Workload(q_lens=(3, 5)), torch.device("cpu"))
     assert packed.for_subject(Own()).layout == "thd"
 

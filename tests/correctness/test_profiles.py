@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from honest.variants import VARIANTS, ScaledKey
 from judging import judged, spec_of
 
 from pytest_attn import Precision, Workload
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
+from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
@@ -77,6 +80,32 @@ def test_a_profile_under_the_name_of_another_is_refused():
     assert precision_named(Precision("flash")) == PRECISIONS["flash"]
     with pytest.raises(ValueError, match="'flash' is the name of another profile; give yours one of its own"):
         precision_named(Precision("flash", rounds_scores=True))
+
+
+@pytest.mark.parametrize(("dtype", "length", "kv_heads"), [("bfloat16", 512, 4), ("float16", 128, 1)])
+def test_what_calls_torchs_own_kernel_on_a_cpu_has_room_by_default(dtype, length, kv_heads):
+    w = Workload(length, heads=4, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+    is_grouped = w.group > 1
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped)
+
+    found = judged(attention, CheckSpec(w, CPU, backward=True), REFERENCES)
+    assert {row.name for row in found.tensors} == {"out", "dq", "dk", "dv"}
+    for row in found.tensors:
+        assert max(row.z_element / 8, row.z_row / 4, row.z_head / 1.5) < 0.75, row
+    assert not judged(attention, spec(w, "flash", ("structured", "flat")), REFERENCES).passed
+
+
+@pytest.mark.parametrize("declared", [{}, {"backend": True}])
+def test_who_declares_no_profile_is_judged_by_the_devices_own(declared):
+    made = FunctionBackend("mine", print) if declared else print
+    for device, name in (("cpu", "torch_cpu"), ("cuda", "flash")):
+        asked = CheckSpec(Workload(16), torch.device(device))
+        assert asked.profile.name == name
+        assert asked.for_subject(asked.subject(Registry(), made)).profile.name == name
+        stated = CheckSpec(Workload(16), torch.device(device), declared=Declaration(precision="flash"))
+        assert stated.for_subject(stated.subject(Registry(), print)).profile.name == "flash"
 
 
 class Sums(Kernel):

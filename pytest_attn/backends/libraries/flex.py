@@ -62,7 +62,7 @@ _BACKWARD_TILES = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2
 class Flex(Backend):
     """flex_attention under torch.compile; `flex+max_autotune` tunes its tiles."""
 
-    name = "flex"
+    name, precision = "flex", "flash"
     variants: tuple[str, ...] = ("max_autotune",)
     launches = ("FlexAttention",)
     needs = "CUDA, XPU, or a CPU with a C++ compiler (forward only)"
