@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -200,7 +201,7 @@ class Stopwatch:
             anchors=anchors | self.monitor.anchors(),
             memory=memory,
             threads=torch.get_num_threads() if self.device.type == "cpu" else None,
-            disturbances=tuple(dict.fromkeys(disturbances)),
+            disturbances=tuple({re.sub(r"\d+", "", words): words for words in disturbances}.values()),  # one of each kind
             notes=tuple(self.monitor.notes),
             conditions=self.monitor.conditions(),
             spent=time.perf_counter() - begun,
