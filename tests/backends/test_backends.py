@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.attention import packed as packed_attention
 from fakes.judged import H200
 
 from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, draw_inputs
@@ -72,16 +73,7 @@ def test_varlen_packs_dense_batches_and_documents(monkeypatch):
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
     ):
         calls.append((query.shape, cu_seq_q.tolist(), cu_seq_k.tolist(), max_q, max_k, window_size, enable_gqa))
-        outs = []
-        for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
-            q, k, v = (t.transpose(0, 1).float() for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
-            group = q.shape[0] // k.shape[0]
-            score = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
-            if window_size == (-1, 0):
-                shift = k.shape[1] - q.shape[1]
-                score = score.masked_fill(torch.ones(score.shape[-2:]).triu(1 + shift).bool(), -torch.inf)
-            outs.append((score.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1))
-        return torch.cat(outs).to(query.dtype)
+        return packed_attention(query, key, value, cu_seq_q, cu_seq_k, scale=scale, window=window_size)[0]
 
     module = types.ModuleType("varlen")
     module.varlen_attn = varlen_attn

@@ -49,8 +49,10 @@ class Plain:
 @pytest.mark.parametrize(
     ("fn", "name"),
     [
+        (my_attention, "my_attention[causal=None]"),
         (with_defaults, "with_defaults[block=64,kernel=my_attention]"),  # what cannot be written is left out
         (functools.partial(my_attention, causal=True), "my_attention[causal=True]"),
+        (make(1), "make.fn[block=None,kernel=None,table=None,window=1]"),
         (make(128), "make.fn[block=None,kernel=None,table=None,window=128]"),
         (make(128, "small", torch.add), "make.fn[block=small,kernel=add,table=None,window=128]"),
         (Attention().forward, "Attention.forward"),
@@ -64,10 +66,6 @@ class Plain:
 )
 def test_a_callable_is_called_what_its_author_calls_it(fn, name):
     assert called_name(fn) == name
-
-
-def test_a_function_with_a_default_says_it():
-    assert called_name(my_attention) == "my_attention[causal=None]"
 
 
 def test_a_lambda_is_called_by_what_it_calls_first():
@@ -96,10 +94,6 @@ def test_the_test_that_hands_it_over_goes_without_saying():
     assert called_name(mine, test) == "mine"
     assert called_name(mine, "test_another") == f"{test}.mine"
     assert called_name(mine, test[:-1]) == f"{test}.mine", "a part of a name is none"
-
-
-def test_two_kernels_of_one_function_have_two_names():
-    assert called_name(make(1)) != called_name(make(2))
 
 
 def test_what_is_closed_over_is_shortened():

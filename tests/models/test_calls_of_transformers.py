@@ -33,27 +33,23 @@ def registered(modeling, function):  # noqa: F811
     return Llama("mine")
 
 
-def named_otherwise(sdpa):
-    return lambda layer, q, k, v, mask, **options: sdpa(layer, q, k, v, mask, **options)
+class Attend:
+    def __init__(self, sdpa):
+        self.sdpa = sdpa
+
+    def __call__(self, layer, q, k, v, mask, /, scaling, **options):
+        return self.sdpa(layer, q, k, v, mask, scaling=scaling, **options)
 
 
-def any_arguments(sdpa):
-    return lambda *args, **options: sdpa(*args, **options)
+KINDS = {
+    "named otherwise": lambda sdpa: lambda layer, q, k, v, mask, **options: sdpa(layer, q, k, v, mask, **options),
+    "any arguments": lambda sdpa: lambda *args, **options: sdpa(*args, **options),
+    "partial": lambda sdpa: functools.partial(lambda _, *args, **options: sdpa(*args, **options), "bound"),
+    "an object": Attend,
+}
 
 
-def partial(sdpa):
-    return functools.partial(lambda _, layer, q, k, v, mask, **options: sdpa(layer, q, k, v, mask, **options), "bound")
-
-
-def an_object(sdpa):
-    class Attend:
-        def __call__(self, layer, q, k, v, mask, /, scaling, **options):
-            return sdpa(layer, q, k, v, mask, scaling=scaling, **options)
-
-    return Attend()
-
-
-@pytest.mark.parametrize("kind", [named_otherwise, any_arguments, partial, an_object])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_function_is_called_as_the_model_calls_it(modeling, kind):  # noqa: F811
     model = registered(modeling, kind(modeling.sdpa_attention_forward))
 

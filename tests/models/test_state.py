@@ -28,39 +28,18 @@ def state_of(model):
     }
 
 
-def changes_parameters(model):
-    with torch.no_grad():
-        model[1].head.bias.add_(1)
+CHANGES = {
+    "parameters": lambda model: model[1].head.bias.data.add_(1),
+    "the mode": lambda model: model.eval(),
+    "a new buffer": lambda model: model.register_buffer("cache", torch.ones(1)),
+    "another parameter": lambda model: setattr(model[1].head, "bias", nn.Parameter(torch.ones(7))),
+    "frozen layers": lambda model: model[1].blocks[0].requires_grad_(False),
+    "numbers drawn": lambda model: (torch.rand(1), random.random()),
+    "dropped gradients": lambda model: model.zero_grad(),
+}
 
 
-def changes_the_mode(model):
-    model.eval()
-
-
-def registers_a_buffer(model):
-    model.register_buffer("cache", torch.ones(1))
-
-
-def puts_another_parameter(model):
-    model[1].head.bias = nn.Parameter(torch.ones(7))
-
-
-def freezes(model):
-    model[1].blocks[0].requires_grad_(False)
-
-
-def draws(model):
-    torch.rand(1), random.random()
-
-
-def drops_gradients(model):
-    model.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [changes_parameters, changes_the_mode, registers_a_buffer, puts_another_parameter, freezes, draws, drops_gradients],
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_step_changes_of_a_model_is_put_back(case, change):
     model, step = case
     before = state_of(model)
@@ -81,7 +60,7 @@ def test_a_model_is_left_as_it_was_where_its_step_raises(case):
 
     def raises():
         step().backward()
-        changes_parameters(model)
+        CHANGES["parameters"](model)
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):

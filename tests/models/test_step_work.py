@@ -1,5 +1,7 @@
 """A model's step as what is timed: what it runs, what it leaves alone, and attention swapped in it at no cost."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from models.zoo import HONEST, Case, case_of, causal, stack
@@ -21,6 +23,25 @@ from pytest_attn.models.substitution import (
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of_a_step(case):
+    StepWork(*case, "forward+backward").stage()()
+    return gradients(case.model)
+
+
+def assert_close(found, expected):
+    for gradient, other in zip(expected.values(), found.values(), strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+@contextmanager
+def substituted(case, substitute):
+    """Have attention calls of a model's step computed by something else; yields that, and the step as what is timed."""
+    of_plain = StepWork(*case, "forward+backward").stage()
+    substitution = Substitution(substitutes_of(substitute, of_plain, case.model, ()))
+    with substitution.applied(case.model, ()):
+        yield substitution, StepWork(*case, "forward+backward", before_each=substitution.reset)
 
 
 @pytest.fixture
@@ -87,19 +108,11 @@ def test_a_step_that_is_another_one_each_time_is_refused(case):
 
 @pytest.mark.parametrize("name", ["causal", "grouped", "folded", "scaled", "encoder", "checkpointed", "padded"])
 def test_attention_at_no_cost_changes_no_value(name):
-    model, step = HONEST[name](torch.float32)
-    work = StepWork(model, step, "forward+backward")
-    work.stage()()
-    expected = gradients(model)
-    substitutes = substitutes_of(RecordedSubstitute(), work.stage(), model, ())
-    substitution = Substitution(substitutes)
-    with substitution.applied(model, ()):
-        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
-        substitution.require_complete(substituted.stage())
-        found = gradients(model)
-
-    for gradient, other in zip(expected.values(), found.values(), strict=True):
-        torch.testing.assert_close(gradient, other)
+    case = HONEST[name](torch.float32)
+    expected = gradients_of_a_step(case)
+    with substituted(case, RecordedSubstitute()) as (substitution, work):
+        substitution.require_complete(work.stage())
+    assert_close(gradients(case.model), expected)
 
 
 def test_attention_at_no_cost_computes_no_attention(case):
@@ -120,7 +133,6 @@ def test_attention_at_no_cost_computes_no_attention(case):
 
 
 def test_a_backend_computes_every_call_of_a_timed_step(case):
-    model, step = case
     seen = []
 
     def mine(q, k, v, workload):
@@ -129,20 +141,14 @@ def test_a_backend_computes_every_call_of_a_timed_step(case):
 
     registry = Registry()
     registry.add_function("mine", mine)
-    work = StepWork(model, step, "forward+backward")
-    work.stage()()
-    expected = gradients(model)
-    substitution = Substitution(substitutes_of(BackendSubstitute(registry["mine"], True), work.stage(), model, ()))
-    seen.clear()
-    with substitution.applied(model, ()):
-        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
+    expected = gradients_of_a_step(case)
+    with substituted(case, BackendSubstitute(registry["mine"], True)) as (substitution, work):
         seen.clear()
-        substitution.require_complete(substituted.stage())
+        substitution.require_complete(work.stage())
 
     assert len(seen) == 2
     assert isinstance(seen[0], Workload)
-    for gradient, other in zip(expected.values(), gradients(model).values(), strict=True):
-        torch.testing.assert_close(gradient, other)
+    assert_close(gradients(case.model), expected)
 
 
 class LooksUp:
@@ -159,15 +165,11 @@ class LooksUp:
 
 def test_a_backend_is_prepared_once_for_each_call_and_not_as_it_is_timed(case):
     backend = LooksUp()
-    work = StepWork(case.model, case.step, "forward+backward")
-    substitutes = substitutes_of(BackendSubstitute(backend, True), work.stage(), case.model, ())
-    substitution = Substitution(substitutes)
-    with substitution.applied(case.model, ()):
-        substituted = StepWork(case.model, case.step, "forward+backward", before_each=substitution.reset)
+    with substituted(case, BackendSubstitute(backend, True)) as (substitution, work):
         for _ in range(3):
-            substitution.require_complete(substituted.stage())
+            substitution.require_complete(work.stage())
 
-    assert (backend.prepared, len(substitutes)) == (2, 2)
+    assert backend.prepared == 2
 
 
 def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
@@ -176,14 +178,10 @@ def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
     def attend(q, k, v):
         return hidden[0](q, k, v, is_causal=True)
 
-    model, step = case_of(stack(attend))
-    work = StepWork(model, step, "forward+backward")
-    substitution = Substitution(substitutes_of(RecordedSubstitute(), work.stage(), model, ()))
-    with substitution.applied(model, ()):
-        substituted = StepWork(model, step, "forward+backward", before_each=substitution.reset)
-        with pytest.raises(SubstitutionError, match="2 of 2 attention calls are made through no name that can be replaced"):
-            substitution.require_complete(substituted.stage())
-    assert "through no name" in attention_share(model, step, "forward")
+    case, words = case_of(stack(attend)), "2 of 2 attention calls are made through no name that can be replaced"
+    with substituted(case, RecordedSubstitute()) as (substitution, work), pytest.raises(SubstitutionError, match=words):
+        substitution.require_complete(work.stage())
+    assert "through no name" in attention_share(case.model, case.step, "forward")
 
 
 def test_attention_takes_most_of_a_step_that_is_little_else(monkeypatch):
