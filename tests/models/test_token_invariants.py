@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from models.tiny import HEADS, tiny
 from torch import nn
 
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.routing import Routing
 from pytest_attn.models.token_invariants import judge_model_invariants
-from pytest_attn.suite.models import Library
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -278,17 +278,7 @@ def test_what_is_no_batch_of_tokens_is_refused(batch):
 
 
 def of_transformers(kind="Mistral", implementation="sdpa", **options):
-    transformers = Library("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_implementation": implementation}
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **heads, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj.weight" in name or "k_proj.weight" in name:
-                parameter *= 8
-    return model
+    return tiny(kind, sharper=8, attn_implementation=implementation, **HEADS, **options)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -318,17 +308,6 @@ def test_documents_that_see_each_other_and_a_cache_that_forgets_are_found(monkey
     assert "decoding with a dynamic cache" in found["dynamic"]
 
 
-def tiny(kind, head="ForCausalLM", **options):
-    """Return a model of transformers whose configuration says most by itself, and skips where it does not have it."""
-    transformers = Library("transformers")
-    if not hasattr(transformers, f"{kind}Config"):
-        pytest.skip(f"transformers has no {kind}")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, **options})
-    return getattr(transformers, f"{kind}{head}")(config).eval()
-
-
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16}
 BERT = {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 80, "pad_token_id": 1}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
 FALCON = {"num_attention_heads": 4, "alibi": True, "bias": True, "parallel_attn": True}

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from models.tiny import HEADS, tiny
 
 from pytest_attn import Causal, Window, capture, check_model
 from pytest_attn.models.check import judge_model
@@ -14,16 +15,6 @@ transformers = Library("transformers")
 if not hasattr(transformers.modeling_utils.AttentionInterface, "get_interface"):
     pytest.skip("transformers is older than its get_interface", allow_module_level=True)
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "attn_implementation": "sdpa",
-}
 MODELS = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 16}),
@@ -31,23 +22,17 @@ MODELS = {
     "gpt-oss": ("GptOss", {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 TOKENS = 48
+IDS = torch.randint(64, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def case(name, implementation, dtype=torch.bfloat16, padding=None):
     """Return a sharpened model and its step. padding: "left" or "right"."""
     kind, options = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options, "attn_implementation": implementation})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "q_proj.weight" in parameter_name or "k_proj.weight" in parameter_name:
-                parameter *= 8
-    ids = torch.randint(128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    model = tiny(kind, sharper=8, attn_implementation=implementation, **HEADS, **options).train().to(dtype)
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     if padding:
         mask[1, slice(0, 15) if padding == "left" else slice(30, None)] = 0
-    return model, lambda: model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+    return model, lambda: model(input_ids=IDS, attention_mask=mask, labels=IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
@@ -146,20 +131,15 @@ def test_sinks_that_are_not_passed_are_found(registered):
 
 def sparse_case(implementation, dtype=torch.bfloat16):
     """Return a model whose layers choose 8 keys of each query, and its step; the first sequence is padded on the left."""
-    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
-        pytest.skip("transformers is older than DeepSeek-V3.2")
     ranks = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
     indexer = {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}
-    small = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
-    torch.manual_seed(0)
-    config = transformers.DeepseekV32Config(**{**small, **ranks, **experts, **indexer, "num_key_value_heads": 4})
-    config._attn_implementation = implementation
-    model = transformers.DeepseekV32ForCausalLM(config).to(dtype)
-    ids = torch.randint(128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    options = {**ranks, **experts, **indexer, **heads, "attn_implementation": implementation}
+    model = tiny("DeepseekV32", **options).train().to(dtype)
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, :15] = 0
-    return model, lambda: model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+    return model, lambda: model(input_ids=IDS, attention_mask=mask, labels=IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
