@@ -6,9 +6,9 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
@@ -28,28 +28,8 @@ from pytest_attn.workloads.catalog import builtin_catalog
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    if "run" in given:
-        return run_command(given)
-    if "merge" in given:
-        return int(given.merge(given))
-    if "capture" in given:
-        return _capture(given)
-    wanted = given.device
-    try:
-        require_torch()
-        machine = machine_of(resolve_device(wanted))
-    except NoTorchError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except ValueError as error:
-        parser.error(f"argument --device: {error}")
-    command = "pytest --pyargs pytest_attn.suite --attn-workloads=smoke"
-    if wanted != "auto":
-        command += f" --attn-device={wanted}"
-    print("\n".join(_lines(machine, f"next: {command}  (the bundled tests, on small workloads)")))
-    return 0
+    given = _parser().parse_args(arguments)
+    return int(given.run(given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,11 +42,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )
+    parser.set_defaults(run=_list, error=parser.error)
+    commands = parser.add_subparsers(title="commands; the first four take .jsonl files of --attn-output", metavar="COMMAND")
+    for name, (run, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
+        command.set_defaults(run=partial(_run_on_records, run), error=command.error)
+        if run is _report:
+            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
+    add_merge(commands)
     words = "Run a function, and print the workloads of its attention calls as code, with counts."
-    capture = add_commands(parser).add_parser("capture", help=words, description=words)
+    capture = commands.add_parser("capture", help=words, description=words)
     capture.add_argument("function", metavar="FILE.py:FUNCTION", help="a function without arguments that runs the model")
-    capture.set_defaults(capture=True, error=capture.error)
+    capture.set_defaults(run=_capture, error=capture.error)
     return parser
+
+
+def _list(given: argparse.Namespace) -> int:
+    """Print what is installed here and what it can run."""
+    try:
+        require_torch()
+        machine = machine_of(resolve_device(given.device))
+    except NoTorchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        given.error(f"argument --device: {error}")
+    command = "pytest --pyargs pytest_attn.suite --attn-workloads=smoke"
+    if given.device != "auto":
+        command += f" --attn-device={given.device}"
+    print("\n".join(_lines(machine, f"next: {command}  (the bundled tests, on small workloads)")))
+    return 0
 
 
 def _capture(given: argparse.Namespace) -> int:
@@ -104,23 +110,10 @@ def _lines(machine: Machine, closing: str) -> Iterator[str]:
 # -- the commands that take .jsonl files ----------------------------------------------------------------------------------
 
 
-def add_commands(parser: argparse.ArgumentParser) -> Any:
-    """Declare the commands, and return where others are added; `run_command` runs the one that was given."""
-    commands = parser.add_subparsers(title="commands; the first four take .jsonl files of --attn-output", metavar="COMMAND")
-    for name, (run, words) in _COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=words)
-        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
-        command.set_defaults(run=run, error=command.error)
-        if run is _report:
-            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
-    add_merge(commands)
-    return commands
-
-
-def run_command(given: argparse.Namespace) -> int:
+def _run_on_records(run: Callable[[Sequence[Record], argparse.Namespace], None], given: argparse.Namespace) -> int:
     """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
     try:
-        given.run(read_records(*given.files), given)
+        run(read_records(*given.files), given)
     except BrokenPipeError:
         raise
     except FileNotFoundError as error:

@@ -36,7 +36,7 @@ def add_merge(commands: Any) -> None:
     command.add_argument("out", metavar="OUT", help="NAME.jsonl for the records, or NAME.html or .md for a report of them")
     command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
     command.add_argument("--force", action="store_true", help="write OUT also where something is missing; still exit with 1")
-    command.set_defaults(merge=run_merge, error=command.error)
+    command.set_defaults(run=run_merge, error=command.error)
 
 
 def run_merge(given: argparse.Namespace) -> int:
