@@ -386,7 +386,7 @@ def attn_backend(attn: AttentionCase) -> Backend:
 
 @pytest.fixture
 def attn_model(attn: AttentionCase) -> AttentionModel:
-    """A model's attention: holds every call that a model makes against exact attention on the call's own tensors.
+    """A model's attention: compares every call that a model makes with exact attention on its own tensors.
 
     Example::
 

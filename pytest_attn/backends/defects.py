@@ -15,7 +15,7 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A defect of a library that is known and reported: it turns exactly this failure into an expected one.
+    """A known, reported defect of a library: it turns exactly this failure into an expected one.
 
     Args:
         issue: where it was reported.

@@ -230,7 +230,7 @@ class CallableSubject(Subject):
         return self.declared.on(kind)
 
     def quantizing(self, dequantizer: Dequantizer) -> CallableSubject:
-        """Have the callable held against exact attention on what `dequantizer` says that it makes of q, k and v.
+        """Have the callable compared with exact attention on the q, k and v that `dequantizer` returns.
 
         Raises TypeError for what cannot be called.
         """

@@ -87,7 +87,7 @@ def check(
     dequantized: Dequantizer | None = None,
     **declared: Unpack[Declared],
 ) -> Comparison:
-    """Hold a callable against exact attention in float64, without pytest.
+    """Compare a callable with exact attention in float64, without pytest.
 
     Args:
         fn: a callable of (q, k, v) that returns out, or (out, lse) with returns_lse=True; a backend; or a backend's name.
@@ -141,7 +141,7 @@ def check_invariants(
     dequantized: Dequantizer | None = None,
     **declared: Unpack[Declared],
 ) -> InvariantReport:
-    """Run every invariant that applies on a callable, without pytest: what holds of every attention kernel.
+    """Check every invariant that applies to a callable, without pytest: what holds of every attention kernel.
 
     Args:
         fn: as for `check`.

@@ -455,7 +455,7 @@ class Measuring:
 
 
 class LatencyEvaluator(Evaluator[Latency]):
-    """Times a subject, and holds the time against its baseline, or does with it what the mode of the run is."""
+    """Times a subject, and compares the time with its baseline, or does with it what the mode of the run is."""
 
     question = "latency"
 

@@ -117,7 +117,7 @@ class AttentionModel:
         functions: Iterable[Callable[..., Any] | str] = (),
         inline: Iterable[str] | str = (),
     ) -> Latency:
-        """Check the model, time its step, and hold the p50 against the baseline of this test, backend and machine.
+        """Check the model, time its step, and compare the p50 with the baseline of this test, backend and machine.
 
         A step is forward and backward, or forward without autograd where the marker says backward=False; with an optimizer its
         step as well. Gradients are dropped before each. Reported beside the time: the first call, peak memory (of a GPU), and

@@ -221,7 +221,7 @@ class Failure:
         name: str | None = None,
         dequantized: Dequantizer | None = None,
     ) -> Comparison | InvariantReport:
-        """Judge `fn` on the saved inputs, held against the saved reference: nothing that was saved is computed again.
+        """Judge `fn` on the saved inputs, compared with the saved reference: nothing that was saved is computed again.
 
         For a backend that declares another precision, or quantizes its inputs in its own way, exact attention is computed on
         the saved inputs. Where invariants were broken, these are asked again. Where a gradient of sinks, the bias or slopes

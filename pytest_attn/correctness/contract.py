@@ -151,7 +151,7 @@ def _rows_without_keys(
 
 
 class ContractError(AssertionError):
-    """A callable broke its contract: type, shape, dtype or device of a result, changed inputs, or what it left replaced.
+    """A callable broke its contract: type, shape, dtype or device of a result, changed inputs, or replaced functions.
 
     where: the kernel, the workload and the inputs, "" where nobody said yet. fault: its identity, "" where it has none.
     """

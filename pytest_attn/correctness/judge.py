@@ -1,4 +1,4 @@
-"""The judgment: call a kernel on every distribution of inputs, and hold each result against the reference."""
+"""The judgment: call a kernel on every distribution of inputs, and compare each result with the reference."""
 
 from __future__ import annotations
 

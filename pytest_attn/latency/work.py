@@ -34,7 +34,7 @@ def direction_of(backward: bool | Literal["both"]) -> LatencyDirection:
 
 
 class StaleError(Exception):
-    """What a timed call left behind is not the result of its data, or its time is not that of such a call."""
+    """A timed call left a wrong result, or its time is not that of a call that computes."""
 
 
 class WrongResultError(StaleError):

@@ -443,7 +443,7 @@ def in_checkpoint() -> bool:
 
 
 class NotReadError(ValueError):
-    """A call was intercepted that no workload can say."""
+    """An intercepted call that no workload can express."""
 
 
 def capture(

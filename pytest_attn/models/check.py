@@ -1,4 +1,4 @@
-"""`pytest_attn.check_model`: hold every attention call of a model, or a layer, against exact attention on its own tensors."""
+"""`pytest_attn.check_model`: compare every attention call of a model, or a layer, with exact attention."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_model(
     scatter: int = 4,
     precision: str | Precision | None = None,
 ) -> ModelComparison:
-    """Run `step`, and hold every attention call that the model makes against exact attention on the call's own tensors.
+    """Run `step`, and compare every attention call that the model makes with exact attention on its own tensors.
 
     The model is left as it was: parameters, gradients, buffers, training mode, random numbers.
 
@@ -380,7 +380,7 @@ def check_module(
     scatter: int = 4,
     precision: str | Precision | None = None,
 ) -> ModelComparison:
-    """Call an attention layer, and judge what its attention core gets and returns by exact attention.
+    """Call an attention layer, and compare its attention with exact attention on the same tensors.
 
     Projections and rotary embeddings are the module's own.
 

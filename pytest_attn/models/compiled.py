@@ -86,7 +86,7 @@ def judge_compiled(
     precision: str | Precision | None = None,
     beside: Collection[tuple[str, str]] = (),
 ) -> CompiledRun:
-    """Run a compiled step twice, and hold the second against exact attention. again: makes the model what it was."""
+    """Run a compiled step twice, and compare the second with exact attention. again: makes the model what it was."""
     functions = tuple(functions)
     options: Any = {"precision": precision, "beside": beside, "is_whole": True}
     again()

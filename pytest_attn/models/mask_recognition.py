@@ -148,7 +148,7 @@ def _dense(mask: Mask, q_len: int, kv_len: int, like: torch.Tensor) -> torch.Ten
 
 
 class DropoutError(ValueError):
-    """A call drops probabilities at random, so no result of it is the right one."""
+    """A call uses dropout, so its result cannot be compared."""
 
 
 def to_inputs(given: AttentionArguments) -> Inputs:

@@ -39,7 +39,7 @@ class Descales(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a kernel is given for one workload, in its native layout ("bhsd", or "thd" where packed).
+    """The tensors of one workload, in its native layout ("bhsd", or "thd" where packed).
 
     Args:
         workload: what is asked.
