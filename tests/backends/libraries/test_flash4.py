@@ -17,9 +17,3 @@ def test_the_known_defect_is_that_of_head_dims_rounded_to_16(head_dim, wrong):
         defect = Registry()[name].known_defects[0]
         assert defect.applies(workload, H200) is wrong
         assert not defect.applies(workload, B200)
-
-
-def test_a_folder_of_flash_attn_2_in_its_place_is_broken_not_absent(installed):
-    backend = installed("flash4", **{"flash_attn/cute/__init__.py": "import torch\ntorch.no_such_attribute\n"})
-    assert backend.unavailable_because(H200) is None
-    assert "flash_attn.cute is installed but cannot be imported: AttributeError" in backend.broken_because()
