@@ -18,6 +18,7 @@ class Compiler:
 
     distribution: that it comes with. folder: where it keeps what it compiled, USER for the user's name, unless the variable
     says otherwise. below: in either of them. switch: the variable that switches it on and off, and how it is where unset.
+    seconds: that a kernel takes it, roughly, as on an H200's host of 16 cores beside seven others.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Compiler:
     folder: str
     switch: tuple[str, str]
     below: str = ""
+    seconds: float = 10.0
 
     def folder_in_use(self, environ: os._Environ[str] | dict[str, str]) -> Path | None:
         """Return where it keeps what it compiled; None where the user has switched that off, or lacks it."""
@@ -63,6 +65,7 @@ COMPILERS = (
         "~",
         ("", "1"),
         ".cache/flashinfer",
+        seconds=60.0,
     ),
 )
 
@@ -72,6 +75,11 @@ def compilers_of(name: str) -> list[Compiler]:
     base, _, variant = name.partition("+")
     by_torch = COMPILERS[:1] if variant in ("compile", "max_autotune") else ()
     return [one for one in COMPILERS if base in one.backends or one in by_torch]
+
+
+def seconds_to_compile(name: str, compiles: bool) -> float:
+    """Return how long a backend compiles for a workload, roughly; 0 where it does not. compiles: whether it says so."""
+    return max((one.seconds for one in compilers_of(name)), default=Compiler.seconds if compiles else 0.0)
 
 
 def keeping_flash4() -> dict[str, str]:

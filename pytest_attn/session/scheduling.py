@@ -1,25 +1,24 @@
 """Which worker of xdist runs which items: those of one backend and workload one after the other in one, whatever --dist says.
 
-What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first: else one
-worker would still compile when all others are through.
+What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first, by the run
+before or else by what compiles it: else one worker would still compile when all others are through.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from pytest_attn.backends.compilers import seconds_to_compile
 from pytest_attn.session.durations import Durations
 from pytest_attn.session.kinds import is_case, kind_of, parameter_of
 from pytest_attn.session.session import session_of
 
-#: between a case's id, its group, and whether its backend compiles, where a worker hands its ids to the controller; in no id
+#: between a case's id, its group, and how long its backend compiles, where a worker hands its ids to the controller; in no id
 _BETWEEN = "\0"
-_COMPILES = "compiles"
 #: those that give each item to one worker
 _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 
@@ -27,7 +26,7 @@ _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives the items of a group to one worker, and any other item as the user's own scheduler would.
 
-    groups: by item. seconds: that items took before. compiled: the items whose backend compiles.
+    groups: by item. seconds: that items took before. compiling: seconds of items, of which their backend compiles.
     """
 
     def __init__(
@@ -36,11 +35,11 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         own: Any,
         groups: Mapping[str, str],
         seconds: Mapping[str, float],
-        compiled: Container[str],
+        compiling: Mapping[str, float],
     ) -> None:
         super().__init__(config, own.log)  # which says something under --debug only
         self._own_scope, self._groups = getattr(own, "_split_scope", str), groups
-        self._seconds, self._compiled = seconds, compiled
+        self._seconds, self._compiling = seconds, compiling
         self._is_in_order = not getattr(config.option, "loadscopereorder", True)
         for node in own.nodes:
             self.add_node(node)
@@ -53,9 +52,9 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         super()._assign_work_unit(node)
 
     def _seconds_of(self, items: Iterable[str]) -> float:
-        """Return how long items took before; where nobody knows, those come first that compile, and the others last."""
+        """Return how long items took before; where nobody knows, how long their backend compiles."""
         known = [self._seconds[one] for one in items if one in self._seconds]
-        return sum(known) if known else math.inf if any(one in self._compiled for one in items) else 0.0
+        return sum(known) if known else max(self._compiling.get(one, 0.0) for one in items)
 
     def _split_scope(self, nodeid: str) -> str:
         group = self._groups.get(nodeid)
@@ -80,14 +79,15 @@ def tell_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> tuple[str, str]:
-    """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and if it compiles."""
+    """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and what it compiles."""
     parameter = parameter_of(item)
     if parameter is None:
-        return "", ""
+        return "", "0"
     is_grouped = item.config.getoption("loadgroup") and item.get_closest_marker("xdist_group")
     group: str | None = None if is_grouped else kind_of(item).made_items().group(item, parameter)
     registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
-    return group or "", _COMPILES if registry.is_known(name) and registry[name].compiles else ""
+    compiling = seconds_to_compile(name, registry[name].compiles) if registry.is_known(name) else 0.0
+    return group or "", str(compiling)
 
 
 def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
@@ -99,6 +99,6 @@ def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
     own = distributed.sched
     is_own = isinstance(own, GroupScheduling) or not type(own).__module__.startswith("xdist.")
     if groups and not is_own and config.getoption("dist") in _DIVIDING:
-        compiled = {nodeid for nodeid, *more in parted if _COMPILES in more[1:]}
-        distributed.sched = GroupScheduling(config, own, groups, Durations(config).earlier, compiled)
+        compiling = {nodeid: float(more[1]) for nodeid, *more in parted if more}
+        distributed.sched = GroupScheduling(config, own, groups, Durations(config).earlier, compiling)
     return [nodeid for nodeid, *more in parted if more]

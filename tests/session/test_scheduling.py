@@ -15,10 +15,11 @@ OWN = {
     "loadfile": scheduler.LoadFileScheduling,
     "loadgroup": scheduler.LoadGroupScheduling,
 }
-#: three tests of two files and two workloads for three backends, as workers name them, and tests of other kinds
+#: three tests of two files and two workloads for three backends, as workers name them, one of which compiles; and other tests
 GROUPS = [f"{workload} {backend}" for workload in ("w1", "w2") for backend in ("a", "b", "c")]
 NAMES = ("x.py::test_check", "x.py::test_times", "y.py::test_holds")
-TESTS = [f"{test}[{group}]\0{group}" for test in NAMES for group in GROUPS]
+SECONDS = {"w1 b": 10.0, "w2 b": 60.0}
+TESTS = [f"{test}[{group}]\0{group}\0{SECONDS.get(group, 0.0)}" for test in NAMES for group in GROUPS]
 OTHERS = [f"{file}.py::test_{name}" for file in ("p", "q") for name in range(4)]
 
 
@@ -107,13 +108,12 @@ def test_what_took_longest_in_the_run_before_begins_first(dist):
     assert begun(*distributed(dist, [*OTHERS, *TESTS], earlier=earlier))[:6] == GROUPS[::-1]
 
 
-def test_where_nobody_knows_what_compiles_begins_first_and_in_the_order_that_is_asked_for_nothing_changes():
-    ids = [f"{one}\0compiles" if one.endswith("b") else one for one in TESTS]
-    compiled, others = ["w1 b", "w2 b"], ["w1 a", "w1 c", "w2 a", "w2 c"]
-    assert begun(*distributed("load", ids)) == [*compiled, *others]
+def test_where_nobody_knows_what_compiles_longest_begins_first_and_in_the_order_that_is_asked_for_nothing_changes():
+    compiled, others = ["w2 b", "w1 b"], ["w1 a", "w1 c", "w2 a", "w2 c"]
+    assert begun(*distributed("load", TESTS)) == [*compiled, *others]
     known = {"x.py::test_check[w2 c]": 500.0}
-    assert begun(*distributed("load", ids, earlier=known)) == [*compiled, "w2 c", *others[:-1]]
-    assert begun(*distributed("load", ids, reorder=False)) == GROUPS
+    assert begun(*distributed("load", TESTS, earlier=known)) == ["w2 c", *compiled, *others[:-1]]
+    assert begun(*distributed("load", TESTS, reorder=False)) == GROUPS
 
 
 @pytest.mark.parametrize("dist", OWN)
