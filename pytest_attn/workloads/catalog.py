@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pytest_attn.workloads.fields import did_you_mean
@@ -111,14 +111,18 @@ class Catalog:
 def builtin_catalog() -> Catalog:
     """Return a new catalog with every built-in workload."""
     catalog = Catalog()
-    models = (_images_and_video, _language_models, _encoders, _neighborhoods, _masks_and_scores, _decoding)
-    groups = (group for groups in (_small, *models, _long) for group in groups())
-    for group, source, workloads in groups:
+    for group, source, workloads in _groups():
         for workload in workloads:
             # the name that Flux's benchmark has for it
             alias = f"cuda_attn_{str(workload.name).removeprefix('flux-')}_bfloat16" if group == "flux" else None
             catalog.add(workload, group, source, alias, on_request=group in LONG_GROUPS)
     return catalog
+
+
+@cache
+def _groups() -> tuple[Group, ...]:
+    models = (_images_and_video, _language_models, _encoders, _neighborhoods, _masks_and_scores, _decoding)
+    return tuple(group for groups in (_small, *models, _long) for group in groups())
 
 
 # -- ours: small problems at the places where kernels break -------------------------------------------------------------------
