@@ -1,15 +1,15 @@
+import functools
 import gc
 import os
+import sys
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
-import torch._inductor.test_operators  # it registers operators, which a pytester run in this process cannot do again
 from left_out import LEFT_OUT
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
-torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
 _LISTED = {(path, test) for files in LEFT_OUT.values() for path, tests in files.items() for test in tests}
@@ -20,6 +20,33 @@ _OF_THE_HOST = (
     *("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"),
     *("COLUMNS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS"),
 )
+
+
+@functools.cache
+def _load():
+    """Load what a pytester run in this process cannot load again: torch's C extensions, and operators that it registers."""
+    import torch
+    import torch._inductor.test_operators
+
+    torch.set_num_threads(1)
+
+
+class _Installed(metadata.PathDistribution):
+    """An installed distribution, of which each file is read once."""
+
+    metadata, entry_points, files = (
+        functools.cached_property(getattr(metadata.Distribution, name).fget) for name in ("metadata", "entry_points", "files")
+    )
+
+
+@functools.cache
+def _installed(found=metadata.distributions):
+    return [_Installed(one._path) for one in found()]
+
+
+def pytest_collectstart():
+    """Load torch where tests are collected, which xdist's controller does not do: its workers wait for it to start them."""
+    _load()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -33,7 +60,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Let no collection of garbage look at torch and thousands of tests again, which took a fifth of the time."""
+    """Let nothing look at torch and thousands of tests again and again.
+
+    Neither the collection of garbage, which took a fifth of the time, nor each interception of a model's attention, which
+    looks for functions in all modules, and took a twelfth: of those loaded by now it sees our own, and those that hold one.
+    """
+    from pytest_attn.models import interception
+
+    owners, functions = interception._owners, interception.wrappers_of(lambda function, held: held)
+    others = {  # whose ids they keep
+        id(one): one
+        for one in owners(None)
+        if str(TESTS) not in str(one) and functions.keys().isdisjoint(map(id, vars(one).values()))
+    }
+    interception._owners = lambda model: (one for one in owners(model) if id(one) not in others)
     gc.freeze()
 
 
@@ -61,8 +101,13 @@ def _is_told_again(item):
 
 
 @pytest.fixture(autouse=True)
-def _anywhere(monkeypatch):
-    """Let a test see the same everywhere, and draw the same numbers whatever ran before it."""
-    torch.manual_seed(0)
+def _anywhere(request, monkeypatch):
+    """Let a test see the same everywhere, and draw the same numbers whatever ran before it.
+
+    What is installed is the same as well: each of hundreds of runs of pytest looks for plugins in it twice.
+    """
+    if "pytester" in request.fixturenames:
+        monkeypatch.setattr(metadata, "distributions", _installed)
+    sys.modules["torch"].manual_seed(0)
     for name in _OF_THE_HOST:
         monkeypatch.delenv(name, raising=False)

@@ -29,12 +29,12 @@ from typing import NamedTuple
 
 import left_out
 import pytest
-import torch
 import yaml
 
 import pytest_attn
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Declaration
+from pytest_attn.latency import protocol
 from pytest_attn.session.marks import AttentionMark
 
 if sys.version_info >= (3, 11):
@@ -201,11 +201,6 @@ def _loaded():
     for module in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn."):
         if ".suite." not in module.name:
             import_module(module.name)
-    import_module("torch._inductor.test_operators")  # torch loads it lazily, and registers operators as it does
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # for problems this small, several threads on busy cores only wait for one another
-    yield
-    torch.set_num_threads(before)
 
 
 def with_slow_ones_marked(pages):
@@ -222,6 +217,7 @@ def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may be saved twice within a second
+    monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)  # no page tells how well it timed
     reader = Reader(pytester)
     runnable = [block for block in BLOCKS[page] if block.runs]
     for block, following in itertools.pairwise([*runnable, None]):

@@ -66,19 +66,27 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+def statements(tree):
+    """Yield a node and the statements within it: no expression imports anything."""
+    yield tree
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(tree, name, ()):
+            yield from statements(inner)
+
+
 @cache
 def imported(path, top_level_only=False):
     """Return the dotted names that a file imports: in functions and for type checkers as well, unless top_level_only."""
     tree = tree_of(path)
     hidden = set()
     if top_level_only:
-        for block in ast.walk(tree):
-            is_lazy = isinstance(block, ast.FunctionDef | ast.Lambda)
+        for block in statements(tree):
+            is_lazy = isinstance(block, ast.FunctionDef)
             is_typing = isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
             if is_lazy or is_typing:
-                hidden.update(node for node in ast.walk(block) if node is not block)
+                hidden.update(node for node in statements(block) if node is not block)
     names = []
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import) and node not in hidden:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node not in hidden:
@@ -205,8 +213,8 @@ def measures(root=ROOT):
 def _imports_within(tree):
     """Return how many imports stand within functions, and how many are for type checkers only."""
     functions, checkers = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    for node in statements(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions |= set(_imports_of(node))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             checkers |= set(_imports_of(node))
@@ -214,7 +222,7 @@ def _imports_within(tree):
 
 
 def _imports_of(tree):
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return (node for node in statements(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def test_the_house_is_small_enough_to_hold():

@@ -25,9 +25,10 @@ from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import latency as recording
 from pytest_attn.latency import gate, protocol
-from pytest_attn.processes import launcher
+from pytest_attn.processes import fork_server, launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
+from pytest_attn.ranks import pool
 from pytest_attn.session import progress, worker_pool
 
 _architecture = functools.cache(platform.architecture)
@@ -39,6 +40,37 @@ for module in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn."):
         import_module(module.name)
 for name in (registry := Registry()).names:
     registry[name].unavailable_because(machine_of(resolve_device("cpu")))
+
+#: what the server of a story imports ahead: not all of torch and altair that these tests have loaded
+AHEAD = fork_server.modules_ahead(name for name in sys.modules if name.startswith("pytest_attn.") and "html" not in name)
+
+
+class _LastingServer(fork_server.ForkServer):
+    """A server that outlives the run which has started it."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="session")
+def _serving():
+    """Return what starts the server of a run: for ranks and isolated functions the one that an earlier story has started.
+
+    New processes that time need one that was started in their folder.
+    """
+    lasting = {}
+
+    def serving(like, modules):
+        if modules == AHEAD:
+            return fork_server.ForkServer(like, modules)
+        key = (*modules, like.environment.get("PYTHONPATH"))
+        if key not in lasting or lasting[key]._process.poll() is not None:
+            lasting[key] = _LastingServer(like._replace(folder=Path("/")), modules)
+        return lasting[key]
+
+    yield serving
+    for one in lasting.values():
+        fork_server.ForkServer.close(one)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +93,9 @@ def _own_processes(request, monkeypatch):
             monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
+        monkeypatch.setattr(launcher, "ForkServer", request.getfixturevalue("_serving"))
+        for owner in (pool, worker_pool):
+            monkeypatch.setattr(owner, "modules_ahead", lambda: AHEAD)
         monkeypatch.setattr(platform, "architecture", _architecture)
         monkeypatch.setattr(pytest_benchmark.utils, "get_project_name", lambda: Path.cwd().name)  # as where no repository is
         own = str(pytester.path.parent / f"{pytester.path.name}-tmp")
