@@ -117,6 +117,7 @@ def probe_of(layout):
     return Probe(spec.subject(Registry(), LAYOUTS[layout]), spec, draw_inputs(spec.workload, "structured", 0, spec.device))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("called", [rerun._behind_late_inputs, rerun._beside_other_work])
 def test_what_a_side_stream_made_is_read_when_it_has_been_waited_for(layout, called, monkeypatch):

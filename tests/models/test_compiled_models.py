@@ -30,7 +30,7 @@ def compiled_case(model, dtype, backend="aot_eager"):
     return model, step
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # of inductor, as it is imported
 @DTYPES
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -214,7 +214,7 @@ def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
     assert ratios == {"out": 0.0, "gradient of weight": math.inf}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 3e-3])
 def test_an_honest_compiled_model_whose_gradients_vanish_passes(dtype, scale):

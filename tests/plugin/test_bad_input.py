@@ -5,90 +5,101 @@ import time
 
 import pytest
 
-
-@pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        ('"flix"', "unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux"),
-        ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
-        ("42", "a workload must be a name or a Workload, got int 42"),
-        ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
-        ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
-        ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
-        ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
-        ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
-        ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
-        ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
-        ('"smoke-full", precision="int2"', "unknown precision 'int2'; known: flash, flash2, eager"),
-        ('"smoke-full", precision=[8]', "unknown precision [8]; known: flash, flash2, eager"),
-        ('"smoke-full", empty_rows="nan"', "empty_rows must be one of zero, finite, any, got 'nan'"),
-        ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
-        ('"smoke-full", backward="yes"', "backward must be one of True, False, got 'yes'"),
-        ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
-        (
-            'Workload(32, name="ours"), Workload(33, name="ours")',
-            "two different workloads are named 'ours': s32-d64 and s33-d64; rename one",
-        ),
-    ],
-)
-def test_a_bad_marker_is_a_collection_error(run, kernel_test, marker, message):
-    kernel_test("raise SystemExit('ran')", marker=marker)
-    result = run()
-    result.assert_outcomes(errors=1)
-    assert f"::test_kernel: {message}" in result.stdout.str()
-    assert "INTERNALERROR" not in result.stdout.str()
+MARKERS = [
+    ('"flix"', "unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux"),
+    ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
+    ("42", "a workload must be a name or a Workload, got int 42"),
+    ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
+    ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
+    ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
+    ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
+    ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
+    ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
+    ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
+    ('"smoke-full", precision="int2"', "unknown precision 'int2'; known: flash, flash2, eager"),
+    ('"smoke-full", precision=[8]', "unknown precision [8]; known: flash, flash2, eager"),
+    ('"smoke-full", empty_rows="nan"', "empty_rows must be one of zero, finite, any, got 'nan'"),
+    ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
+    ('"smoke-full", backward="yes"', "backward must be one of True, False, got 'yes'"),
+    ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
+    (
+        'Workload(32, name="ours"), Workload(33, name="ours")',
+        "two different workloads are named 'ours': s32-d64 and s33-d64; rename one",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("sm=90", "attention_requires got an unknown argument 'sm'; known: backend, arch, memory, gpus"),
-        ("'sm90'", "attention_requires takes keyword arguments only, got 'sm90'"),
-        ("arch='hopper'", "arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got 'hopper'"),
-        ("memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
-        ("gpus=-1", "gpus must be a whole number >= 0, got -1"),
-        ("backend='nope>=2'", "unknown backend 'nope'"),
-    ],
-)
-def test_a_bad_requirement_is_a_collection_error(run, kernel_test, arguments, message):
-    kernel_test("pass", before=f"pytestmark = pytest.mark.attention_requires({arguments})")
-    result = run()
-    result.assert_outcomes(errors=1)
-    assert message in result.stdout.str()
+@pytest.fixture
+def run_each(run, kernel_test, pytester):
+    """Return a function that writes a test file for each of several arguments of `kernel_test`, and runs all at once."""
+
+    def running(body, several, *options):
+        for number, arguments in enumerate(several):
+            kernel_test(body, **arguments)
+            (written,) = pytester.path.glob("test_a*.py")
+            written.rename(pytester.path / f"test_{number}.py")
+        result = run(*options)
+        assert "INTERNALERROR" not in result.stdout.str()
+        return result
+
+    return running
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("compild=3", "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled"),
-        ("3", "attention_chosen takes keyword arguments only, got 3"),
-        ("compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
-        ("compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
-    ],
-)
-def test_a_bad_choice_is_a_collection_error(run, kernel_test, arguments, message):
-    kernel_test("pass", before=f"pytestmark = pytest.mark.attention_chosen({arguments})")
-    result = run()
-    result.assert_outcomes(errors=1)
-    assert message in result.stdout.str()
+def test_a_bad_marker_is_a_collection_error(run_each):
+    result = run_each("raise SystemExit('ran')", [{"marker": marker} for marker, _ in MARKERS])
+    result.assert_outcomes(errors=len(MARKERS))
+    for number, (_, message) in enumerate(MARKERS):
+        assert f"test_{number}.py::test_kernel: {message}" in result.stdout.str()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("arch='>=9.0'", "needs arch >=9.0, this device is cpu"),
-        ("arch='gfx942'", "needs arch gfx942, this device is cpu"),
-        ("memory='900 TiB'", "needs 921600 GiB of memory, this device has"),
-        ("gpus=64", "needs 64 GPUs, this machine has"),
-        ("backend='sdpa_cudnn'", "needs backend sdpa_cudnn: needs a CUDA device"),
-        ("backend='math>=99'", "needs backend math>=99, version "),
-    ],
-)
-def test_an_unmet_requirement_skips_with_its_reason(run, kernel_test, arguments, reason):
-    kernel_test("raise SystemExit('ran')", before=f"pytestmark = pytest.mark.attention_requires({arguments})")
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    assert reason in result.stdout.str()
+REQUIREMENTS = [
+    ("sm=90", "attention_requires got an unknown argument 'sm'; known: backend, arch, memory, gpus"),
+    ("'sm90'", "attention_requires takes keyword arguments only, got 'sm90'"),
+    ("arch='hopper'", "arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got 'hopper'"),
+    ("memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
+    ("gpus=-1", "gpus must be a whole number >= 0, got -1"),
+    ("backend='nope>=2'", "unknown backend 'nope'"),
+]
+
+
+def with_mark(mark, several):
+    return [{"before": f"pytestmark = pytest.mark.{mark}({arguments})"} for arguments, _ in several]
+
+
+def test_a_bad_requirement_is_a_collection_error(run_each):
+    result = run_each("pass", with_mark("attention_requires", REQUIREMENTS))
+    result.assert_outcomes(errors=len(REQUIREMENTS))
+    assert [message for _, message in REQUIREMENTS if message not in result.stdout.str()] == []
+
+
+CHOICES = [
+    ("compild=3", "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled"),
+    ("3", "attention_chosen takes keyword arguments only, got 3"),
+    ("compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
+    ("compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
+]
+
+
+def test_a_bad_choice_is_a_collection_error(run_each):
+    result = run_each("pass", with_mark("attention_chosen", CHOICES))
+    result.assert_outcomes(errors=len(CHOICES))
+    assert [message for _, message in CHOICES if message not in result.stdout.str()] == []
+
+
+UNMET = [
+    ("arch='>=9.0'", "needs arch >=9.0, this device is cpu"),
+    ("arch='gfx942'", "needs arch gfx942, this device is cpu"),
+    ("memory='900 TiB'", "needs 921600 GiB of memory, this device has"),
+    ("gpus=64", "needs 64 GPUs, this machine has"),
+    ("backend='sdpa_cudnn'", "needs backend sdpa_cudnn: needs a CUDA device"),
+    ("backend='math>=99'", "needs backend math>=99, version "),
+]
+
+
+def test_an_unmet_requirement_skips_with_its_reason(run_each):
+    result = run_each("raise SystemExit('ran')", with_mark("attention_requires", UNMET), "-rs")
+    result.assert_outcomes(skipped=len(UNMET))
+    assert [reason for _, reason in UNMET if reason not in result.stdout.str()] == []
 
 
 def test_a_met_requirement_runs(run, kernel_test):
@@ -119,26 +130,24 @@ def test_a_workload_larger_than_the_device_is_skipped_with_the_sizes(run, kernel
     result.stdout.fnmatch_lines(["SKIPPED *h64-s500000-d64 needs about * GiB, * has * GiB"])
 
 
-@pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
-        ("lambda q, k, v: None", "the callable returned nothing (None); expected a tensor out"),
-        ("lambda q, k, v: (q, q)", "the callable returned a tuple of 2; expected a tensor out. Say returns_lse=True"),
-        ("lambda q, k, v: q[..., :1]", "out has shape (1, 2, 32, 1); expected (1, 2, 32, 32)"),
-        ("lambda q, k, v: q.float()", "out has dtype torch.float32; expected torch.bfloat16"),
-        ("lambda q, k, v: q.to('meta')", "out is on meta; expected cpu"),
-        ("lambda q, k, v: q * float('nan')", "out holds 2,048 NaN and 0 infinite elements"),
-        ("lambda q, k, v: q.add_(1)", "the callable changed its input q in place (by up to 1"),
-    ],
-)
-def test_a_callable_that_breaks_its_contract_fails_with_the_reason(run, kernel_test, kernel, message):
-    kernel_test(f"attn.check({kernel})")
-    result = run()
-    result.assert_outcomes(failed=1)
-    assert message in result.stdout.str()
-    result.stdout.fnmatch_lines(
-        ["E*reproduce  pytest '*::test_kernel[[]h2-s32-d32[]]'*", "mismatch      *lambda* on h2-s32-d32: *"]
-    )
+BROKEN = [
+    ("return None", "the callable returned nothing (None); expected a tensor out"),
+    ("return (q, q)", "the callable returned a tuple of 2; expected a tensor out. Say returns_lse=True"),
+    ("return q[..., :1]", "out has shape (1, 2, 32, 1); expected (1, 2, 32, 32)"),
+    ("return q.float()", "out has dtype torch.float32; expected torch.bfloat16"),
+    ("return q.to('meta')", "out is on meta; expected cpu"),
+    ("return q * float('nan')", "out holds 2,048 NaN and 0 infinite elements"),
+    ("return q.add_(1)", "the callable changed its input q in place (by up to 1"),
+]
+
+
+def test_a_callable_that_breaks_its_contract_fails_with_the_reason(run_each):
+    result = run_each("attn.check(broken)", [{"before": f"def broken(q, k, v):\n    {body}"} for body, _ in BROKEN])
+    result.assert_outcomes(failed=len(BROKEN))
+    for number, (_, message) in enumerate(BROKEN):
+        assert message in result.stdout.str()
+        result.stdout.fnmatch_lines([f"E*reproduce  pytest 'test_{number}.py::test_kernel[[]h2-s32-d32[]]'*"])
+    assert result.stdout.str().count("\nmismatch      broken on h2-s32-d32: ") == len(BROKEN)
 
 
 def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):

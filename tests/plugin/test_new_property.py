@@ -58,9 +58,7 @@ def test_by_keyword():
 def house(tmp_path_factory):
     """A copy of the package with a new property, for which three files were changed: what a check makes of it, and a time."""
     house = tmp_path_factory.mktemp("house")
-    copied = shutil.copytree(
-        Path(pytest_attn.__file__).parent, house / "pytest_attn", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    copied = shutil.copytree(Path(pytest_attn.__file__).parent, house / "pytest_attn")
     for after, added in DECLARATION:
         insert(copied / "backends" / "declaration.py", after, added)
     insert(copied / "correctness" / "call.py", *USE)

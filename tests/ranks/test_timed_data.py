@@ -101,6 +101,7 @@ def ring(workload, shard="contiguous"):
 # -- what computes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize(
     "workload",

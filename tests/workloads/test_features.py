@@ -80,7 +80,7 @@ def test_a_workload_has(what):
     assert any(HAS[what](w) for w in GROUP)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("w", GROUP, ids=lambda w: w.id)
 def test_a_kernel_without_a_fault_is_right(w):
     for backward in (False, True)[: 1 if w.has_no_gradient_because else 2]:

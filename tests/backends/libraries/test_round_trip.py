@@ -1,5 +1,6 @@
 """Both ways of each library: what a backend makes of a workload is intercepted, read back, and is that workload again."""
 
+import functools
 from importlib import import_module
 from itertools import pairwise
 
@@ -98,6 +99,16 @@ def problem(inputs):
     return {"q": q, "k": k[:, keys], "v": v[:, keys], "visible": seen[:, :, keys], "scale": scale}
 
 
+@functools.cache
+def drawn(workload):
+    return draw_inputs(workload, "structured")
+
+
+@functools.cache
+def expected_of(workload):
+    return {**problem(drawn(workload)), "out": exact_attention(drawn(workload))}
+
+
 def of_one_sequence(backend, inputs):
     """Return FlashInfer's function of one sequence, with the options that its backend plans a batch with."""
     single, options = backend.source.load().single_prefill_with_kv_cache, _options(inputs)
@@ -110,12 +121,11 @@ def round_trips(backend, workloads, model=None):
     reader, made = Reader(), []
     with intercept_attention(reader, model):
         for workload in workloads:
-            inputs = draw_inputs(workload, "structured")
+            inputs = drawn(workload)
             kernel = of_one_sequence(backend, inputs) if backend.name == "flashinfer_fa3" else backend.prepare(inputs)
             made.append((inputs, kernel(*(t.clone() for t in (inputs.q, inputs.k, inputs.v)))))
     for (inputs, out), read in zip(made, reader.read, strict=True):
-        expected, found = problem(inputs), problem(read)
-        expected["out"], found["out"] = exact_attention(inputs), out
+        expected, found = expected_of(inputs.workload), {**problem(read), "out": out}
         names = ("out",) if is_said_by_scores(backend.name, inputs.workload) else expected
         yield inputs.workload, [name for name in names if not torch.equal(expected[name], found[name])]
 
