@@ -85,9 +85,9 @@ def test_marker_and_functions_take_it_and_the_record_has_it(house):
     assert "1 failed, 2 passed" in text, text
     records = read_records(house / "run.jsonl")
     found = {record["test"].partition("::")[2].partition("[")[0]: record for record in records}
-    assert found["test_by_marker"]["declared"] == {"keeps_sign": False}
+    assert found["test_by_marker"]["declared"]["keeps_sign"] is False
     assert found["test_by_marker"]["verdict"] == "passed"
-    assert found["test_of_whom_the_marker_says_nothing"]["declared"] == {}
+    assert "keeps_sign" not in found["test_of_whom_the_marker_says_nothing"]["declared"]
     assert found["test_of_whom_the_marker_says_nothing"]["verdict"] == "mismatch"
 
 
