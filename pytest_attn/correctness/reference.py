@@ -14,6 +14,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -174,6 +175,8 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 # -- the reference -----------------------------------------------------------------------------------------------------
 
 
+#: scores up to which one thread computes
+_OF_ONE_THREAD = 1 << 20
 #: Score elements (heads * q_len * kv_len) above which rows and keys are sampled.
 _FULL_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 33}
 _SAMPLED_ROWS = SAMPLED
@@ -276,6 +279,20 @@ def as_compared(name: str, tensor: torch.Tensor, workload: Workload) -> torch.Te
     return tensor.view(PARAMETERS[name[1:]].shape(workload)) if is_of_parameter(name) else heads_first(tensor, workload)
 
 
+@contextmanager
+def few_threads(w: Workload) -> Iterator[None]:
+    """Compute with one thread of a CPU meanwhile if a workload is small: on a busy one, several wait for one another."""
+    threads = torch.get_num_threads()
+    if threads == 1 or score_elements(w) > _OF_ONE_THREAD:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def compute_reference(
     inputs: Inputs,
     precision: Precision,
@@ -308,7 +325,7 @@ def compute_reference(
     if rows is not None:
         rows = rows.to(device)
         keys = (rows.new_empty(0) if keys is None else keys.to(device)) if backward else None
-    with torch.no_grad():
+    with torch.no_grad(), few_threads(w):
         _allocate(reference, w, device, rows, keys, backward, extra)
         sums = sums_of(parameters, w, device)
         for segment in segments_of(inputs, w, device, rows, keys):

@@ -30,7 +30,7 @@ from pytest_attn.correctness.comparison import (
     wrong_rows,
 )
 from pytest_attn.correctness.judge import compare_all
-from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
+from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
 from pytest_attn.diagnosis.backward_faults import (
     GradientOfRegion,
@@ -151,7 +151,8 @@ def diagnose(
         return comparison
     evidence = mismatch.evidence
     case = Case(evidence.workload, evidence.returned, comparison.tensors, evidence.limits, TimeBudget(seconds))
-    location, hints = _explanation(mismatch.row, evidence, case)
+    with few_threads(evidence.workload):
+        location, hints = _explanation(mismatch.row, evidence, case)
     if mismatch.hints:  # what strides or other calls change does not come from rounding
         hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
     hints += mismatch.hints

@@ -165,3 +165,17 @@ def test_a_row_that_sees_nothing_is_zero_with_lse_minus_infinity():
 def test_memory_grows_with_the_sequence_not_with_its_square():
     """Every temporary of a chunk stays below a bound that a full score matrix would break."""
     assert exact.chunk_elements(torch.device("cpu")) < 2048 * 2048
+
+
+def test_what_is_small_is_computed_by_one_thread_and_the_number_is_as_before(monkeypatch):
+    seen, blocks, threads = [], reference.head_blocks, torch.get_num_threads()
+    monkeypatch.setattr(reference, "head_blocks", lambda segment: seen.append(torch.get_num_threads()) or blocks(segment))
+    torch.set_num_threads(3)
+    try:
+        for most in (8 * 8, 8 * 8 - 1):
+            monkeypatch.setattr(reference, "_OF_ONE_THREAD", most)
+            compute_reference(draw_inputs(Workload(8)), FLASH)
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [1, 3, 3, 3]
