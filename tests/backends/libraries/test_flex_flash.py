@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from fakes.judged import H200
+from fakes.judged import B200, H200
 
 from pytest_attn import Window, Workload, draw_inputs
 from pytest_attn.backends.libraries import flex
@@ -10,22 +10,6 @@ from pytest_attn.backends.libraries.flex import block_mask_of
 from pytest_attn.backends.registry import Registry
 
 W = Workload(48, 80, heads=4, kv_heads=2, head_dim=64)
-
-
-@pytest.mark.parametrize(
-    ("machine", "reason"),
-    [
-        (dataclasses.replace(H200, torch_version="2.9.1"), "needs torch 2.10, this is 2.9.1"),
-        (dataclasses.replace(H200, device="cpu"), "needs a CUDA device"),
-        (dataclasses.replace(H200, capability=(8, 0), architecture="sm80"), "needs sm90 to sm110, this device is sm80"),
-        (dataclasses.replace(H200, capability=(12, 0), architecture="sm120"), "needs sm90 to sm110, this device is sm120"),
-        (H200, None),
-    ],
-)
-def test_it_needs_flash_attn_4_and_a_torch_that_calls_it(installed, machine, reason):
-    backend = installed("flex_flash")
-    assert backend.unavailable_because(machine) == reason
-    assert backend.broken_because() is None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +23,9 @@ def test_it_needs_flash_attn_4_and_a_torch_that_calls_it(installed, machine, rea
     ids=str,
 )
 def test_it_takes_what_flash_attn_4_has_a_kernel_for(installed, workload, backward):
-    assert installed("flex_flash").unsupported_because(workload, H200, backward) == []
+    backend = installed("flex_flash")
+    assert backend.broken_because() is None
+    assert backend.unsupported_because(workload, H200, backward) == []
 
 
 @pytest.mark.parametrize(
@@ -88,3 +74,12 @@ def test_wrong_dq_with_alibi_and_gqa_is_a_known_defect(installed):
     assert not defect.spoils(seen, H200, backward=False)
     assert not defect.spoils(seen.replace(alibi=False), H200, backward=True)
     assert not defect.spoils(seen.replace(kv_heads=4), H200, backward=True)
+
+
+@pytest.mark.parametrize(("head_dim", "wrong"), [(72, True), (48, True), (64, False), (88, False), (144, False)])
+def test_the_known_defect_is_that_of_head_dims_rounded_to_16(head_dim, wrong):
+    workload = Workload(48, 80, heads=4, kv_heads=2, head_dim=head_dim)
+    for name in ("flash4", "flex_flash"):
+        defect = Registry()[name].known_defects[0]
+        assert defect.applies(workload, H200) is wrong
+        assert not defect.applies(workload, B200)

@@ -4,6 +4,7 @@ What a library has that no other has: in the file of its name.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -554,6 +555,35 @@ REFUSED += [
     ("xformers_cutlass", X_GROUPED, NO_GROUPS, HOST, True),
 ]
 
+# -- machines ----------------------------------------------------------------------------------------------------------------
+
+HAS_SAGE = "has kernels for sm80, sm86, sm89, sm90, sm120, sm121, this device is sm100"
+OLD_TORCH = {version: replace(H200, torch_version=version) for version in ("2.9.1", "2.10.0")}
+#: backend, machine, and why it is not there on it; None where it is
+AVAILABLE = [
+    *(
+        (name, H200, None)
+        for name in ("cudnn", "flash2", "flash3", "flash3/old", "flex_flash", "natten", "sdpa_fa4", "xformers")
+    ),
+    *(("flash4", machine, None) for machine in (A100, H200, B200, RTX)),
+    ("flash3", B200, "needs sm90, this device is sm100"),
+    ("flex_flash", A100, "needs sm90 to sm110, this device is sm80"),
+    ("flex_flash", RTX, "needs sm90 to sm110, this device is sm120"),
+    ("flex_flash", HOST, "needs a CUDA device"),
+    ("flex_flash", OLD_TORCH["2.9.1"], "needs torch 2.10, this is 2.9.1"),
+    ("flashinfer_fa2", A100, None),
+    ("flashinfer_fa3", H200, None),
+    ("flashinfer_fa3", A100, "needs sm90, this device is sm80"),
+    ("sage", B200, HAS_SAGE),
+    ("sage_fp16", A100, None),
+    ("sage_fp8", A100, "has kernels for sm89, sm90, sm120, sm121, this device is sm80"),
+    ("sdpa_fa4", RTX, "needs sm90 to sm103, this device is sm120"),
+    ("sdpa_fa4", HOST, "needs a CUDA device"),
+    ("sdpa_fa4", OLD_TORCH["2.10.0"], "needs torch 2.11, this is 2.10.0"),
+    ("transformers:flash_attention_2", H200, None),
+    ("xformers_cutlass", B200, "needs sm50 to sm90, this device is sm100"),
+]
+
 
 # -- what holds of each ------------------------------------------------------------------------------------------------------
 
@@ -576,6 +606,11 @@ def test_it_says_the_workload_in_the_words_of_the_library(installed, name, workl
 @pytest.mark.parametrize("name", ["diffusers:native", "diffusers:_native_math", "transformers:sdpa", "transformers:eager"])
 def test_a_dispatcher_runs_torchs_own_kernels_on_a_cpu(installed, name):
     assert installed(name).obstacle(W, machine_of(CPU), True) is None
+
+
+@pytest.mark.parametrize(("name", "machine", "reason"), AVAILABLE)
+def test_it_is_there_on_machines_that_it_has_kernels_for(installed, name, machine, reason):
+    assert installed(name).unavailable_because(machine) == reason
 
 
 @pytest.mark.parametrize(("name", "file", "right", "wrong", "workload"), named(FAULTS))

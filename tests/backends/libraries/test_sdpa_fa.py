@@ -165,19 +165,6 @@ def test_a_library_that_torch_cannot_activate_is_broken(hooked):
     assert reason.startswith(f"torch cannot activate FA3: {words}")
 
 
-@pytest.mark.parametrize(
-    ("machine", "reason"),
-    [
-        (dataclasses.replace(H200, torch_version="2.10.0"), "needs torch 2.11, this is 2.10.0"),
-        (dataclasses.replace(H200, device="cpu"), "needs a CUDA device"),
-        (dataclasses.replace(H200, capability=(12, 0), architecture="sm120"), "needs sm90 to sm103, this device is sm120"),
-        (H200, None),
-    ],
-)
-def test_it_needs_the_switch_the_library_and_the_architecture(hooked, machine, reason):
-    assert hooked("sdpa_fa4", Hook()).unavailable_because(machine) == reason
-
-
 def test_head_dims_without_a_kernel_on_sm100(hooked):
     b200 = dataclasses.replace(H200, capability=(10, 0), architecture="sm100")
     assert hooked("sdpa_fa4", Hook()).unsupported_because(W.replace(head_dim=160), b200) == [
