@@ -219,7 +219,9 @@ def _missing(one: CaseToRecord, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
     text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} new processes timed it undisturbed, {FEWEST_RUNS} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
-    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
+    if not disturbances:
+        return text
+    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}; record again when the machine does nothing else"
 
 
 def _by_device(cases: Sequence[CaseToRecord], runs: Runs) -> dict[torch.device, dict[str, Baseline]]:

@@ -50,7 +50,7 @@ def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkey
     result = project("--attn-update-baselines=first", "--attn-json=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
     result.assert_outcomes(passed=1, errors=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    words = "*2 new processes timed it undisturbed, 3 are needed; mostly: hot"
+    words = "*2 new processes timed it undisturbed, 3 are needed; mostly: hot; record again when the machine does nothing else"
     result.stdout.fnmatch_lines([f"not recorded: {words}", "latency: 1 not recorded*"])
     assert not [*(pytester.path / "baselines").iterdir()]
     records = read_records(pytester.path / "run.jsonl")
