@@ -24,6 +24,12 @@ def wait(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
+def leave_memory(device: torch.device) -> None:
+    """Give back to other processes what this one holds of a GPU's memory, and does not use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def side_stream(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.Stream]:
     """Work on another CUDA stream for a while: it waits for the current one at the start, which waits for it at the end.

@@ -13,6 +13,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.defects import KnownDefect
+from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.conclude import CaseRun, mark_of
 from pytest_attn.cases.executor import OnRanks
@@ -470,7 +471,7 @@ def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> t
     """
     if not names:
         return ()
-    _leave_memory(run)
+    leave_memory(torch.device(run.machine.device))
     isolated = run_isolated(run.item.config, name_for_processes(run.item), names)
     mine = {line["invariant"]: line for line in isolated.results if line.get("subject") == subject.name}
     return tuple(_finding(name, mine.get(name), isolated) for name in names)
@@ -488,12 +489,6 @@ def _finding(name: str, line: dict[str, Any] | None, isolated: Isolated) -> Find
     if line["outcome"] == "broken" and "out of memory" in line["evidence"]:
         return Finding(name, "not applicable", f"not run in a process of its own: {line['evidence']}", 0)
     return Finding(name, line["outcome"], line["evidence"], line["calls"])
-
-
-def _leave_memory(run: CaseRun) -> None:
-    """Give back what this process holds of the GPU's memory and does not use."""
-    if run.machine.kind == "cuda":
-        torch.cuda.empty_cache()
 
 
 def judge_isolated(

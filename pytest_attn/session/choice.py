@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,6 +25,9 @@ from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.traits import kernels_of, options_of
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 MARKER = "attention_chosen"
 
@@ -75,6 +79,15 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         session.collected.unchosen += _uncollected(cases, session)
         unwanted.update(case.item for case in cases if case not in chosen)
     items[:] = [item for item in items if item not in unwanted]
+    if groups:
+        _leave_memory(session.machines.device())
+
+
+def _leave_memory(device: torch.device) -> None:
+    """Leave to other workers the memory in which libraries were asked."""
+    from pytest_attn.backends.streams import leave_memory  # imports torch
+
+    leave_memory(device)
 
 
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
@@ -136,11 +149,14 @@ def _is_small(case: _Case, session: AttentionSession) -> bool:
 
 
 def _uncollected(cases: Sequence[_Case], session: AttentionSession) -> int:
-    """Count the cases that `all` adds to those that were collected: a CPU collects the small ones where none is named."""
-    item, parameter = cases[0].item, cases[0].parameter
-    marker = marker_of(item)
-    if marker is None or marker.args or kind_of(item) is MODEL:
+    """Count the cases that `all` adds to those that were collected: the large ones on a CPU, long contexts on a GPU.
+
+    By what their backend declares, as asking a library about a workload may take memory for all of its tensors.
+    """
+    marker = marker_of(cases[0].item)
+    if marker is None or marker.args or kind_of(cases[0].item) is MODEL:
         return 0
+    declared, backward = _backend(cases[0], session).capabilities, bool(marker.kwargs.get("backward"))
     known = {case.parameter.workload.name for case in cases}
     others: list[Workload] = [w for w in session.registrations.catalog.select("all") if w.name not in known]
-    return sum(_runs(item, replace(parameter, workload=workload), session) for workload in others)
+    return sum(not (declared and declared.refusals(workload, backward)) for workload in others)

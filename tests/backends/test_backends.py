@@ -228,3 +228,24 @@ def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
     here = Machine("cpu", "fake", (9, 0), "sm90", 1, 1, "2.11")
     assert sdpa.native_refusals("flash", CAUSAL, here, False) == ["Flash attention kernel not used because: no"]
+
+
+def test_sdpa_asks_about_a_mask_that_fits_into_no_memory(monkeypatch):
+    from pytest_attn.backends.libraries import sdpa
+
+    asked = []
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params, debug: asked.append(params) or True)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
+    here = Machine("cpu", "fake", (9, 0), "sm90", 1, 1, "2.11")
+    w = Workload(1 << 20, heads=32, kv_heads=8, head_dim=128, mask=Window(4095, 0))
+    with torch.no_grad():
+        assert sdpa.native_refusals("efficient", w, here, True) == []
+    ((q, k, v, mask, *_),) = asked
+    assert [tuple(t.shape) for t in (q, k, v, mask)] == [
+        (1, 32, 1 << 20, 128),
+        *[(1, 8, 1 << 20, 128)] * 2,
+        (1, 1, 1 << 20, 1 << 20),
+    ]
+    assert all(t.stride(-1) == 1 for t in (q, k, v, mask))
+    assert all(t.is_leaf and t.requires_grad for t in (q, k, v))
+    assert sum(t.untyped_storage().nbytes() for t in (q, k, v, mask)) < 1 << 21

@@ -5,6 +5,7 @@ import pytest
 from pytest_attn import Capabilities, Workload
 from pytest_attn.backends.builtin import BUILTIN
 from pytest_attn.backends.registry import Registry
+from pytest_attn.session.session import session_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.traits import kernels_of, options_of
 
@@ -23,6 +24,12 @@ class Plain(Backend):
     def prepare(self, inputs, backward=False):
         is_causal, grouped = inputs.workload.mask is not None, inputs.workload.group > 1
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+    asked = []
+
+    def native_refusals(self, workload, machine, backward):
+        self.asked.append(workload)
+        return []
 
 class Compiling(Plain):
     name, compiles = "compiling", True
@@ -49,19 +56,20 @@ class Collected:
         for item in session.items:
             parameter = item.callspec.params["_attn_parameter"]
             self.workloads[parameter.backend].append(parameter.workload)
+        self.asked = session_of(session.config).registrations.registry["plain"].asked
         session.items[:] = []
 
 
 @pytest.fixture
 def collect(pytester):
-    """Collect one test of both backends; return their workloads."""
+    """Collect one test of both backends; return their workloads, and those about which these were asked."""
 
     def collect_it(*options, marker="", arguments=""):
         pytester.makeconftest(CONFTEST)
         pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments))
         found = Collected()
         pytester.inline_run("-p", "no:cacheprovider", "--attn-backends=plain,compiling", *options, plugins=[found])
-        return found.workloads
+        return found.workloads | {"asked": found.asked}
 
     return collect_it
 
@@ -80,6 +88,12 @@ def test_a_backend_that_compiles_gets_few_workloads_that_reach_all_that_it_takes
     assert found["plain"] == SMALL
     assert 5 < len(found["compiling"]) < 20
     assert reached(found["compiling"]) == reached(filter(takes, SMALL))
+
+
+def test_no_backend_is_asked_about_what_is_not_collected(collect):
+    """Some need memory for all tensors of a workload to answer."""
+    found = collect()
+    assert 0 < max(w.kv_len for w in found["asked"]) <= max(w.kv_len for w in SMALL)
 
 
 def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
@@ -119,7 +133,7 @@ def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkey
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     found = collect(marker='"smoke"', arguments="(timed=True)")
-    assert {backend: len(workloads) for backend, workloads in found.items()} == {"plain": 1, "compiling": 1}
+    assert (len(found["plain"]), len(found["compiling"])) == (1, 1)
 
 
 @pytest.mark.parametrize(("latency", "ended"), [("auto", "skipped"), ("require", "failed")])

@@ -231,21 +231,24 @@ def _cpu_kernel_takes_groups() -> bool:
 
 
 def native_refusals(kernel: str, w: Workload, machine: Machine, backward: bool) -> list[str]:
-    """Return the reasons that torch.backends.cuda.can_use_*_attention(debug=True) gives as warnings; empty where it can."""
+    """Return the reasons that torch.backends.cuda.can_use_*_attention(debug=True) gives as warnings; empty where it can.
 
-    def empty(heads: int, length: int, dim: int) -> torch.Tensor:
-        dtype = getattr(torch, w.dtype)
-        return torch.empty(w.batch, heads, length, dim, dtype=dtype, device=machine.device, requires_grad=backward)
+    They look at shapes alone: what is asked about has the memory of one row, as a mask of long contexts fits into no GPU.
+    """
+    dtype = getattr(torch, w.dtype)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape[-1], dtype=dtype, device=machine.device).expand(shape)
 
     q, k, v = (
-        empty(w.heads, w.q_len, w.head_dim),
-        empty(w.kv_heads, w.kv_len, w.head_dim),
-        empty(w.kv_heads, w.kv_len, w.v_head_dim),
+        empty(w.batch, heads, length, dim).requires_grad_(backward)
+        for heads, length, dim in (
+            (w.heads, w.q_len, w.head_dim),
+            (w.kv_heads, w.kv_len, w.head_dim),
+            (w.kv_heads, w.kv_len, w.v_head_dim),
+        )
     )
-    mask = None
-    if needs_dense_mask(w):
-        dtype = getattr(torch, w.dtype) if w.bias or w.alibi else torch.bool
-        mask = torch.empty(1, 1, w.q_len, w.kv_len, dtype=dtype, device=machine.device)
+    mask = empty(1, 1, w.q_len, w.kv_len, dtype=dtype if w.bias or w.alibi else torch.bool) if needs_dense_mask(w) else None
     params = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_plain_causal(w), w.group > 1)
     can_use = getattr(torch.backends.cuda, f"can_use_{kernel}_attention")
     before = torch.is_warn_always_enabled()
