@@ -215,10 +215,14 @@ class BaselineFile:
 
     def require_writable(self) -> None:
         """Raise BaselineError where the file's folder cannot be written to, before anything is timed for it."""
+        folder = self.path.parent
+        is_there = folder.exists()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
                 pass
+            if not is_there:  # nor is it, should nothing be recorded
+                folder.rmdir()
         except OSError as error:
             raise BaselineError(f"{self.path}: cannot be written: {error}") from None
 
