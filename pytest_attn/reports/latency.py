@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -106,8 +105,7 @@ def _reasons(records: Sequence[Record]) -> Iterator[Line]:
     for r in records:
         disturbances = latency_of(r).get("disturbances")
         if disturbances and r["verdict"] in (Verdict.NO_BASELINE, Verdict.PASSED):
-            alike = {re.sub(r"\d+", "", one): one for one in disturbances}  # blocks differ in their figures
-            found.setdefault(("disturbed", "; ".join(alike.values())), []).append(f"{r['subject']} on {r['workload']}")
+            found.setdefault(("disturbed", "; ".join(disturbances)), []).append(f"{r['subject']} on {r['workload']}")
     for (verdict, reason), cases in found.items():
         which = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
         yield f"{verdict:12}  {which}: {reason}", markup[verdict]

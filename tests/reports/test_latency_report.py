@@ -69,11 +69,6 @@ def test_reasons_are_said_once_each():
     assert lines(records)[-1] == 'latency: 3 without a baseline; record with --attn-update-baselines "first recording"'
 
 
-def test_disturbances_that_differ_in_figures_are_one():
-    (said,) = (one for one in lines([record(disturbances=["waited 73%", "waited 76%", "hot"])]) if "disturbed" in one)
-    assert said == "disturbed     sdpa on flux-L512: waited 76%; hot"
-
-
 def test_untimed_cases_have_no_row():
     assert lines([record("untimed", "2 workers share the cpu", p50=None)]) == [
         "untimed       sdpa on flux-L512: 2 workers share the cpu",
