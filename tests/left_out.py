@@ -123,7 +123,6 @@ LEFT_OUT = {
         "correctness/test_long.py": ("test_what_tensor_cores_cut_off_a_sum_of_a_million_products_is_granted",),
         "diagnosis/test_explanation.py": ("test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile",),
         "models/test_module.py": ("test_a_backend_computes_the_core",),
-        "mutants/test_mutants.py": ("test_the_honest_kernel_is_right_under_every_condition",),
         "plugin/test_declared_signatures.py": ("test_faulty_kernels_stand_in_for_one_with_a_signature",),
         "plugin/test_invariants_method.py": ("test_thorough_asks_more",),
         "plugin/test_mutants_option.py": (
