@@ -176,7 +176,9 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     assert [call.module for call in wrong] == [f"blocks.{n}.attn" for n in layers]
     assert f"{len(layers)} of {LAYERS} attention calls of Planted are wrong: " in found.message
     assert all(f"blocks.{n}.attn" in found.message for n in layers)
-    assert {call.comparison.faults for call in wrong} - {()} == ({(called,)} if called else set())
+    given = {fault for call in wrong for fault in call.comparison.faults}
+    assert given <= {called}
+    assert given or not called or dtype != torch.float32, "elsewhere rounding may hide which fault it is"
     assert tensor in {row.name for call in wrong for row in call.comparison.tensors if not row.passed}
 
 
