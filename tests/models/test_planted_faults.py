@@ -149,7 +149,7 @@ def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
     def honest(q, k, v, workload):
         return attention(q, k, v, kind)
 
-    found = judge_model(*case(kind, dtype), honest, scatter=0)
+    found = judge_model(*case(kind, dtype), honest, scatter=0, precision="flash")
 
     assert found.passed, found.message
 
@@ -169,7 +169,7 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     kind, tensor, called = FAULTS[fault]
     model, step = case(kind, dtype)
 
-    found = judge_model(model, step, Planted(fault, everywhere), scatter=0)
+    found = judge_model(model, step, Planted(fault, everywhere), scatter=0, precision="flash")
 
     layers = range(LAYERS) if everywhere else [CHOSEN]
     wrong = [call for call in found.calls if not call.passed]
