@@ -44,7 +44,7 @@ Target: TypeAlias = tuple[str, str, str]
 Kernel: TypeAlias = Callable[[Workload], bool]
 
 #: options of one of them at most: with more, fewer kernels take it
-MOST = 8
+MOST = 9
 #: of each that is added, unless an option says otherwise
 USUAL = {"heads": 2, "head_dim": 32}
 #: columns of a line of the catalog
@@ -153,12 +153,16 @@ def _fields(of: Mapping[str, str], q_len: int, kv_len: int, turn: Mapping[str, i
 
 
 def _laid_out(of: Mapping[str, str], q_len: int, kv_len: int) -> Fields:
-    """Return the lengths: those of a longest sequence, of a shorter one, and of an empty one where that is said."""
+    """Return the lengths: those of a shorter sequence, of a longest one, and of empty ones where that is said.
+
+    The longest is not the first: a kernel that takes its rows and keys for those of the whole batch is wrong there. With ALiBi
+    or a score_mod that shows only where packed sequences have as many rows before them as keys in none.
+    """
     layout = of.get("layout", "")
     q_lens: tuple[int, ...] = (max(1, q_len // 3), q_len)
-    kv_lens: tuple[int, ...] = (max(1, kv_len // 3), kv_len)
+    kv_lens: tuple[int, ...] = (max(1, kv_len // (2 if layout == "packed" and {"alibi", "score_mod"} & set(of) else 3)), kv_len)
     if of.get("sequences") == "empty sequences":
-        q_lens, kv_lens = (q_len, 0, q_lens[0]), (kv_len, kv_lens[0], 0)
+        q_lens, kv_lens = (q_lens[0], 0, q_len, q_lens[0]), (kv_lens[0], kv_lens[0], kv_len, 0)
     if of.get("sequences") == "one sequence":
         q_lens, kv_lens = (q_len,), (kv_len,)
     rows: Fields = {"q_lens": q_lens} if "packed" in layout else {"q_len": q_len}
@@ -199,8 +203,13 @@ KERNELS: dict[str, Kernel] = {
 
 @cache
 def targets_of(w: Workload) -> frozenset[Target]:
-    """Return the pairs of options of a workload, for each kernel that takes it."""
-    pairs = list(combinations(sorted(words_of(w)), 2))
+    """Return the pairs of options of a workload, for each kernel that takes it; of one packed sequence not that it is packed.
+
+    What a kernel gets wrong of packed sequences shows behind the first.
+    """
+    words = words_of(w)
+    hidden = {"packed", "packed pages"} if "one sequence" in words else set()
+    pairs = [pair for pair in combinations(sorted(words), 2) if "one sequence" in pair or not hidden.intersection(pair)]
     return frozenset((name, *pair) for name, takes in KERNELS.items() if takes(w) for pair in pairs)
 
 

@@ -5,15 +5,18 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from reported_faults.judging import Case, check, check_invariants
-from reported_faults.kernel import Attention
+from judging import judged
+from reported_faults.judging import CPU, Case, check, check_invariants
+from reported_faults.kernel import Attention, KernelBackend
 
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads import catalog
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import features
 
+REFERENCES = ReferenceCache()
 GROUP = catalog.builtin_catalog().select("features")
 
 
@@ -78,6 +81,74 @@ HAS = {
 @pytest.mark.parametrize("what", HAS)
 def test_a_workload_has(what):
     assert any(HAS[what](w) for w in GROUP)
+
+
+def within_the_batch(t):
+    """Return a tile with its rows and keys counted over all packed sequences: fewer before it have what is not packed."""
+    places = (range(part.start + first, part.stop + first) for part, first in ((t.rows, t.e.row), (t.keys, t.e.key)))
+    return t._replace(**dict(zip(("rows", "keys"), places, strict=True)))
+
+
+class Slipped(Attention):
+    """Has one option wrong behind the first sequence: it takes places in the batch for those in a sequence, or forgets it."""
+
+    def __init__(self, option):
+        super().__init__()
+        self.option = option
+
+    def slips(self, t, *options):
+        return self.option in options and t.e.b > 0
+
+    def distance(self, t):
+        return super().distance(within_the_batch(t) if self.slips(t, "places of alibi") else t)
+
+    def score_mod(self, t, x):
+        return (
+            x
+            if self.slips(t, "score_mod")
+            else super().score_mod(within_the_batch(t) if self.slips(t, "places of score_mod") else t, x)
+        )
+
+    def slopes(self, t, slopes):
+        if self.slips(t, "ALiBi per batch entry") and slopes.dim() > 1:
+            return slopes[0]
+        return super().slopes(t, slopes) * (not self.slips(t, "alibi"))
+
+    def visible(self, t):
+        if self.slips(t, "causal", "causal-bottom-right", "window", "mask_mod", "boolean", "neighborhood", "documents"):
+            return t.j >= 0
+        return super().visible(t)
+
+    def in_other_mask(self, t):
+        return super().in_other_mask(within_the_batch(t) if self.slips(t, "places of mask_mod") else t)
+
+    def capped(self, t, x):
+        return x if self.slips(t, "softcap") else super().capped(t, x)
+
+    def logits(self, t):
+        scale = self.scale(t.call) * t.w.head_dim**0.5 if self.slips(t, "scale") else 1
+        return super().logits(t) / scale
+
+    def bias(self, t, bias):
+        return super().bias(t, bias) * (not self.slips(t, "bias"))
+
+
+OF_ONE = ["causal", "causal-bottom-right", "window", "mask_mod", "boolean", "neighborhood", "documents", "softcap", "scale"]
+OF_ONE += ["bias", "alibi", "ALiBi per batch entry", "score_mod"]
+SLIPS = [(option, layout) for option in OF_ONE for layout in ("padded", "left-padded", "packed", "paged", "packed pages")]
+SLIPS += [(f"places of {option}", "packed") for option in ("alibi", "score_mod", "mask_mod")]
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("slip", "layout"), SLIPS)
+def test_an_option_that_only_the_first_sequence_has_right_is_seen_in_every_layout(slip, layout):
+    option = slip.removeprefix("places of ")
+    having = [w for w in GROUP if {option, layout} <= features.words_of(w) and not w.is_quantized and not w.dropout]
+    if not having:
+        assert (*sorted((option, layout)),) not in features.smallest(features.KERNELS["emulated"])
+        return
+    made = KernelBackend(slip, Slipped(slip))
+    assert any(not judged(made, CheckSpec(w, CPU), REFERENCES).passed for w in having if w.batch > 1)
 
 
 @pytest.mark.one_in(18)
