@@ -160,7 +160,8 @@ def _laid_out(of: Mapping[str, str], q_len: int, kv_len: int) -> Fields:
     """
     layout = of.get("layout", "")
     q_lens: tuple[int, ...] = (max(1, q_len // 3), q_len)
-    kv_lens: tuple[int, ...] = (max(1, kv_len // (2 if layout == "packed" and {"alibi", "score_mod"} & set(of) else 3)), kv_len)
+    shorter = kv_len // (2 if layout == "packed" and {"alibi", "score_mod"} & set(of) else 3)
+    kv_lens: tuple[int, ...] = (max(1, shorter), kv_len)
     if of.get("sequences") == "empty sequences":
         q_lens, kv_lens = (q_lens[0], 0, q_len, q_lens[0]), (kv_lens[0], kv_lens[0], kv_len, 0)
     if of.get("sequences") == "one sequence":

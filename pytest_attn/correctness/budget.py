@@ -26,7 +26,7 @@ Two results may come beside out and lse. For the weights, P is the result:
     weights: e_ij^2 + n_ij + P_ij^2 (sum_k n_ik + r_i + (SHARED LSE_UNIT lse_i)^2)
 
 with r_i the variance of what all P of a row share; the noise of its scores moves the denominator as well. max, like lse, is
-held to what float32 sums allow, and to its score's noise where a profile declares it.
+held to what float32 sums allow, and to its scores' noise: what a profile declares, and what float32 loses of large ones.
 """
 
 from __future__ import annotations
@@ -231,12 +231,13 @@ class ScoreBudget:
         """Variance of the scaled scores: of the dtype's rounding where the profile has it, of float32's sums otherwise."""
         unit, scale, head_dim = self.rounding.unit, self.scale, self.workload.head_dim
         k_squared, q_squared = chunk.k.square(), chunk.q.square()
+        float32 = unit if self.rounding.is_float32 else UNIT["float32"]
+        variance = per_key(q_squared.mul(float32**2 * scale**2 * (1 + head_dim / 2)), k_squared)
         if self.rounding.is_float32:  # sums that round
-            variance = per_key(q_squared.mul(unit**2 * scale**2 * (1 + head_dim / 2)), k_squared)
             variance += scaled.square().mul_(unit**2 * (2 + head_dim / 6))
             variance += self.precision.exponential_unit**2  # a relative error of the exponential is an error of the score
         else:  # sums that truncate: the errors of the products add up, they do not cancel
-            variance = scaled.square().mul_((TENSOR_CORE_UNIT * head_dim / 4) ** 2)
+            variance += scaled.square().mul_((TENSOR_CORE_UNIT * head_dim / 4) ** 2)
         if self.rounding.rounds_scores_to_dtype:
             variance += scaled.square().mul_(2 * unit**2).add_(per_key(q_squared.mul(unit**2 * scale**2), k_squared))
         if self.precision.rounds_scaled_query or self.precision.rounds_scaled_key:
@@ -359,9 +360,9 @@ class ForwardBudget:
         return noise.variance.clamp_(max=1).mul_(largest_p.square_())
 
     def of_lse(self, noise: ScoreNoise | None, p: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
-        """Return the variance of lse (n, heads, rows) where the profile makes the scores noisy; None elsewhere."""
+        """Return the variance of lse (n, heads, rows) where scores are noisy; None elsewhere."""
         unit = self.rounding.operand_unit
-        if noise is None or not (self.precision.has_noisy_scores or unit):
+        if noise is None:
             return None
         if not unit:
             moved = p if noise.highest is not None else p.square()  # far off, one score moves lse with it

@@ -60,7 +60,7 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 #: With fewer rows the RMS over a head adds nothing to that of its rows, and the row's limit applies.
 FEW_ROWS = 16
 LSE_TOLERANCE = 1e-5  # of 1 + |lse|: float32 sums of exponentials are that good
-LSE_BUDGETS = 8.0  # of the scores' noise, where a profile declares it
+LSE_BUDGETS = 8.0  # of the scores' noise
 
 
 def judge(
