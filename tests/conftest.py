@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from left_out import LEFT_OUT
+from left_out import IS_ALL, LEFT_OUT
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
 
@@ -51,7 +51,7 @@ def pytest_collectstart():
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what tests/left_out.py says, unless ATTN_TESTS=all."""
-    if os.environ.get("ATTN_TESTS") == "all":
+    if IS_ALL:
         return
     left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow") or _is_listed(item)}
     left_out |= _between([item for item in items if item not in left_out])

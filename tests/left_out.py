@@ -5,6 +5,10 @@ marked `one_in(n)`, and a value of a parameter that only adds a slower way is ma
 through an xdist worker as well, which is left out but for those that are marked `twice`.
 """
 
+import os
+
+#: whether nothing is left out
+IS_ALL = os.environ.get("ATTN_TESTS") == "all"
 #: pages of docs/ whose blocks start ranks or other processes, time, or judge many models
 PAGES = (
     *("howto/baselines.md", "howto/isolated.md", "howto/model.md", "howto/model-latency.md", "howto/paged-ranks.md"),

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from left_out import IS_ALL
 from models.zoo import HONEST, uniform_case
 
 from pytest_attn import capture
@@ -73,9 +74,10 @@ def test_among_many_honest_kernels_whose_rows_share_their_errors_none_is_called_
     call = capture(lambda: step().backward(), model)[1]
     inputs, beyond = call.complete_inputs(), 0
     reference = compute_reference(inputs, precision_named(call.precision), backward=True)
-    for tensors in kernels(call, 30):
+    number = 60 if IS_ALL else 30
+    for tensors in kernels(call, number):
         rows = tuple(compare_all("", tensors, reference, call.workload, limits_named("default")))
         beyond += not all(row.passed for row in rows)
         judged = judge.with_empirical_limits(rows, tensors, reference, inputs)
         assert all(row.passed for row in judged), judged
-    assert beyond > 15
+    assert beyond > number / 2

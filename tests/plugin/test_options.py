@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 
+from pytest_attn.correctness import reference
 from pytest_attn.session.option_types import GROUPS, declared_options
 from pytest_attn.session.options import Settings
 
@@ -237,6 +238,7 @@ def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
 )
 def test_xdist_workers_share_the_cores_of_a_cpu(pytester, kernel_test, monkeypatch, workers, cores, threads, given):
     set_to = []
+    monkeypatch.setattr(reference, "_OF_ONE_THREAD", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
