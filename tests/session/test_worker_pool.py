@@ -262,7 +262,7 @@ def test_it():
 """
 
 
-@pytest.mark.parametrize("is_forked", [True, False])
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fresh, is_forked):
     ended = fresh.run(ask(HANG), 3, is_forked)
     assert ended.returncode is None
@@ -272,7 +272,9 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fr
     assert (said(fresh.run(ask(SELF), 60, is_forked))["parent"] != os.getpid()) == is_forked
 
 
-@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "fault", ["os._exit(3)", pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow)]
+)
 def test_the_end_of_a_process_is_seen_whoever_holds_its_channel(ask, fault):
     held = """
 import os, signal, subprocess
