@@ -137,12 +137,13 @@ def test_a_test_that_is_timed_keeps_all_where_times_can_be_taken(collect, monkey
 
 
 @pytest.mark.parametrize(("latency", "ended"), [("auto", "skipped"), ("require", "failed")])
-def test_what_cannot_be_timed_is_not_checked_first(run, pytester, monkeypatch, latency, ended):
+def test_what_cannot_be_timed_is_not_checked_first(pytester, monkeypatch, latency, ended):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TEST.format(marker='"smoke"', arguments="(timed=True)").replace("check", "measure"))
-    result = run("--attn-backends=compiling", f"--attn-latency={latency}", "-rs", "-p", "no:xdist")
+    options = ("--attn-backends=compiling", f"--attn-latency={latency}", "-rs")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *options)
     result.assert_outcomes(**{ended: 1})
     if ended == "skipped":
         result.stdout.fnmatch_lines(["SKIPPED * not timed: 2 workers share the cpu; latencies need -n 0"])

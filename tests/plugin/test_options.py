@@ -297,12 +297,12 @@ def pytest_attn_backends(registry):
 
 
 @pytest.mark.parametrize("is_for_backends", [False, True])
-def test_options_that_no_test_asks_for_are_said_to_have_no_effect(run, kernel_test, is_for_backends):
+def test_options_that_no_test_asks_for_are_said_to_have_no_effect(pytester, kernel_test, is_for_backends):
     if is_for_backends:
         kernel_test("attn.check(attn_backend)\nattn.measure(attn_backend)", fixtures="attn, attn_backend")
     else:
         kernel_test("attn.check(sdpa)")
-    result = run("--attn-backends=math", "--attn-latency=require")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-backends=math", "--attn-latency=require")
     said = [line for line in result.outlines if line.startswith("--attn-")]
     assert (
         said == []
