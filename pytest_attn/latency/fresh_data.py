@@ -91,10 +91,7 @@ class Noise:
     def views_in(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that lie in one row of each of `rooms`; autograd does not see that the rows are written to."""
         rooms = [row.data.view(own.dtype) for row, own in zip(rows, self._own, strict=True)]
-        return [
-            torch.as_strided(rooms[which], size, stride, int(rooms[which].storage_offset()) + start)
-            for which, size, stride, start in self._lie
-        ]
+        return self._views(rooms, tuple(int(room.storage_offset()) for room in rooms))
 
     def words(self, which: int, places: Sequence[Places]) -> Tensor:
         """Return what lies in one of the memories at places that were drawn together, (places, words)."""
