@@ -60,7 +60,7 @@ def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) ->
 
 def encode_precision(profile: Precision) -> str | dict[str, Any]:
     """Return a profile's name, and of one's own its fields."""
-    return profile.name if profile.name in PRECISIONS else dataclasses.asdict(profile)
+    return profile.name if PRECISIONS.get(profile.name) == profile else dataclasses.asdict(profile)
 
 
 def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:

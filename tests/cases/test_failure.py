@@ -16,6 +16,7 @@ from left_out import IS_ALL
 import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import saved_failure as failure_module
 from pytest_attn.cases import saving as folder_module
@@ -272,6 +273,13 @@ def test_nothing_that_was_saved_is_computed_again(tmp_path, monkeypatch):
     assert failure.check(right).passed
     with pytest.raises(RuntimeError, match="computed again"):
         failure.check("eager")  # which rounds elsewhere
+
+
+@pytest.mark.parametrize("name", ["flash", "mine"])
+def test_a_profile_of_ones_own_is_saved_as_it_is_whatever_its_name(name):
+    own = Precision(name, rounds_scores=True)
+    assert failure_module.decode_precision(failure_module.encode_precision(own)) == own
+    assert failure_module.encode_precision(precision_named("flash")) == "flash"
 
 
 def test_another_precision_is_held_against_the_saved_inputs(tmp_path):
