@@ -56,12 +56,7 @@ WORKLOADS = {
         "s128": "128, heads=24, head_dim=128",
         "vit-196": "196, batch=8, heads=12",
     },
-    "cpu": {
-        "s128": "128, heads=2",
-        "s256": "256, heads=4",
-        "s512": "512, heads=2",
-        "s384": "384, heads=4",
-    },
+    "cpu": {"s128": "128, heads=2", "s256": "256, heads=4", "s512": "512, heads=2", "s384": "384, heads=4"},
 }
 #: told to the suite's conftest by a variable: to list what a process has imported
 CONFTEST = """

@@ -134,10 +134,7 @@ RULES = {
     "xformers": Rule(
         "peaky",
         close(
-            all_dtypes(3e-4, 4e-3, 2e-2),
-            all_dtypes(2e-5, 4e-4, 5e-3),
-            all_dtypes(9e-4, 0.2, 0.9),
-            all_dtypes(1e-4, 2e-2, 0.1),
+            all_dtypes(3e-4, 4e-3, 2e-2), all_dtypes(2e-5, 4e-4, 5e-3), all_dtypes(9e-4, 0.2, 0.9), all_dtypes(1e-4, 2e-2, 0.1)
         ),
     ),
     "Transformer Engine": Rule("flat", close(*[all_dtypes(1e-3, 1e-3, 1.5e-2)] * 4)),

@@ -289,12 +289,7 @@ OF_GRADIENTS = tuple(
             FULL.replace(dtype="float32"),
             (),
         ),
-        (
-            "adds of one row lost at random",
-            _with_gradients(_losing_adds()),
-            FULL,
-            ("calls-differ",),
-        ),
+        ("adds of one row lost at random", _with_gradients(_losing_adds()), FULL, ("calls-differ",)),
         *(
             (f"softcap's derivative {name}", _with_slope_of_cap(slope), FULL.replace(softcap=5.0), (fault,))
             for name, slope, fault in (

@@ -39,17 +39,7 @@ LAYERS = (
 )
 SIBLINGS = ("invariants", "latency")
 #: layers that may be loaded before a case is made: pytest starts and collects without torch
-BEFORE_A_CASE = (
-    "plugin",
-    "hooks",
-    "session",
-    "reports",
-    "suite",
-    "backends",
-    "workloads",
-    "processes",
-    "version",
-)
+BEFORE_A_CASE = ("plugin", "hooks", "session", "reports", "suite", "backends", "workloads", "processes", "version")
 #: modules of theirs that a case loads
 AT_A_CASE = ("suite/models.py", "backends/layouts.py", "backends/streams.py", "backends/libraries/", "workloads/kv_layout.py")
 PYTEST_ALLOWED = ("plugin", "hooks", "cases", "ranks", "session", "suite", "processes")

@@ -140,9 +140,7 @@ class Declaration:
         _is_layout,
     )
     returns_lse: bool = argument(
-        False,
-        "fn returns (out, lse), with lse (batch, heads, q_len), float32, as a natural logarithm",
-        one_of(True, False),
+        False, "fn returns (out, lse), with lse (batch, heads, q_len), float32, as a natural logarithm", one_of(True, False)
     )
     returns: Sequence[str] | None = argument(
         None,

@@ -290,12 +290,7 @@ def try_in_child(module: str) -> str | None:
 def _exit_code(command: list[str], result: int, errors: int) -> int | None:
     """Run a command in a process group of its own, which is killed, with None returned, where it does not end in time."""
     child = subprocess.Popen(
-        command,
-        pass_fds=(result,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,
+        command, pass_fds=(result,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
     )
     try:
         return child.wait(_IMPORT_SECONDS)

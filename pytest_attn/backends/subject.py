@@ -214,11 +214,7 @@ class CallableSubject(Subject):
     _dequantizer: Dequantizer | None = None
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str | None = None,
-        declared: Declaration = Declaration(),
-        within: str = "",
+        self, fn: Callable[..., Any], name: str | None = None, declared: Declaration = Declaration(), within: str = ""
     ) -> None:
         self.user_function, self.declared = fn, declared
         self.name, self.given_name = name or called_name(fn, within), name or ""

@@ -214,12 +214,7 @@ class CaseRun:
         return self.session.machines.machine(self.mark.device)
 
     def subject(
-        self,
-        target: Target,
-        name: str | None,
-        spec: CheckSpec,
-        backward: bool = False,
-        dequantized: Dequantizer | None = None,
+        self, target: Target, name: str | None, spec: CheckSpec, backward: bool = False, dequantized: Dequantizer | None = None
     ) -> Subject:
         """Return what a test handed over, behind its one type; skips the test where a backend cannot take the case.
 

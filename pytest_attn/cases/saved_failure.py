@@ -158,9 +158,7 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
             value = tensors[key].to(device)
             tau, rows = tensors.get(f"{key}.budget"), tensors.get(f"{key}.rows")
             expected[name] = Expected(
-                value,
-                value.new_empty(0) if tau is None else tau.to(device),
-                None if rows is None else rows.to(device),
+                value, value.new_empty(0) if tau is None else tau.to(device), None if rows is None else rows.to(device)
             )
     if not expected:
         return None
@@ -247,10 +245,7 @@ class Failure:
         if broken := self.environment["invariants"]:
             reproduce = self._reproduce(INVARIANT_WIDTH)
             report = judged_in_words(
-                subject,
-                spec,
-                lambda: judge_invariants(subject, spec, references, broken, None, self._is_thorough),
-                reproduce,
+                subject, spec, lambda: judge_invariants(subject, spec, references, broken, None, self._is_thorough), reproduce
             )
             if not report.passed:
                 raise AssertionError(f"{describe_invariants(report)}\n{reproduce}")

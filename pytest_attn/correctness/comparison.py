@@ -36,10 +36,7 @@ class Limits:
 
 
 #: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.
-LIMITS = {
-    "default": (Limits(8, 4, 1.5), Limits(8, 4, 1.5)),
-    "strict": (Limits(6, 2, 1), Limits(8, 4, 1.5)),
-}
+LIMITS = {"default": (Limits(8, 4, 1.5), Limits(8, 4, 1.5)), "strict": (Limits(6, 2, 1), Limits(8, 4, 1.5))}
 
 
 def limits_named(name: str) -> tuple[Limits, Limits]:

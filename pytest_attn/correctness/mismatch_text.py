@@ -24,10 +24,7 @@ def describe(comparison: Comparison) -> str:
     lines = [
         f"mismatch: {whose}: {_excess(row)} ({comparison.workload}, inputs {row.distribution})",
         labeled("worst", f"{row.name}[{at}] = {found}, exact {exact}, budget {figure(row.budget, '.3g')}"),
-        labeled(
-            "largest z",
-            f"{_levels(row)}; {row.exceeding:,} of {row.elements:,} elements above {row.limits.element:g}",
-        ),
+        labeled("largest z", f"{_levels(row)}; {row.exceeding:,} of {row.elements:,} elements above {row.limits.element:g}"),
         labeled("where", _describe_location(mismatch.location, ", drawn or named by --attn-rows" if mismatch.drawn else "")),
         labeled(
             "figures",

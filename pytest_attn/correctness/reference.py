@@ -489,11 +489,7 @@ def _allocate(
 
 
 def segments_of(
-    inputs: Inputs,
-    w: Workload,
-    device: torch.device,
-    rows: torch.Tensor | None = None,
-    keys: torch.Tensor | None = None,
+    inputs: Inputs, w: Workload, device: torch.device, rows: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> Iterator[Segment]:
     """Yield the sequences of equal length: one segment, or as many as there are packed sequences."""
     k, v = inputs.gathered()

@@ -83,8 +83,7 @@ def _switches(kind: str) -> dict[str, Switch]:
         "grad mode": Switch(torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": Switch(torch.get_default_dtype, torch.set_default_dtype),
         "default device": Switch(
-            torch.get_default_device,
-            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+            torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)
         ),
         **{
             f"autocast on {one}": Switch(partial(torch.is_autocast_enabled, one), partial(torch.set_autocast_enabled, one))

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_attn.correctness.exact import (
-    Block,
-    Chunk,
-    modify,
-    over_group,
-    over_keys,
-    over_rows,
-    per_key,
-    scaled_scores,
-)
+from pytest_attn.correctness.exact import Block, Chunk, modify, over_group, over_keys, over_rows, per_key, scaled_scores
 from pytest_attn.correctness.reference import Reference, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
 from pytest_attn.workloads.inputs import Inputs

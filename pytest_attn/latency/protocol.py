@@ -167,12 +167,7 @@ class Stopwatch:
             self.warmer.ramp_up(is_warm)
 
     def measure(
-        self,
-        work: Work,
-        workload: str,
-        subject: str,
-        mode: Mode | None = None,
-        seconds: float | None = None,
+        self, work: Work, workload: str, subject: str, mode: Mode | None = None, seconds: float | None = None
     ) -> Latency:
         """Measure a work. mode: the baseline's, see `Timer.plan`. seconds: the cap of wall time for its blocks.
 

@@ -447,9 +447,7 @@ class NotReadError(ValueError):
 
 
 def capture(
-    step: Callable[[], Any],
-    model: torch.nn.Module | None = None,
-    functions: Iterable[Callable[..., Any] | str] = (),
+    step: Callable[[], Any], model: torch.nn.Module | None = None, functions: Iterable[Callable[..., Any] | str] = ()
 ) -> list[AttentionCall]:
     """Run `step` once, and copy the attention calls that it makes.
 

@@ -24,11 +24,7 @@ class _GroupsInterleaved(Kernel):
         return positions(range(seq.workload.heads), seq.call.q) % seq.workload.kv_heads
 
 
-@HEADS(
-    "group-taken-for-number-of-key-heads",
-    "HipKittens#22",
-    applies=lambda w, _: w.kv_heads not in (1, w.group),
-)
+@HEADS("group-taken-for-number-of-key-heads", "HipKittens#22", applies=lambda w, _: w.kv_heads not in (1, w.group))
 @named("group-taken-for-kv-heads")
 class _GroupTakenForNumberOfKeyHeads(Kernel):
     """Query head h reads key head h // kv_heads, which is right only where groups are as large as they are many."""

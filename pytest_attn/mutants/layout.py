@@ -195,9 +195,7 @@ class _KeysTransposedWhereSquare(Kernel):
 
 
 @LAYOUT(
-    "out-transposed-where-square",
-    "diffusers#14338",
-    applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1),
+    "out-transposed-where-square", "diffusers#14338", applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1)
 )
 @named("heads-and-rows-swapped")
 class _OutTransposedWhereSquare(Kernel):

@@ -63,13 +63,7 @@ class _LseUnwritten(Kernel):
         return own
 
 
-@MEMORY(
-    "gradient-of-padding-unwritten",
-    "FA#1228",
-    "FA#2324",
-    "FA#1990",
-    applies=all_of(in_backward, is_padded),
-)
+@MEMORY("gradient-of-padding-unwritten", "FA#1228", "FA#2324", "FA#1990", applies=all_of(in_backward, is_padded))
 @named("calls-differ")
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""

@@ -161,14 +161,7 @@ class _KeyPositionWraps(Kernel):
         return super().addresses(seq, keys) % self.keys
 
 
-@OVERFLOW(
-    "grid-too-large",
-    "PT#142228",
-    "PT#176096",
-    "FI#3125",
-    "xf#1054",
-    applies=lambda w, _: w.batch * w.heads > BLOCKS,
-)
+@OVERFLOW("grid-too-large", "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w, _: w.batch * w.heads > BLOCKS)
 @named("calls-differ")
 class _GridTooLarge(Kernel):
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""

@@ -32,15 +32,7 @@ from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.last_words import ending, last_words
 from pytest_attn.processes.launcher import Launcher
 from pytest_attn.ranks.rank_group import RankRaisedError
-from pytest_attn.ranks.wire import (
-    GarbageError,
-    Line,
-    pickled,
-    put,
-    read_bytes,
-    released,
-    shared_memory,
-)
+from pytest_attn.ranks.wire import GarbageError, Line, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.worker_pool import worker_environment
 from pytest_attn.workloads.inputs import Inputs

@@ -135,11 +135,7 @@ class RankServer:
         """Return the rank's shards of dq, dk and dv. Raises as `forward` does."""
         call = self._calls[number]
         found = torch.autograd.grad(
-            call.out,
-            list(call.given.values()),
-            self._shard_of_dout(dout, call.out),
-            allow_unused=True,
-            retain_graph=True,
+            call.out, list(call.given.values()), self._shard_of_dout(dout, call.out), allow_unused=True, retain_graph=True
         )
         self._require_unchanged(call.given, call.kept)
         gradients: dict[str, torch.Tensor] = {}

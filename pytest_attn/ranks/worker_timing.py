@@ -53,12 +53,7 @@ class RankTiming:
     """Times one callable on one rank."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        spec: CheckSpec,
-        sharding: Sharding,
-        rank: Rank,
-        defects: Sequence[KnownDefect] = (),
+        self, fn: Callable[..., Any], spec: CheckSpec, sharding: Sharding, rank: Rank, defects: Sequence[KnownDefect] = ()
     ) -> None:
         """defects: those known of the callable on this workload and machine."""
         self._fn, self._spec, self._sharding, self._rank = fn, spec, sharding, rank

@@ -402,10 +402,7 @@ def _images_and_video() -> Iterator[Group]:
     yield (
         "wan",
         "Wan 2.x 14B: diffusers' 40 x 128 heads; tokens derived as 21 x 30 x 52 (480p); text 512",
-        [
-            W(32_760, heads=40, head_dim=128, name="wan-480p"),
-            W(32_760, 512, heads=40, head_dim=128, name="wan-cross"),
-        ],
+        [W(32_760, heads=40, head_dim=128, name="wan-480p"), W(32_760, 512, heads=40, head_dim=128, name="wan-cross")],
     )
     yield (
         "sdxl",
@@ -419,10 +416,7 @@ def _images_and_video() -> Iterator[Group]:
     yield (
         "vit",
         "ViT-B/16: 12 heads of 64; 14 x 14 and 56 x 56 tokens",
-        [
-            W(196, batch=8, heads=12, name="vit-196"),
-            W(3136, batch=1, heads=12, name="vit-3136"),
-        ],
+        [W(196, batch=8, heads=12, name="vit-196"), W(3136, batch=1, heads=12, name="vit-3136")],
     )
 
 
@@ -445,11 +439,7 @@ def _language_models() -> Iterator[Group]:
             llama_70b(1, 8192, batch=4, mask="causal-bottom-right", name="llama3-70b-decode"),
         ],
     )
-    yield (
-        "qwen3",
-        "Qwen3-8B: 32 heads, 8 key heads, d 128",
-        [llama_8b(4096, mask="causal", name="qwen3-8b-prefill")],
-    )
+    yield ("qwen3", "Qwen3-8B: 32 heads, 8 key heads, d 128", [llama_8b(4096, mask="causal", name="qwen3-8b-prefill")])
     yield (
         "gemma2",
         "transformers' Gemma2Config: 8 heads, 4 key heads, d 256, window 4096, softcap 50",
@@ -477,10 +467,7 @@ def _encoders() -> Iterator[Group]:
     yield (
         "whisper",
         "Whisper: 1500 audio tokens; tiny 6 x 64, large 20 x 64",
-        [
-            W(1500, heads=6, name="whisper-tiny"),
-            W(1500, heads=20, name="whisper-large"),
-        ],
+        [W(1500, heads=6, name="whisper-tiny"), W(1500, heads=20, name="whisper-large")],
     )
     yield (
         "bert",
@@ -566,7 +553,7 @@ def _decoding() -> Iterator[Group]:
                 kv_pages=Pages(16),
                 kv_lens=(1024, 1000, 513, 512, 129, 64, 17, 1),
                 name="paged-decode-16",
-            ),
+            )
         ],
     )
 

@@ -205,11 +205,7 @@ def test_flash_attn_gets_the_number_of_splits(monkeypatch, tmp_path):
         flash_attn_interface, "flash_attn_with_kvcache", lambda *a, **k: (seen.append(k["num_splits"]), real(*a, **k))[1]
     )
     decode = W.replace(q_len=3, mask="causal-bottom-right")
-    assert judge(
-        Registry()["flash2_kvcache@num_splits=4"],
-        spec_of(decode, precision="flash2"),
-        ReferenceCache(),
-    ).passed
+    assert judge(Registry()["flash2_kvcache@num_splits=4"], spec_of(decode, precision="flash2"), ReferenceCache()).passed
     assert set(seen) == {4}
     uninstall(LIBRARIES["flash2"][0])
 

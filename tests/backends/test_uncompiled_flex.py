@@ -21,8 +21,7 @@ OLD = uncompiled_flex_precision("2.9.1")
 
 
 @pytest.mark.parametrize(
-    ("version", "rounds_scores"),
-    [("2.6.0+cu124", True), ("2.9.1", True), ("2.10.0", False), ("2.15.0+cu132", False)],
+    ("version", "rounds_scores"), [("2.6.0+cu124", True), ("2.9.1", True), ("2.10.0", False), ("2.15.0+cu132", False)]
 )
 def test_releases_before_2_10_round_the_scores(version, rounds_scores):
     assert uncompiled_flex_precision(version).rounds_scores == rounds_scores

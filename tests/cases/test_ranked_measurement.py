@@ -11,8 +11,7 @@ from pytest_attn.workloads.sharding import Sharding
 
 
 @pytest.mark.parametrize(
-    ("device", "there", "reason"),
-    [("cuda", 1, "2 ranks share 1 GPU"), ("cuda", 2, None), ("cpu", 1, None)],
+    ("device", "there", "reason"), [("cuda", 1, "2 ranks share 1 GPU"), ("cuda", 2, None), ("cpu", 1, None)]
 )
 def test_ranks_that_share_a_gpu_are_not_timed(device, there, reason):
     machines = SimpleNamespace(machine=lambda name: SimpleNamespace(device_count=there))

@@ -42,13 +42,7 @@ def batchless(q, k, v):
     return out, (lse / math.log(2)).T, weights
 
 
-BATCHLESS = {
-    "layout": "shd",
-    "out_layout": "hsd",
-    "returns": ("out", "lse", "weights"),
-    "lse_base": 2,
-    "lse_layout": "sh",
-}
+BATCHLESS = {"layout": "shd", "out_layout": "hsd", "returns": ("out", "lse", "weights"), "lse_base": 2, "lse_layout": "sh"}
 
 
 def writing(q, k, v, out):

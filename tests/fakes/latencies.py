@@ -7,12 +7,7 @@ from pathlib import Path
 from pytest_attn.latency.baseline_file import Baseline, BaselineFile, Identity, case_key
 from pytest_attn.latency.gate import POLICIES, shared_prior
 from pytest_attn.latency.protocol import protocol_of
-from pytest_attn.latency.regression import (
-    DeviceBaselines,
-    Measured,
-    SharedCpu,
-    judge_latency,
-)
+from pytest_attn.latency.regression import DeviceBaselines, Measured, SharedCpu, judge_latency
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run, median_interval
 

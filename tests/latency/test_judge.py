@@ -7,14 +7,7 @@ from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline_file import BaselineFile, Identity
 from pytest_attn.latency.gate import shared_prior
 from pytest_attn.latency.protocol import protocol_of
-from pytest_attn.latency.regression import (
-    RECORD,
-    DeviceBaselines,
-    DisturbedError,
-    FreshError,
-    SharedCpu,
-    StartError,
-)
+from pytest_attn.latency.regression import RECORD, DeviceBaselines, DisturbedError, FreshError, SharedCpu, StartError
 from pytest_attn.reports.verdict import Cause, Verdict
 
 # -- one measurement, and what new processes say of it -----------------------------------------------------------------
@@ -336,10 +329,7 @@ def test_accuracy_is_held_against_that_of_the_same_check_only(changes):
 
 def test_a_time_of_which_nothing_can_be_said_is_a_regression_for_its_memory_and_says_both():
     decision = judged(measured(1e-4, "cuda", latency={**DISTURBED, "memory": 5 << 20}))
-    assert (decision.verdict, decision.reason) == (
-        Verdict.REGRESSED,
-        "hot; shared; peak memory 5.0 MiB, recorded 0.0 MiB",
-    )
+    assert (decision.verdict, decision.reason) == (Verdict.REGRESSED, "hot; shared; peak memory 5.0 MiB, recorded 0.0 MiB")
 
 
 def test_a_host_that_launches_far_slower_is_a_regression_of_a_gpu_kernel():

@@ -48,8 +48,7 @@ def test_the_last_look_ends_every_measurement():
 
 
 @pytest.mark.parametrize(
-    ("kind", "seconds", "narrow"),
-    [("cuda", 99e-6, True), ("cuda", 101e-6, False), ("cpu", 101e-6, True), ("xpu", 1e-6, True)],
+    ("kind", "seconds", "narrow"), [("cuda", 99e-6, True), ("cuda", 101e-6, False), ("cpu", 101e-6, True), ("xpu", 1e-6, True)]
 )
 def test_short_kernels_need_not_be_known_as_well(kind, seconds, narrow):
     blocks = [[1.0 + share] for share in (-0.003, -0.002, 0.0, 0.0, 0.002, 0.003)]

@@ -22,8 +22,7 @@ from pytest_attn.latency.statistics import (
 
 
 @pytest.mark.parametrize(
-    ("n", "ranks"),
-    [(6, (1, 6)), (8, (1, 8)), (10, (2, 9)), (15, (4, 12)), (20, (6, 15)), (30, (10, 21)), (50, (18, 33))],
+    ("n", "ranks"), [(6, (1, 6)), (8, (1, 8)), (10, (2, 9)), (15, (4, 12)), (20, (6, 15)), (30, (10, 21)), (50, (18, 33))]
 )
 def test_ranks_of_the_median_s_interval(n, ranks):
     low, high, confidence = median_interval(random.Random(n).sample(range(1, n + 1), n))

@@ -30,11 +30,7 @@ def test_every_direction_is_timed(device, direction):
 
 @pytest.mark.parametrize(
     ("direction", "staged", "called"),
-    [
-        ("forward", [], ["forward"]),
-        ("backward", ["forward"], ["backward"]),
-        ("forward+backward", [], ["forward", "backward"]),
-    ],
+    [("forward", [], ["forward"]), ("backward", ["forward"], ["backward"]), ("forward+backward", [], ["forward", "backward"])],
 )
 def test_what_is_timed_are_the_passes_of_the_direction(device, direction, staged, called):
     passes = []

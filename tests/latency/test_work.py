@@ -67,8 +67,7 @@ def test_what_moves_is_the_same_elsewhere(device, direction):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [(math.nan, "NaN: memory"), (-1.0, "differs from exact attention by 2 of"), (0.0, "zero everywhere")],
+    ("fault", "words"), [(math.nan, "NaN: memory"), (-1.0, "differs from exact attention by 2 of"), (0.0, "zero everywhere")]
 )
 def test_a_result_that_is_not_right_is_refused(fault, words):
     work = timed(attention, SMALL, torch.device("cpu"), "forward")

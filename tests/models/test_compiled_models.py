@@ -72,12 +72,7 @@ def dk_too_large(q, k, v):
     return F.scaled_dot_product_attention(q, Off.apply(k), v)
 
 
-FAULTS = {
-    "out": (full, too_large),
-    "scale": (full, sharper),
-    "mask": (causal, without_mask),
-    "dk": (full, dk_too_large),
-}
+FAULTS = {"out": (full, too_large), "scale": (full, sharper), "mask": (causal, without_mask), "dk": (full, dk_too_large)}
 
 
 def only_compiled(honest, fault):

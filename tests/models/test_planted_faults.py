@@ -138,8 +138,7 @@ def case(kind, dtype, attend=None):
 
 
 DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.slow)],
+    "dtype", [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.slow)]
 )
 
 

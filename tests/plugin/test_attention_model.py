@@ -151,10 +151,7 @@ MARKED = "@pytest.mark.attention_model"
         (f"{MARKED}\ndef test_it(attn): pass", "*takes attn_model and attn_backend, not attn"),
         (f"{MARKED}\ndef test_it(): pass", "*does not take attn_model; make it an argument of the test*"),
         (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'"),
-        (
-            f"{MARKED}(layout=1)\ndef test_it(attn_model): pass",
-            "*unknown argument 'layout'; known: backends, backward*",
-        ),
+        (f"{MARKED}(layout=1)\ndef test_it(attn_model): pass", "*unknown argument 'layout'; known: backends, backward*"),
     ],
 )
 def test_a_test_that_cannot_be_meant_is_refused_with_what_to_type(run, test, said):

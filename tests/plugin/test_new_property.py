@@ -17,10 +17,7 @@ DECLARATION = (
         '    keeps_sign: bool = argument(True, "fn returns out, and not -out", one_of(True, False))\n',
     ),
 )
-USE = (
-    "        result = kernel(*given)\n",
-    "        result = result if spec.declared.keeps_sign else -result\n",
-)
+USE = ("        result = kernel(*given)\n", "        result = result if spec.declared.keeps_sign else -result\n")
 USE_OF_TIMES = (
     "        w, native = self._spec.workload, {name: self._native(result) for name, result in results.items()}\n",
     '        native |= {} if self._spec.declared.keeps_sign else {"out": -native["out"]}\n',

@@ -138,10 +138,7 @@ def test_the_header_can_be_pasted_back(run, kernel_test):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            "--attn-backends=spda",
-            "--attn-backends: unknown backend 'spda'; did you mean sdpa? known: math, eager, sdpa,",
-        ),
+        ("--attn-backends=spda", "--attn-backends: unknown backend 'spda'; did you mean sdpa? known: math, eager, sdpa,"),
         (
             "--attn-backends=sdpa+fast",
             "--attn-backends: unknown variant 'fast' of backend 'sdpa'; known: compile, max_autotune",

@@ -303,11 +303,7 @@ class StalePartOfAnEmptySplit(ManySplits):
         return super().merged(call, e, rows, parts)
 
 
-@reported(
-    "Dao-AILab/flash-attention#2503",
-    "An empty q raised ZeroDivisionError.",
-    lambda w: w.is_packed and 0 in w.q_lens,
-)
+@reported("Dao-AILab/flash-attention#2503", "An empty q raised ZeroDivisionError.", lambda w: w.is_packed and 0 in w.q_lens)
 class SequenceWithoutQueriesDividesByZero(Attention):
     def row_tiles(self, call: Call, e: Entry) -> list[range]:
         assert e.m // e.n >= 0
@@ -721,11 +717,7 @@ class SinksByPackedRow(Attention):
         return call.sinks.float()[heads.flatten(0, 1)]
 
 
-@reported(
-    "vllm-project/vllm#54568",
-    "The kernel that decodes did not get the sinks.",
-    lambda w: bool(w.sinks) and decodes(w),
-)
+@reported("vllm-project/vllm#54568", "The kernel that decodes did not get the sinks.", lambda w: bool(w.sinks) and decodes(w))
 class SinksDroppedWhileDecoding(Attention):
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         return None if e.n == 1 else super().sinks(call, e, rows)
@@ -744,10 +736,7 @@ class DsinksRoundedBeforeTheSum(Attention):
 
 
 @reported(
-    "Dao-AILab/flash-attention#1973",
-    "Gradients of sinks were not computed.",
-    lambda w: bool(w.sinks),
-    parameters=("sinks",),
+    "Dao-AILab/flash-attention#1973", "Gradients of sinks were not computed.", lambda w: bool(w.sinks), parameters=("sinks",)
 )
 class NoGradientOfSinks(Attention):
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
@@ -769,11 +758,7 @@ class LseOfCenteredKeys(Attention):
         return part._replace(lse=part.lse - shift.squeeze(-1))
 
 
-@reported(
-    "flashinfer-ai/flashinfer#4485",
-    "lse was of base 2 or of base e by the backend that one interface chose.",
-    decodes,
-)
+@reported("flashinfer-ai/flashinfer#4485", "lse was of base 2 or of base e by the backend that one interface chose.", decodes)
 class LseInBase2WhileDecoding(Attention):
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
@@ -781,21 +766,13 @@ class LseInBase2WhileDecoding(Attention):
 
 
 # -- ranges and rounding -----------------------------------------------------------------------------------------------------
-@reported(
-    "NVIDIA/cudnn-frontend#262",
-    "Rows whose scores are all negative were wrong: the maximum began at 0.",
-    anything,
-)
+@reported("NVIDIA/cudnn-frontend#262", "Rows whose scores are all negative were wrong: the maximum began at 0.", anything)
 class MaximumNotBelowZero(Attention):
     def lowest_maximum(self, call: Call) -> float:
         return 0.0
 
 
-@reported(
-    "NVIDIA/cudnn-frontend#744",
-    "Rows whose scores all lie between -200 and -490 were wrong.",
-    anything,
-)
+@reported("NVIDIA/cudnn-frontend#744", "Rows whose scores all lie between -200 and -490 were wrong.", anything)
 class MaximumNotBelowMinus200(Attention):
     def lowest_maximum(self, call: Call) -> float:
         return -200.0
@@ -871,11 +848,7 @@ class DescaleOfVOmitted(Attention):
         return None if name == "v" else super().descale(t, name)
 
 
-@reported(
-    "vllm-project/vllm#51363",
-    "Descales of each head were dropped.",
-    has_per_head,
-)
+@reported("vllm-project/vllm#51363", "Descales of each head were dropped.", has_per_head)
 class DescalesPerHeadDropped(Attention):
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return None if t.w.descales == "head" else super().descale(t, name)
@@ -918,20 +891,14 @@ def has_dropout(w: Workload) -> bool:
 
 
 @reported(
-    "aws-neuron/nki-samples#81",
-    "The gradient of the weights was not dropped before dS was formed from it.",
-    has_dropout,
+    "aws-neuron/nki-samples#81", "The gradient of the weights was not dropped before dS was formed from it.", has_dropout
 )
 class DropoutMissingInDp(Attention):
     def dropped_gradient(self, t: Tile, dp: Tensor) -> Tensor:
         return dp
 
 
-@reported(
-    "pytorch/pytorch#190717",
-    "The mask was not saved, and drawn again without the state of the generator.",
-    has_dropout,
-)
+@reported("pytorch/pytorch#190717", "The mask was not saved, and drawn again without the state of the generator.", has_dropout)
 class AnotherDropoutMaskInBackward(Attention):
     def backward(self, call: Call, *given: Any) -> dict[str, Tensor]:
         self.draw_dropout(call)
@@ -951,11 +918,7 @@ class DropoutSeededByAnAddress(Attention):
             call.keep = torch.rand(w.batch, w.heads, w.q_len, w.kv_len, generator=own) >= w.dropout
 
 
-@reported(
-    "Dao-AILab/flash-attention#2088",
-    "Seed and offset were constants: every call dropped the same.",
-    has_dropout,
-)
+@reported("Dao-AILab/flash-attention#2088", "Seed and offset were constants: every call dropped the same.", has_dropout)
 class DropoutWithAConstantSeed(Attention):
     def draw_dropout(self, call: Call) -> None:
         w, own = call.w, torch.Generator().manual_seed(0x1BF58)
@@ -963,11 +926,7 @@ class DropoutWithAConstantSeed(Attention):
             call.keep = torch.rand(w.batch, w.heads, w.q_len, w.kv_len, generator=own) >= w.dropout
 
 
-@reported(
-    "aws-neuron/nki-samples#80",
-    "The denominator was summed after the dropout.",
-    has_dropout,
-)
+@reported("aws-neuron/nki-samples#80", "The denominator was summed after the dropout.", has_dropout)
 class DenominatorAfterDropout(Attention):
     def scores(self, t: Tile) -> Tensor:
         s = super().scores(t)
@@ -987,11 +946,7 @@ class DropoutMaskSharedByBatchEntries(Attention):
             call.keep = call.keep.flatten(0, 1)[at]
 
 
-@reported(
-    "facebookresearch/xformers#724",
-    "The backward pass of dropout was wrong: dv lacked 1 / (1 - p).",
-    has_dropout,
-)
+@reported("facebookresearch/xformers#724", "The backward pass of dropout was wrong: dv lacked 1 / (1 - p).", has_dropout)
 class DvWithoutTheFactorOfDropout(Attention):
     def dropped_again(self, t: Tile, p: Tensor) -> Tensor:
         return p if t.call.keep is None else p * self.kept_weights(t)
@@ -1110,9 +1065,7 @@ class StridesIgnoredForALargeHeadDim(Attention):
 
 
 @reported(
-    "vllm-project/vllm tests/kernels/attention: q *= scale",
-    "q was multiplied by the scale in the caller's tensor.",
-    anything,
+    "vllm-project/vllm tests/kernels/attention: q *= scale", "q was multiplied by the scale in the caller's tensor.", anything
 )
 class QueryScaledInPlace(Attention):
     def __call__(self, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -155,11 +155,7 @@ def test_it(number):
 @pytest.mark.parametrize(
     ("arguments", "crash", "wanted"),
     [
-        (
-            ["-p", "attn", "-n", "auto"],
-            "",
-            {("gw0", "4", "1"), ("gw1", "7", "1")},
-        ),  # before xdist, which is asked first
+        (["-p", "attn", "-n", "auto"], "", {("gw0", "4", "1"), ("gw1", "7", "1")}),  # before xdist, which is asked first
         (["--tx", "popen//id=left", "--tx", "popen//id=right"], "", {("left", "4", "1"), ("right", "7", "1")}),
         (
             ["-n", "2"],

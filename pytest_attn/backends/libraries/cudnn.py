@@ -265,11 +265,7 @@ def _options(graph: Graph, w: Workload) -> dict[str, Any]:
     if w.bias:
         options["bias"] = graph.tensors["bias"]
     if w.kv_lens is not None:
-        options |= {
-            "use_padding_mask": True,
-            "seq_len_q": graph.tensors["q_lens"],
-            "seq_len_kv": graph.tensors["kv_lens"],
-        }
+        options |= {"use_padding_mask": True, "seq_len_q": graph.tensors["q_lens"], "seq_len_kv": graph.tensors["kv_lens"]}
     mask = w.plain_mask
     if mask is None or mask.band is None:
         return options

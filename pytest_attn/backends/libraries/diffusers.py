@@ -131,10 +131,7 @@ class DiffusersCp(RankBackend):
     needs = "diffusers >= 0.36, ranks; CUDA for a ring"
     choices = MappingProxyType({"ring": (), "kernel": _KERNELS})
     known_defects = (CUDNN_NAN_OF_A_RANK,)
-    capabilities = Capabilities(
-        features=frozenset(("scale", "backward")),
-        dtypes=("bfloat16", "float16", "float32"),
-    )
+    capabilities = Capabilities(features=frozenset(("scale", "backward")), dtypes=("bfloat16", "float16", "float32"))
 
     def unavailable_because(self, machine: Machine) -> str | None:
         """The library, in a release that has the configuration; CUDA where its kernel is one of CUDA."""

@@ -108,9 +108,7 @@ class Int8Dynamic(Backend):
     is_approximate = True
     needs = "float64, so any device but MPS"
     capabilities = dataclasses.replace(
-        ANY_SIZE,
-        masks=frozenset(("any",)),
-        features=frozenset(("scale", "grouped heads", "padded")),
+        ANY_SIZE, masks=frozenset(("any",)), features=frozenset(("scale", "grouped heads", "padded"))
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:

@@ -102,12 +102,7 @@ def options_of(w: Workload, open_side: int | None = -1) -> dict[str, Any]:
     assert window is not None
     causal = window == (-1, 0)
     left, right = (open_side if side < 0 or causal else side for side in window)
-    return {
-        "softmax_scale": w.softmax_scale,
-        "causal": causal,
-        "window_size": (left, right),
-        "softcap": w.softcap or 0.0,
-    }
+    return {"softmax_scale": w.softmax_scale, "causal": causal, "window_size": (left, right), "softcap": w.softcap or 0.0}
 
 
 def without_lse(returned: Any) -> Any:

@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of, refuse_unread
 from pytest_attn.backends.backend import Backend, needs_cuda
 from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES, Capabilities, refusals_without
 from pytest_attn.backends.configured import Options, out_of_resources

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    refuse_unread,
-)
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, refuse_unread
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
@@ -29,24 +25,12 @@ _INSTALL = "pip install natten"
 #: The extension with NATTEN's own kernels, which the source distribution leaves out.
 _LIBNATTEN = Library(("natten",), "natten.libnatten", _INSTALL)
 #: Its own choices, in its order: of neighborhood attention, and of full windows, which it hands to plain attention.
-_CHECKS = (
-    "can_run_cutlass_blackwell_fna",
-    "can_run_cutlass_hopper_fna",
-    "can_run_cutlass_fna",
-)
+_CHECKS = ("can_run_cutlass_blackwell_fna", "can_run_cutlass_hopper_fna", "can_run_cutlass_fna")
 #: Its kernels with tiles, by the name of `backend=` and of the function that lists them, and its words for Hopper's schedules.
-_TUNED = (
-    ("blackwell-fna", "cutlass_blackwell_fna"),
-    ("hopper-fna", "cutlass_hopper_fna"),
-    ("cutlass-fna", "cutlass_fna"),
-)
+_TUNED = (("blackwell-fna", "cutlass_blackwell_fna"), ("hopper-fna", "cutlass_hopper_fna"), ("cutlass-fna", "cutlass_fna"))
 _TILES = ("q_tile_shape", "kv_tile_shape")
 _SCHEDULES = {"NonPersistent": "non", "WarpSpecializedCooperative": "coop", "WarpSpecializedPingpong": "pp"}
-_FULL_CHECKS = (
-    "can_run_cutlass_blackwell_fmha",
-    "can_run_cutlass_hopper_fmha",
-    "can_run_cutlass_fmha",
-)
+_FULL_CHECKS = ("can_run_cutlass_blackwell_fmha", "can_run_cutlass_hopper_fmha", "can_run_cutlass_fmha")
 
 
 class Natten(LibraryBackend):

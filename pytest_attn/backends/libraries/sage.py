@@ -76,11 +76,7 @@ class Sage(LibraryBackend):
     full_graph = False
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(
-        masks=_MASKS,
-        features=_FEATURES,
-        dtypes=("bfloat16", "float16", "float32"),
-        head_dims=(64, 96, 128),
-        square=True,
+        masks=_MASKS, features=_FEATURES, dtypes=("bfloat16", "float16", "float32"), head_dims=(64, 96, 128), square=True
     )
     known_defects = _DEFECTS
 

@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    refuse_unread,
-)
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, refuse_unread
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
 from pytest_attn.backends.compilers import keeping_flash4
@@ -333,11 +329,7 @@ class SdpaFa4(SdpaFa3):
 @contextmanager
 def _activated(implementation: str) -> Iterator[None]:
     """Replace torch's FlashAttention, for the whole process; what was active before comes back."""
-    from torch.nn.attention import (
-        activate_flash_attention_impl,
-        current_flash_attention_impl,
-        restore_flash_attention_impl,
-    )
+    from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
     before = current_flash_attention_impl()
     try:
@@ -472,9 +464,7 @@ class KvCache(Backend):
     precision = "sdpa"
     needs = "CPU, CUDA or XPU"
     capabilities = replace(
-        ANY_SIZE,
-        masks=frozenset(("causal-bottom-right", "window")),
-        features=frozenset(("scale", "grouped heads", "cached")),
+        ANY_SIZE, masks=frozenset(("causal-bottom-right", "window")), features=frozenset(("scale", "grouped heads", "cached"))
     )
 
     def precision_on(self, kind: str) -> str:

@@ -108,9 +108,7 @@ class TorchCpFlex(_OfTorch):
     name = "torch_cp_flex"
     needs = "torch >= 2.10, ranks; a GPU for gradients"
     capabilities = replace(
-        ANY_SIZE,
-        masks=frozenset(("any",)),
-        features=frozenset(("scale", "grouped heads", "padded", "backward")),
+        ANY_SIZE, masks=frozenset(("any",)), features=frozenset(("scale", "grouped heads", "padded", "backward"))
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:

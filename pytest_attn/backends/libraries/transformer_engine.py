@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of, refuse_unread
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
 from pytest_attn.backends.contexts import environment
@@ -399,11 +393,7 @@ class TeUnfused(TransformerEngine):
     name, kernel, precision = "te_unfused", "UnfusedDotProductAttention", "eager"
     launches = ("softmax",)  # its own, or torch's for few rows
     needs = "CUDA, sm80 to sm121"
-    capabilities = replace(
-        ANY_SIZE,
-        masks=_MASKS | {"any"},
-        features=_FEATURES | {"softcap", "bias", "alibi", "sinks"},
-    )
+    capabilities = replace(ANY_SIZE, masks=_MASKS | {"any"}, features=_FEATURES | {"softcap", "bias", "alibi", "sinks"})
     known_defects = (
         KnownDefect(
             issue="transformer_engine/pytorch/utils.py, attention_mask_func",
@@ -528,9 +518,10 @@ _PARAMETERS = (
     *("self", *_TENSORS, "attention_mask", "qkv_format", *_LENGTHS, "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "window_size"),
 )
-_READ = {
-    *(*_PARAMETERS, "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias", "alibi_slopes"),
-} - {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+_READ = {*(*_PARAMETERS, "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias", "alibi_slopes")} - {
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+}
 _WITHOUT_EFFECT = frozenset(("checkpoint_core_attention", "fast_zero_fill", "num_splits", "pad_between_seqs", "bf16_backward"))
 #: of a format, the order that makes it (batch, heads, rows, dim), and the order back
 _ORDERS = {"bshd": ((0, 2, 1, 3), (0, 2, 1, 3)), "sbhd": ((1, 2, 0, 3), (2, 0, 1, 3))}

@@ -187,11 +187,7 @@ REFUSED += [
     ),
     ("flash3", FP8.replace(kv_lens=(80, 51)), IN_DENSE_ONLY),
     ("flash3", FP8.replace(q_len=3, kv_pages=Pages(16)), IN_DENSE_ONLY),
-    (
-        "flash4",
-        W.replace(head_dim=72, kv_pages=Pages(16)),
-        "needs multiples of 16 with pages, not head_dim 72, v_head_dim 72",
-    ),
+    ("flash4", W.replace(head_dim=72, kv_pages=Pages(16)), "needs multiples of 16 with pages, not head_dim 72, v_head_dim 72"),
     ("flash4", WIDER, "GQA backward needs equal dims, not head_dim 192, v_head_dim 128", H200, True),
     ("flash4", W, "has no backward pass on sm80", A100, True),
     ("flash4", W.replace(sinks=True), "has no sinks on sm80", A100),
@@ -389,16 +385,8 @@ REFUSED += [
     ("te_unfused", T.replace(alibi=True), "would round the scores with ALiBi to bfloat16"),
     ("te_unfused", T.replace(bias="k"), "would round the scores with a bias to bfloat16"),
     ("te_unfused", T.replace(softcap=3.0), "would round each step of softcap to bfloat16"),
-    (
-        "te_unfused",
-        T.replace(alibi=True, kv_lens=(40, 33), dtype="fp32"),
-        "takes no ALiBi for packed or padded sequences",
-    ),
-    (
-        "te_unfused",
-        T.replace(alibi=True, mask="causal", dtype="fp32"),
-        "aligns ALiBi to the first key with such a mask",
-    ),
+    ("te_unfused", T.replace(alibi=True, kv_lens=(40, 33), dtype="fp32"), "takes no ALiBi for packed or padded sequences"),
+    ("te_unfused", T.replace(alibi=True, mask="causal", dtype="fp32"), "aligns ALiBi to the first key with such a mask"),
     ("te_unfused", T.replace(kv_len=20, mask="causal-bottom-right"), FULLY_MASKED),
     ("te_unfused", T.replace(kv_lens=(40, 11), mask=Window(3, 3)), FULLY_MASKED),
     ("te_unfused", T.replace(mask=BooleanMask(without_visible_keys)), FULLY_MASKED),
@@ -621,10 +609,7 @@ def test_another_meaning_in_the_library_is_found(installed, name, file, right, w
     assert not judged(backend, workload, backward=name == "cudnn").passed
 
 
-@pytest.mark.parametrize(
-    ("name", "workload", "reasons", "machine", "backward"),
-    named(Refusal(*row) for row in REFUSED),
-)
+@pytest.mark.parametrize(("name", "workload", "reasons", "machine", "backward"), named(Refusal(*row) for row in REFUSED))
 def test_it_refuses_what_the_library_has_no_words_for(installed, name, workload, reasons, machine, backward):
     said = installed(name).unsupported_because(workload, machine, backward)
     assert said == ([reasons] if isinstance(reasons, str) else [*reasons])
